@@ -71,7 +71,10 @@ def test_lines(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links_resolve(page):
-    for path, anchor in _links(page):
+    """Links lead to pages and headings that exist. All pages but two have links."""
+    links = list(_links(page))
+    assert links or page.name in ("glossary.md", "particles.md")
+    for path, anchor in links:
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), path
         assert not anchor or anchor in _anchors(there), f"{path}#{anchor}"

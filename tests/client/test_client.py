@@ -29,7 +29,8 @@ def test_a_stream_ends_in_a_completion(service):
     assert completion.text == "".join(chunk.text for chunk in chunks) and completion.request_id == stream.request_id
     assert (completion.seed, completion.statistics.particles, completion.statistics.particles_left) == (3, 4, 4)
     assert completion.usage.completion_tokens == len(completion.tokens) and completion.usage.cached_tokens == 0
-    assert completion.finish_reason == "eos" and completion.matched in (1,)
+    assert completion.finish_reason == "eos" and completion.matched == completion.tokens[-1]
+    assert completion.matched in service.pair.tokenizer.eos_ids
     assert completion.logprobs is None and completion.seconds > 0
 
 

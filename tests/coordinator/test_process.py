@@ -57,6 +57,7 @@ def test_idle_time_is_no_part_of_the_next_round():
         # The result of a prefill chunk that draws no token is never read, so it must not be kept.
         assert not any(worker._arrived for worker in made._remote.workers.values())
         assert times and all(t.coordinator >= 0 and t.coordinator + t.link <= t.whole + 1e-6 for t in times), times[0]
+        assert times[0].whole < 1.0, times[0]
 
     with coordinator(ENGINE, heartbeat=0.02) as (made, spec):
         attached(made, spec, work)

@@ -43,11 +43,6 @@ def test_panels_that_it_names_exist():
     assert len(named) > 20 and named <= shown
 
 
-def test_links_in_it_lead_somewhere():
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT):
-        assert (ROOT / "docs" / link).exists(), link
-
-
 def test_options_in_it_exist():
     """Options exist as flags or as keys of the configuration file."""
     named = {name.strip("-") for name in re.findall(r"`(--[a-z-]+)", TEXT)} - {"prometheus", "out"}

@@ -10,13 +10,11 @@ from smc.api.request import FinishReason
 from smc.local_engine import local_engine
 from tests.executor.test_same_answers import assert_same, mixed
 from tests.scheduler.harness import (
-    LOCKSTEP_FIRST,
     LOOKAHEAD_FIRST,
     PaddingOps,
     answers,
     assert_empty,
     config_id,
-    request,
 )
 from tests.scheduler.pairs import tiny_pair
 
@@ -42,16 +40,3 @@ def test_random_cancels_free_everything_and_disturb_nobody(config, monkeypatch):
     for request_id, answer in done.items():
         if answer.finish_reason is not FinishReason.CANCELLED:
             assert_same(answer, expected[request_id])
-
-
-@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
-def test_a_time_budget_ends_with_a_weighed_answer(config):
-    now = [0.0]
-    engine = local_engine(tiny_pair(), config, clock=lambda: now[0])
-    engine.submit(request(particles=4, seed=1, max_tokens=60, ignore_eos=True, time_budget=5.0))
-    done = []
-    while not engine.idle:
-        now[0] += 1.0
-        done += [output.answer for output in engine.step() if output.answer]
-    assert_empty(engine)
-    assert done[0].finish_reason is FinishReason.TIME_BUDGET and 0 < len(done[0].tokens) < 60

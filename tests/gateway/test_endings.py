@@ -45,6 +45,7 @@ def test_a_client_that_cancels_frees_the_engine(service):
 def test_cancels_at_random_moments(service):
     """Twelve calls are cancelled at random times: before admission, in the prefill, between rounds or at the end.
     Afterwards the engine holds nothing."""
+    before = service.metric("smc_requests_cancelled_total", by="client")
     rng = random.Random(7)
     delays = [rng.uniform(0, 0.4) for _ in range(12)]
 
@@ -57,6 +58,7 @@ def test_cancels_at_random_moments(service):
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(call, delays))
     service.wait_until_free()
+    until(lambda: service.metric("smc_requests_cancelled_total", by="client") >= before + 3)
 
 
 def test_a_connection_that_breaks_frees_the_engine(service):

@@ -38,13 +38,13 @@ def test_an_answer_is_the_engines_own(service, pair):
 
 @pytest.mark.slow
 def test_particles_are_the_engines_own(service, pair):
-    """Returned particles equal the engine's, for distinct and independent populations. For other methods the only
-    particle is the answer."""
+    """Returned particles equal the engine's: several distinct ones, all eight independent ones, and with other methods
+    the answer alone."""
     prompt = chat_ids(pair, QUESTIONS[2])
-    for settings in (
-        {"temperature": 2.0},
-        {"temperature": 2.0, "population": "independent"},
-        {"method": "exact"},
+    for settings, counts in (
+        ({"temperature": 2.0}, range(2, 9)),
+        ({"temperature": 2.0, "population": "independent"}, [8]),
+        ({"method": "exact"}, [1]),
     ):
         asked = {"seed": 4, "max_tokens": 12, "return_particles": True, **settings}
         expected = local_answer(pair, prompt, **asked)
@@ -57,7 +57,8 @@ def test_particles_are_the_engines_own(service, pair):
         assert weights == pytest.approx([p.weight for p in expected.particles], abs=1e-4) and sum(
             weights
         ) == pytest.approx(1)
-        assert len(weights) == (1 if "method" in settings else 8) or "population" not in settings
+        assert len(weights) in counts
+        assert settings.get("population") == "independent" or len({p.tokens for p in found.particles}) == len(weights)
         assert found.tokens in {p.tokens for p in found.particles}
 
 

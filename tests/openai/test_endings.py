@@ -181,6 +181,9 @@ def test_a_closed_connection_frees_its_slots(service):
 
 
 def test_connections_that_close_at_random_moments(service):
+    """Whole answers and streams are cancelled when their connections close. Afterwards the engine holds nothing."""
+    before = service.metric("smc_requests_cancelled_total", by="client")
+
     def call(delay: float) -> None:
         connection = connect(service)
         connection.request(
@@ -192,6 +195,7 @@ def test_connections_that_close_at_random_moments(service):
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(call, [0.03 * number for number in range(12)]))
     service.wait_until_free()
+    until(lambda: service.metric("smc_requests_cancelled_total", by="client") >= before + 3)
 
 
 def test_connections_that_ask_for_nothing_are_closed(pair):

@@ -8,6 +8,7 @@ import argparse
 import http.client
 import json
 import random
+import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -222,13 +223,15 @@ JSON = st.recursive(
     fields=st.dictionaries(st.sampled_from(sorted(NAMES[True] | NAMES[False])), JSON, max_size=4),
 )
 def test_the_mapping_understands_or_says_what_is_wrong(pair, path, sound, fields):
-    """For any JSON, `understood` raises only BadRequest, and its message can be sent."""
+    """For any JSON, `understood` raises only BadRequest, which names a field and has a message of limited length in
+    UTF-8."""
     if sound:
         fields = {"messages": [{"role": "user", "content": "x"}]} | fields if path == CHAT else {"prompt": "x"} | fields
     try:
         understood(fields, path == CHAT, Served(("demo",), pair.tokenizer))
     except BadRequest as error:
-        json.dumps({"message": str(error), "param": error.param}, ensure_ascii=True)
+        assert error.http_status in (400, 404) and 0 < len(str(error).encode()) < 3000, error
+        assert re.split(r"[.\[]", error.param or "")[0] in NAMES[path == CHAT] | fields.keys(), (error.param, error)
 
 
 if __name__ == "__main__":

@@ -117,17 +117,27 @@ def test_greedy_target_follows_the_argmax():
 
 
 def test_a_long_prompt_does_not_stop_the_others():
-    """With chunks of 4 tokens a prompt of 40 takes ten steps; a short request is answered meanwhile."""
+    """With chunks of 4 tokens a prompt of 40 takes ten steps. A running request has a round in each of them; the prompt
+    of a later request follows."""
     engine = local_engine(tiny_pair(), EngineConfig(form="lockstep", block=2, prefill_chunk=4, prefix_cache=False))
-    engine.submit(request([0, 1] * 20, "long", particles=2, seed=0, max_tokens=4, ignore_eos=True))
-    engine.submit(request([0], "short", particles=2, seed=0, max_tokens=4, ignore_eos=True))
-    order = [o.answer.request_id for o in step_through(engine, lambda _: None) if o.answer]
-    assert order == ["long", "short"] or order == ["short", "long"]
-    engine.submit(request([0], "first", particles=2, seed=0, max_tokens=20, ignore_eos=True))
+
+    def submit(request_id: str, prompt: list[int], max_tokens: int) -> None:
+        engine.submit(request(prompt, request_id, particles=2, seed=0, max_tokens=max_tokens, ignore_eos=True))
+
+    def steps_to_answers() -> dict[str, int]:
+        found, steps = {}, 0
+        while not engine.idle:
+            steps += 1
+            found |= {output.request_id: steps for output in engine.step() if output.answer}
+        return found
+
+    submit("alone", [0], 20)
+    alone = steps_to_answers()["alone"]
+    submit("first", [0], 20)
     engine.step()
-    engine.submit(request([0, 1] * 20, "long", particles=2, seed=0, max_tokens=4, ignore_eos=True))
-    order = [o.answer.request_id for o in step_through(engine, lambda _: None) if o.answer]
-    assert order == ["first", "long"]
+    submit("long", [0, 1] * 20, 4)
+    submit("later", [0], 4)
+    assert steps_to_answers() == {"first": alone - 1, "long": 11, "later": 12} and alone - 1 < 11
     assert_empty(engine)
 
 
@@ -152,18 +162,30 @@ class Clock:
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_time_budget_answers_with_what_exists(config):
+    """The first step after the budget ends the request. Its answer is a particle with weight, as far as the target has
+    scored it; other requests go on."""
     clock = Clock()
     engine = local_engine(tiny_pair(), config, clock=clock)
-    engine.submit(request(request_id="slow", particles=4, seed=1, max_tokens=40, ignore_eos=True, time_budget=2.5))
-    engine.submit(request(request_id="free", particles=4, seed=2, max_tokens=40, ignore_eos=True))
-    outputs = []
+    shared = {"particles": 4, "max_tokens": 40, "ignore_eos": True}
+    weighted = {"population": "independent", "ess_threshold": 0.0, "return_particles": True}
+    engine.submit(request(request_id="slow", seed=1, time_budget=2.5, **shared, **weighted))
+    engine.submit(request(request_id="free", seed=2, **shared))
+    outputs, times = [], {}
     while not engine.idle:
-        outputs += engine.step()
+        new = engine.step()
+        outputs += new
+        times |= {output.request_id: clock.now for output in new if output.answer}
         clock.now += 1.0
     final = {o.request_id: o.answer for o in outputs if o.answer}
-    assert final["slow"].finish_reason is FinishReason.TIME_BUDGET and 0 < len(final["slow"].tokens) < 40
+    assert final["slow"].finish_reason is FinishReason.TIME_BUDGET and times["slow"] == 3.0
     assert tuple(itertools.chain(*(o.tokens for o in outputs if o.request_id == "slow"))) == final["slow"].tokens
-    assert final["free"].finish_reason is FinishReason.LENGTH
+    scored_blocks = 2 if config.form == "lockstep" else 1  # in the other form a block is scored a round later
+    particles = final["slow"].particles
+    assert {len(particle.tokens) for particle in particles} == {1 + scored_blocks * (config.block + 1)}
+    weights = [particle.weight for particle in particles]
+    assert sum(weights) == pytest.approx(1) and len(set(weights)) == 4
+    assert final["slow"].tokens in {particle.tokens for particle in particles}
+    assert final["free"].finish_reason is FinishReason.LENGTH and len(final["free"].tokens) == 40
     assert_empty(engine)
 
 

@@ -90,11 +90,18 @@ def test_cancel_in_flight(config, ahead):
 
 
 def test_time_budget_in_flight(ahead):
-    clock = iter(range(1000))
-    engine = local_engine(tiny_pair(), EngineConfig(block=3, cohorts=2), clock=lambda: float(next(clock)))
-    engine.submit(request(request_id="slow", particles=4, seed=1, max_tokens=40, ignore_eos=True, time_budget=6.0))
+    """The answer holds what three rounds have given, without the fourth, which is in flight."""
+    now = [0.0]
+    engine = local_engine(tiny_pair(), EngineConfig(block=3, cohorts=2), clock=lambda: now[0])
+    engine.submit(request(request_id="slow", particles=4, seed=1, max_tokens=40, ignore_eos=True, time_budget=1.0))
     engine.submit(request(request_id="free", particles=4, seed=2, max_tokens=40, ignore_eos=True))
-    final = {o.request_id: o.answer for o in step_through(engine, lambda _: None) if o.answer}
-    assert final["slow"].finish_reason is FinishReason.TIME_BUDGET and 0 < len(final["slow"].tokens) < 40
+    while not running(engine) or running(engine)[0].rounds < 3:
+        engine.step()
+    assert [(group.launched, group.rounds) for group in running(engine)] == [(4, 3), (4, 3)]
+    now[0] = 1.0
+    final = {o.request_id: o.answer for o in engine.step() if o.answer}
+    assert final.keys() == {"slow"} and final["slow"].finish_reason is FinishReason.TIME_BUDGET
+    assert (len(final["slow"].tokens), final["slow"].statistics.rounds) == (8, 3)
+    final |= {o.request_id: o.answer for o in step_through(engine, lambda _: None) if o.answer}
     assert final["free"].finish_reason is FinishReason.LENGTH
     assert_empty(engine)

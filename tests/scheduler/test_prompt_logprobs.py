@@ -13,7 +13,7 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor import worker
 from smc.local_engine import local_engine
-from tests.scheduler.harness import LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
+from tests.scheduler.harness import LOOKAHEAD_FIRST, answers, config_id, request
 from tests.scheduler.pairs import next_log_probs, tiny_pair
 
 PROMPT = (0, 1, 2, 2, 1, 0, 0, 2)
@@ -49,7 +49,7 @@ def assert_right(one: Request, answer) -> None:
         assert [logp for _, logp in found.likeliest] == pytest.approx(value_K.tolist(), abs=2e-5)
 
 
-@pytest.mark.parametrize("config", LOOKAHEAD_FIRST[:2], ids=config_id)
+@pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
 def test_every_method_reports_the_targets_own_law(config, monkeypatch):
     """In one engine at once, with prompts partly in the prefix cache, in chunks and slices that cut prompts and
     answers. The answers are the same without `prompt_logprobs`."""
@@ -58,7 +58,7 @@ def test_every_method_reports_the_targets_own_law(config, monkeypatch):
     engine = local_engine(tiny_pair(), replace(config, prefill_chunk=7))
     list(engine.run([request(PROMPT * 3, "before", max_tokens=2)]))
     found = answers(engine, requests)
-    assert_empty(engine)
+    assert any(0 < found[one.request_id].cached_tokens < len(one.prompt) for one in requests)
     for one in requests:
         assert_right(one, found[one.request_id])
     quiet = [replace(one, params=replace(one.params, prompt_logprobs=None)) for one in requests]

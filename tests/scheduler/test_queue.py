@@ -31,9 +31,7 @@ def test_requests():
     before = (engine.num_queued, engine.slots.num_free, dict(engine.memory.expected))
     with pytest.raises(QueueFull, match="2 requests are waiting; allowed: 2"):
         engine.submit(four("d"))
-    assert (
-        before == (engine.num_queued, engine.slots.num_free, engine.memory.expected) == (2, 0, engine.memory.expected)
-    )
+    assert before == (engine.num_queued, engine.slots.num_free, engine.memory.expected) and before[:2] == (2, 0)
     assert engine.abort("b")
     engine.submit(four("d"))
     done = [o.answer.request_id for o in step_through(engine, lambda _: None) if o.answer and o.answer.tokens]

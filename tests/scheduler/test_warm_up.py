@@ -66,7 +66,8 @@ def test_every_rarer_kind_has_its_rounds(warmed_up):
     _, seen = warmed_up
     for name, plans in seen.items():
         keys = [plan.key for plan in plans]
-        assert keys and all(keys.count(key) >= REPEATS for key in keys[:1]), name
+        # The last round may stand alone, since the requests of a list end after different numbers of rounds.
+        assert len(keys) > REPEATS and all(keys.count(key) >= REPEATS for key in keys[:-1]), name
     asked = [plan for plans in seen.values() for plan in plans]
     found = {traits(plan) for plan in asked}
     assert {program for program, *_ in found} == set(Program)
