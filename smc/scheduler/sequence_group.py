@@ -73,31 +73,6 @@ class RequestState(Enum):
 QUEUED = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
 ADMITTED = frozenset({RequestState.PREFILL, RequestState.RUNNING})
 UNFINISHED = frozenset(RequestState) - {RequestState.FINISHED}
-TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
-    RequestState.PREFILL: frozenset(
-        {
-            RequestState.RUNNING,
-            RequestState.WAITING,
-            RequestState.PREEMPTED,
-            RequestState.RESCORING,
-            RequestState.FINISHED,
-        }
-    ),
-    RequestState.RUNNING: frozenset(
-        {
-            RequestState.WAITING,
-            RequestState.PREFILL,
-            RequestState.PREEMPTED,
-            RequestState.RESCORING,
-            RequestState.FINISHED,
-        }
-    ),
-    RequestState.PREEMPTED: frozenset({RequestState.PREFILL, RequestState.RESCORING, RequestState.FINISHED}),
-    RequestState.RESCORING: frozenset({RequestState.FINISHED}),
-    RequestState.FINISHED: frozenset(),
-}
-"""For each state, the states that may follow it."""
 
 
 class PendingChange(NamedTuple):
@@ -368,8 +343,8 @@ class SequenceGroup:
         self.error = self.error or f"the {role} model returned NaN logits: {why}"
 
     def _enter(self, state: RequestState, allowed: frozenset[RequestState] | set[RequestState]) -> None:
-        legal = self.state in allowed and state in TRANSITIONS[self.state]
-        assert legal, f"a request becomes {state.value} that is {self.state.value}"
+        """Enter a state. `allowed`: the states from which the transition is legal."""
+        assert self.state in allowed, f"a request becomes {state.value} that is {self.state.value}"
         self.state = state
 
     def _decode_by(self, decoding: Decoding, rows: int | None = None) -> None:
