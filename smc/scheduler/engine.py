@@ -41,14 +41,7 @@ from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import EngineStats
-from smc.scheduler.tree_policy import (
-    CostBasedTreePolicy,
-    DraftFallback,
-    ParticlePolicy,
-    ShrinkWhenShort,
-    TreeController,
-    TreePolicy,
-)
+from smc.scheduler.tree_policy import CostBasedTreePolicy, DraftFallback, TreeController
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 
@@ -68,15 +61,14 @@ class Engine:
         pages: dict[ModelRole, int],
         context: int,
         clock: Callable[[], float] = time.monotonic,
-        policy: ParticlePolicy | None = None,
-        trees: TreePolicy | None = None,
+        trees: CostBasedTreePolicy | None = None,
         constraints: Compiler | None = None,
         potentials: Mapping[str, Potential] = NO_POTENTIALS,
     ) -> None:
-        """`pages`: capacities of both pools. `clock`: time in seconds. `policy`: decides the number of particles of SMC
-        requests; `trees`: the number of rows of exact decoding. `constraints`: checks the constraints of requests, if
-        they have not been checked before. `potentials`: those that requests may name, besides those of `config`. Raises
-        ValueError if a potential cannot be imported."""
+        """`pages`: capacities of both pools. `clock`: time in seconds. `trees`: decides the number of rows of exact
+        decoding. `constraints`: checks the constraints of requests, if they have not been checked before. `potentials`:
+        those that requests may name, besides those of `config`. Raises ValueError if a potential cannot be
+        imported."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self._constraints = constraints
         self.workers, self.executor = workers, executor
@@ -88,15 +80,16 @@ class Engine:
         self.prefill = PrefillManager(
             config, self.slots, self.memory, self.forecast, workers, executor, TokenBytes.of(tokenizer)
         )
-        trees = trees or CostBasedTreePolicy(config)
         batches = {program: self._batches_of(program) for program in PROGRAMS}
         self.registry = RequestRegistry(self.slots, self.prefill, batches)
         self.fallback = DraftFallback(self.registry, self.prefill)
         known = dict(load_potentials(config.potentials)) | dict(potentials)
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock)
-        self.preemption = Preemption(self.registry, self.prefill, self.results, policy or ShrinkWhenShort())
-        self.trees = TreeController(trees, batches[Program.PAIR].rounds.acceptance, self.fallback)
+        self.preemption = Preemption(self.registry, self.prefill, self.results)
+        self.trees = TreeController(
+            trees or CostBasedTreePolicy(config), batches[Program.PAIR].rounds.acceptance, self.fallback
+        )
         self._clock = clock
         self._numbers = itertools.count()
 

@@ -20,7 +20,7 @@ from smc.executor.plan import SequenceHandoff
 from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.capacity import PageForecast
 from smc.scheduler.decode import commit_tokens
-from smc.scheduler.methods import Decoding
+from smc.scheduler.methods import TARGET_ALONE, Decoding
 from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow, RescoringJob, prefill_step
 from smc.scheduler.prefix_reuse import PrefixReuse
 from smc.scheduler.round_plan import Population
@@ -443,17 +443,6 @@ class PrefillManager:
         self.budget.forget(role)
         self._handoff.forget(role)
 
-    def preempt(self, group: SequenceGroup) -> None:
-        """Release a request's slots and pages; a running request keeps a checkpoint of its particles."""
-        checkpoint = group.save(self.slots) if group.is_running else None
-        self.release(group)
-        group.preempt(checkpoint)
-
-    def redraw(self, group: SequenceGroup) -> None:
-        """Release a running request's slots and pages, so that its last round is drawn again."""
-        self.release(group)
-        group.redraw()
-
     def release(self, group: SequenceGroup) -> None:
         """Release everything that an admitted or rescored request holds."""
         if group.state is RequestState.RESCORING:
@@ -490,12 +479,12 @@ class PrefillManager:
         self._jobs.append(job)
         return True
 
-    def fall_back(self, group: SequenceGroup, alone: Decoding) -> None:
-        """During the prefill of a request of the draft-target pair, let one model decode it alone. The pages at the
-        other model are released."""
+    def fall_back(self, group: SequenceGroup) -> None:
+        """During the prefill of a request of the draft-target pair, let the target decode it alone. The pages at the
+        draft are released."""
         job = next(job for job in self._jobs_of(PrefillRequest) if job.group is group)
-        self.prefixes.drop(job, [stream for stream in group.streams if stream not in group.streams_by(alone)])
-        self._narrow(group, alone)
+        self.prefixes.drop(job, [stream for stream in group.streams if stream not in group.streams_by(TARGET_ALONE)])
+        self._narrow(group, TARGET_ALONE)
         self.slots.release_distributions(group.slots)
 
     def grant(self, group: SequenceGroup) -> None:

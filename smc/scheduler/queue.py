@@ -123,19 +123,18 @@ class RequestRegistry:
             self.batches[group.decoding.program].add(group)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Release a request's slots and pages, and queue it to be admitted again."""
-        if group.is_running:
-            self.batches[group.decoding.program].remove(group)
-        self._prefill.preempt(group)
-        self.admitted.remove(group)
+        """Release a request's slots and pages, and queue it to be admitted again. A running request keeps a checkpoint
+        of its particles."""
+        checkpoint = group.save(self._slots) if group.is_running else None
+        self._withdraw(group)
+        group.preempt(checkpoint)
         self.queue.push(group)
         self._preemptions += 1
 
     def redraw(self, group: SequenceGroup) -> None:
         """Release a request's slots and pages, and queue it to continue from before its last round."""
-        self.batches[group.decoding.program].remove(group)
-        self._prefill.redraw(group)
-        self.admitted.remove(group)
+        self._withdraw(group)
+        group.redraw()
         self.queue.push(group)
 
     def take_preemptions(self) -> int:
@@ -157,6 +156,7 @@ class RequestRegistry:
         del self.groups[group.id]
 
     def _withdraw(self, group: SequenceGroup) -> None:
+        """Remove a request from the queue, or from the admitted requests: it then holds no slots and pages."""
         if group.is_running:
             self.batches[group.decoding.program].remove(group)
         if group.is_queued:
