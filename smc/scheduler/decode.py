@@ -118,7 +118,6 @@ class RoundScheduler:
         self.pipelined = executor.pipelined
         self.last: Pending[RoundOutcome] | None = None
         """The round that was read last, for timing."""
-        self._read: list[Pending[RoundOutcome]] = []
         self.queued = 0.0
         """Seconds spent planning and launching rounds."""
         self.waited = (0, 0)
@@ -173,12 +172,6 @@ class RoundScheduler:
         if any(group.params.masked for group in step.population.groups):
             self._stats.count_masks(step.pending.spans())
         self.last = step.pending
-        self._read.append(step.pending)
-
-    def take_read(self) -> list[Pending[RoundOutcome]]:
-        """Return the rounds that have been read since the last call."""
-        read, self._read = self._read, []
-        return read
 
     def take_stats(self) -> EngineStats:
         """Return the statistics of its rounds since the last call."""
@@ -191,12 +184,12 @@ class RoundScheduler:
         if len(current_G) < len(launched.groups):
             index_A = index_A[np.isin(launched.group_A, current_G)]
             population = launched.take(current_G)
-        slot_A, source_A = launched.slot_A[index_A], launched.slot_A[result.ancestor_A[index_A]]
+        source_A = launched.slot_A[result.ancestor_A[index_A]]
         pages = [step.pages[g] for g in current_G]
         self._count_work(population, step.size)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
         self._remap_pages(outcome, population, source_A, index_A, pages)
-        self._write_tokens(population, result, slot_A, source_A, index_A)
+        self._write_tokens(population, result, source_A, index_A)
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
         self._count(
@@ -223,14 +216,11 @@ class RoundScheduler:
             remap_unconditional_rows(role, self.slots, allocator, population, source_A, lineage, pages)
 
     def _write_tokens(
-        self,
-        population: Population,
-        result: RoundResult[np.ndarray],
-        slot_A: np.ndarray,
-        source_A: np.ndarray,
-        index_A: np.ndarray,
+        self, population: Population, result: RoundResult[np.ndarray], source_A: np.ndarray, index_A: np.ndarray
     ) -> None:
-        slots, ahead = self.slots, self.decoding.ahead(self.config)
+        """Let particles continue the tokens of their ancestors, which are in slots `source_A`, by those of the
+        round."""
+        slots, slot_A, ahead = self.slots, population.slot_A, self.decoding.ahead(self.config)
         moved_A = source_A != slot_A
         slots.copy(slot_A[moved_A], source_A[moved_A])
         before_A, count_A = slots.length_S[slot_A] - result.cut_A[index_A], result.count_A[index_A]
@@ -379,9 +369,10 @@ class MicroBatches:
         launched = [self._launch(members, allocate) for members in self._members]
         if self.rounds.pipelined:
             launched, self._in_flight = self._in_flight, launched
-        for step in filter(None, launched):
+        steps = [step for step in launched if step is not None]
+        for step in steps:
             self.rounds.read(step)
-        return self.rounds.take_read()
+        return [step.pending for step in steps]
 
     def _launch(self, members: list[SequenceGroup], allocate: AllocatePages) -> InFlightStep | None:
         given = allocate([group for group in members if self.rounds.wants(group)])

@@ -81,9 +81,6 @@ class Population:
     def scheme_G(self) -> np.ndarray:
         return np.array([SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in self.params], dtype=np.int32)
 
-    def per_group(self, values: Sequence[float | int | None], dtype: type, default: float = 0.0) -> np.ndarray:
-        return np.array([default if value is None else value for value in values], dtype=dtype)
-
     def least(self, values_A: np.ndarray) -> np.ndarray:
         """Smallest value of every group [G]."""
         return np.minimum.reduceat(values_A, self.first_G)
@@ -101,7 +98,7 @@ class Population:
             top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
             top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
             min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
-            alpha_R=self.per_group([p.alpha for p in params], np.float32, 1.0),
+            alpha_R=np.array([p.alpha or 1.0 for p in params], dtype=np.float32),
         )
         return distribution.canonical()
 
@@ -274,16 +271,14 @@ class RoundPlanner:
             particle_A=padded(population.particle_A, size, 0),
             seed_A=padded(population.seed_G[population.group_A], size, 0),
             round_A=padded(launched_G[population.group_A] + 1, size, 1),
-            alpha_A=padded(
-                population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], size, 1.0
-            ),
+            alpha_A=padded(np.array([p.alpha or 1.0 for p in params], np.float64)[population.group_A], size, 1.0),
             exponent_A=padded(np.array([g.draft_exponent for g in groups], np.float32)[population.group_A], size, 0.0),
             first_G=padded(population.first_G.astype(np.int32), size, 0),
             size_G=padded(population.size_G.astype(np.int32), size, 0),
             count_G=padded(count_G.astype(np.int32), size, 0),
             draws_G=padded(draws_G.astype(np.int32), size, 0),
             shared_G=padded(shared_G.astype(np.int32), size, 0),
-            threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), size, 0.0),
+            threshold_G=padded(np.array([p.ess_threshold or 0.0 for p in params], np.float64), size, 0.0),
             kind_G=padded(kind_G, size, int(PopulationKind.INDEPENDENT)),
             chain_C=chain_C,
             distribution_C=distribution_C,
