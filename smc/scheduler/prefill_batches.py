@@ -46,6 +46,12 @@ class PromptRow:
         return len(self.tokens_L) - self.done
 
 
+Part = tuple[PromptRow, int]
+"""The next tokens of a sequence that run: the row, and their number."""
+Chunk = tuple[int, Pending[PromptResult[np.ndarray]]]
+"""Tokens that are scheduled at one model: their number, and the pending result."""
+
+
 @dataclass(eq=False)
 class PrefillJob:
     """Sequences of one request that are to run through the models."""
@@ -220,9 +226,7 @@ class RescoringJob(PrefillJob):
         """Number of tokens of each row still to run that are not followed by a token of the answer."""
         return [max(0, row.left - len(self.scored_answer)) for row in rows]
 
-    def next_part(
-        self, rows: list[PromptRow], chunk: int, plain: list[tuple[PromptRow, int]], scored: list[ScoredPart]
-    ) -> int:
+    def next_part(self, rows: list[PromptRow], chunk: int, plain: list[Part], scored: list[ScoredPart]) -> int:
         """Add the job's next part, of at most about `chunk` tokens, and return its number of tokens. Tokens of a scored
         prompt are added to `scored`. Other tokens before the answer are added to `plain`, unless all of them and tokens
         of the answer fit: then `scored` gets both, with as many of the answer's tokens as fit, the same in all rows."""
@@ -304,13 +308,10 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
     return int(different[0]) if len(different) else size
 
 
-def prefill_step(
-    jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk: int
-) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
-    """Schedule up to `chunk` tokens at one model, oldest job first. Return what was scheduled: pairs of the number of
-    tokens and the pending result."""
-    scheduled: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
-    plain: list[tuple[PromptRow, int]] = []
+def prefill_step(jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk: int) -> list[Chunk]:
+    """Schedule up to `chunk` tokens at one model, oldest job first. Return what was scheduled."""
+    scheduled: list[Chunk] = []
+    plain: list[Part] = []
     drawing: list[PrefillRequest] = []
     scored: list[ScoredPart] = []
     for job in jobs:
@@ -320,7 +321,7 @@ def prefill_step(
             assert isinstance(job, PrefillRequest)
             chunk = _next_part(job, role, chunk, plain, drawing)
 
-    def run(parts: list[tuple[PromptRow, int]], batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]:
+    def run(parts: list[Part], batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]:
         pending = worker.run_prompts(batch)
         scheduled.append((sum(count for _, count in parts), pending))
         return pending
@@ -346,7 +347,7 @@ def prefill_step(
 
 
 def _next_part(
-    job: PrefillRequest, role: ModelRole, chunk: int, plain: list[tuple[PromptRow, int]], drawing: list[PrefillRequest]
+    job: PrefillRequest, role: ModelRole, chunk: int, plain: list[Part], drawing: list[PrefillRequest]
 ) -> int:
     """Add the next part of a request: to `drawing` if first tokens are drawn after it, else to `plain`. Return the rest
     of the chunk."""
@@ -364,14 +365,14 @@ def _next_part(
     return chunk
 
 
-def _last_parts(drawing: list[PrefillRequest], role: ModelRole) -> list[tuple[PromptRow, int]]:
+def _last_parts(drawing: list[PrefillRequest], role: ModelRole) -> list[Part]:
     """Remaining tokens of prompts after which first tokens are drawn, then those of their unconditional rows."""
     rows = [job.rows[Stream(role)][0] for job in drawing]
     unconditional = [job.rows[Stream(role, True)][0] for job in drawing if job.group.params.guided]
     return [(row, row.left) for row in (*rows, *unconditional)]
 
 
-def _scored_rows(scored: list[ScoredPart]) -> list[tuple[PromptRow, int]]:
+def _scored_rows(scored: list[ScoredPart]) -> list[Part]:
     """Rows with scored tokens, then their unconditional rows. Rows with scored answers include the remaining tokens
     before the answer."""
     rows = [(part.job.rows[Stream(ModelRole.TARGET)], part) for part in scored]
@@ -382,9 +383,7 @@ def _scored_rows(scored: list[ScoredPart]) -> list[tuple[PromptRow, int]]:
     ]
 
 
-def _batch(
-    parts: list[tuple[PromptRow, int]], draws: Draws | None = None, top_logprobs: TopLogprobsSpec | None = None
-) -> PromptBatch:
+def _batch(parts: list[Part], draws: Draws | None = None, top_logprobs: TopLogprobsSpec | None = None) -> PromptBatch:
     ends = [row.done + count for row, count in parts]
     return PromptBatch(
         pages_X=np.concatenate([row.pages_L[:end] for (row, _), end in zip(parts, ends)]),
