@@ -109,45 +109,6 @@ def room(count: int, size: int) -> int:
     return min(1 << (count - 1).bit_length(), size)
 
 
-def plan_unconditional_rows(
-    role: ModelRole,
-    population: Population,
-    pages: list[RoundPages],
-    size: int,
-    shared_G: np.ndarray,
-    slots: Slots,
-    dummy: int,
-    width: int | None,
-) -> UnconditionalRows[np.ndarray] | None:
-    """Plan the unconditional rows of requests that are guided at a model, for a batch of `size` rows; None if no
-    request is. `shared_G`: shared positions of the conditional rows; `dummy`: slot of padding; `width`: pages of a row
-    that the round uses, None: all."""
-    groups, group_A, stream = population.groups, population.group_A, Stream(role, unconditional=True)
-    guided_G = np.array([stream in given for given in pages])
-    if not guided_G.any():
-        return None
-    is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
-    index_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
-    count, scale_G = len(index_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
-    most = room(count, size)
-    return UnconditionalRows(
-        scale_A=padded(scale_G[group_A], size, 1.0),
-        of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), size, 0),
-        index_U=padded(index_U, most, 0),
-        slot_U=padded(slots.unconditional_S[population.slot_A[index_U]].astype(np.int64), most, dummy),
-        shift_U=padded(shift_G[group_A[index_U]], most, 0),
-        group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
-        first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
-        size_U=padded(size_H.astype(np.int32), most, 0),
-        shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
-        pages_UW=padded(
-            np.concatenate([given[stream] for given in pages if stream in given]).reshape(count, -1)[:, :width],
-            most,
-            0,
-        ),
-    )
-
-
 def remap_unconditional_rows(
     role: ModelRole,
     slots: Slots,
@@ -258,14 +219,13 @@ class RoundPlanner:
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
             chain_C, distribution_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, distribution_C))
-        beside = (size, shared_G, slots, self.config.max_slots, target_pages_AQ.shape[1] or None)
         return RoundPlan(
             program=self.decoding.program,
             contexts=Contexts.of(columns, total, len(groups)),
             columns=columns,
             kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
-            target_distribution=_spread(population.target_distribution, population.group_A, size),
-            draft_distribution=_spread(population.draft_distribution, population.group_A, size),
+            target_distribution=population.target_distribution.take(padded(population.group_A, size, 0)),
+            draft_distribution=population.draft_distribution.take(padded(population.group_A, size, 0)),
             slot_A=padded(population.slot_A, size, self.config.max_slots),
             group_A=padded(population.group_A, size, size - 1),
             particle_A=padded(population.particle_A, size, 0),
@@ -286,12 +246,43 @@ class RoundPlanner:
             target_pages_AQ=padded(target_pages_AQ, size, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
-            target_unconditional=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
+            target_unconditional=self._unconditional(
+                population, pages, size, shared_G, target_pages_AQ.shape[1] or None
+            ),
             biased=self._biased(population),
             steps=steps,
             penalties=_penalties(population, size),
             constraints=_constraints(population, size),
             weights_A=self._weights(population, size),
+        )
+
+    def _unconditional(
+        self, population: Population, pages: list[RoundPages], size: int, shared_G: np.ndarray, width: int | None
+    ) -> UnconditionalRows[np.ndarray] | None:
+        """Plan the unconditional rows at the target, for a batch of `size` rows; None if no request is guided there.
+        `shared_G`: shared positions of the conditional rows; `width`: pages of a row that the round uses, None:
+        all."""
+        groups, group_A, stream = population.groups, population.group_A, Stream(ModelRole.TARGET, unconditional=True)
+        guided_G = np.array([stream in given for given in pages])
+        if not guided_G.any():
+            return None
+        is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
+        index_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
+        scale_G = np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
+        slot_U = self.slots.unconditional_S[population.slot_A[index_U]].astype(np.int64)
+        pages_T = np.concatenate([given[stream] for given in pages if stream in given])
+        most = room(len(index_U), size)
+        return UnconditionalRows(
+            scale_A=padded(scale_G[group_A], size, 1.0),
+            of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), size, 0),
+            index_U=padded(index_U, most, 0),
+            slot_U=padded(slot_U, most, self.config.max_slots),
+            shift_U=padded(shift_G[group_A[index_U]], most, 0),
+            group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
+            first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
+            size_U=padded(size_H.astype(np.int32), most, 0),
+            shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
+            pages_UW=padded(pages_T.reshape(len(index_U), -1)[:, :width], most, 0),
         )
 
     def _weights(self, population: Population, size: int) -> np.ndarray | None:
@@ -357,8 +348,3 @@ def bucket(count: int) -> int:
     """Round up to one of few sizes, four for each doubling: at most a quarter larger."""
     step = 1 << max(0, (count - 1).bit_length() - 3)
     return -(-count // step) * step
-
-
-def _spread(distribution: DistributionSpec[np.ndarray], group_A: np.ndarray, size: int) -> DistributionSpec[np.ndarray]:
-    """Expand a token distribution per request to one per row."""
-    return distribution.take(padded(group_A, size, 0))
