@@ -129,9 +129,7 @@ class PageForecast:
 
     def expect(self, group: SequenceGroup) -> None:
         """Enter the forecast of an admitted request."""
-        self.memory.expect(
-            group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_roles)
-        )
+        self.memory.expect(group.number, self.of(group), group.round_pages(self.config))
 
     def learn_answer(self, share: float) -> None:
         """Learn from a complete answer, whose length is this share of its `max_tokens`."""

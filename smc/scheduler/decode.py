@@ -303,21 +303,21 @@ class RoundScheduler:
     ) -> list[RoundFacts]:
         ahead, block = self.decoding.ahead(self.config), size.steps or self.config.block
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
-        flags = (result.resampled_G, result.collapsed_G, result.hit_G)
-        resampled_G, collapsed_G, hit_G = (values_G[current_G].astype(bool) for values_G in flags)
         cut_A = np.where(result.alive_A[index_A], result.cut_A[index_A], 0)
-        whole_G = population.largest(cut_A) == 0
         of_groups = (
-            *(values_G[current_G] for values_G in (result.ess_G, result.log_z_G)),
-            *(resampled_G, collapsed_G, confirmed_G, population.size_G, hit_G & ahead, whole_G, open_G),
+            result.ess_G[current_G],
+            result.log_z_G[current_G],
+            result.resampled_G[current_G].astype(bool),
+            result.collapsed_G[current_G].astype(bool),
+            confirmed_G,
+            population.size_G,
+            result.hit_G[current_G].astype(bool) & ahead,
+            population.largest(cut_A) == 0,
+            open_G,
         )
         # Converting whole arrays is cheaper than converting each element.
-        return [
-            RoundFacts(ess, log_z, resampled, collapsed, confirmed, rows, block, ahead, hit, whole, is_open)
-            for ess, log_z, resampled, collapsed, confirmed, rows, hit, whole, is_open in zip(
-                *(v.tolist() for v in of_groups)
-            )
-        ]
+        columns = [values_G.tolist() for values_G in of_groups]
+        return [RoundFacts._make((*values, block, ahead)) for values in zip(*columns)]
 
     def _count(
         self,

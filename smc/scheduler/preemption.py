@@ -13,7 +13,6 @@ from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.results import ResultReporter
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
-from smc.types import ModelRole
 
 
 class Preemption:
@@ -51,16 +50,13 @@ class Preemption:
 
     def _pages_of_round(self, group: SequenceGroup) -> RoundPages | None:
         try:
-            pages = self._memory.allocate(self._round_pages(group))
+            pages = self._memory.allocate(group.round_pages(self._config))
         except OutOfPages:
             return None
         given = {Stream(role): pages_T for role, pages_T in pages.items()}
         for role in set(pages) & set(group.params.guided_roles):
             given[Stream(role)], given[Stream(role, unconditional=True)] = np.split(pages[role], 2)
         return given
-
-    def _round_pages(self, group: SequenceGroup) -> dict[ModelRole, int]:
-        return group.decoding.round_pages(self._config, len(group.slots), group.params.guided_roles)
 
     def _shrink(self, group: SequenceGroup) -> None:
         """Halve the particles in the round that is about to be launched, as far as the request allows."""
@@ -76,7 +72,7 @@ class Preemption:
         admitted = self._registry.admitted
         if self._prefill.num_rescoring or any(group.in_flight for group in admitted):
             return False
-        short = self._memory.short(self._round_pages(first))
+        short = self._memory.short(first.round_pages(self._config))
         *older, youngest = (group for group in admitted if set(short) & set(group.decoding.roles))
         if youngest is first and older:
             return False

@@ -17,8 +17,6 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Alternatives, Answer, PromptToken
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
-from smc.memory.kv_cache import KVCacheManager
-from smc.memory.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.methods import TARGET_ALONE, Progress
 from smc.scheduler.round_plan import Population
@@ -77,8 +75,7 @@ class PrefillJob:
     @property
     def round_pages(self) -> dict[ModelRole, int]:
         """Pages that the first round after the job allocates."""
-        group = self.group
-        return group.decoding.round_pages(self.config, group.rows, group.params.guided_roles)
+        return self.group.round_pages(self.config)
 
     def on(self, role: ModelRole) -> list[PromptRow]:
         """Rows that a model is to run."""
@@ -270,35 +267,6 @@ def count_pages(sequences: Sequence[np.ndarray]) -> int:
     for i, tokens_L in enumerate(sequences):
         total += len(tokens_L) - max([0, *(common_length(tokens_L, other) for other in sequences[:i])])
     return total
-
-
-def allocate_from_cache(
-    memory: KVCacheManager,
-    role: ModelRole,
-    sequences: Sequence[np.ndarray],
-    cached: tuple[int, int],
-    new_pages: np.ndarray,
-) -> list[PromptRow]:
-    """Assign pages to sequences that all begin with the `cached` (positions, page); sequences share the pages of common
-    beginnings.
-
-    `new_pages`: unassigned pages, `count_pages` minus the cached positions. The caller holds one reference to the last
-    page of every sequence."""
-    allocator = memory.allocators[role]
-    rows: list[PromptRow] = []
-    for i, tokens_L in enumerate(sequences):
-        shared = [common_length(tokens_L, other) for other in sequences[:i]]
-        known, pages_L = cached[0], allocator.path(cached[1], cached[0])
-        if shared and max(shared) > known:
-            known = max(shared)
-            pages_L = rows[shared.index(known)].pages_L[:known]
-        own_L, new_pages = new_pages[: len(tokens_L) - known], new_pages[len(tokens_L) - known :]
-        allocator.chain(int(pages_L[-1]) if known else DUMMY_PAGE, own_L)
-        pages_L = np.concatenate((pages_L, own_L)).astype(np.int32)
-        allocator.hold(pages_L[-1:])
-        rows.append(PromptRow(tokens_L, pages_L, known))
-    assert not len(new_pages), "more pages were allocated than sequences need"
-    return rows
 
 
 def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:

@@ -37,6 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from smc.algorithm.coupling import ExponentFit
+from smc.api.engine_config import EngineConfig
 from smc.api.request import Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import Stream
@@ -436,6 +437,10 @@ class SequenceGroup:
     def chains_needed(self) -> int:
         """Draft chains of the request, for which token distributions are stored."""
         return self.decoding.chains(self.rows)
+
+    def round_pages(self, config: EngineConfig) -> dict[ModelRole, int]:
+        """Pages that one round of the request allocates in each pool."""
+        return self.decoding.round_pages(config, self.params, self.rows)
 
     @property
     def launched(self) -> int:
