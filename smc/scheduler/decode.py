@@ -94,8 +94,13 @@ class InFlightStep:
     pending: Pending[RoundOutcome]
 
 
+AllocatePages = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundPages]]]
+"""Allocates pages for a round; returns the requests for which there were enough, with their pages."""
+
+
 class RoundScheduler:
-    """Advances the requests of one program by rounds; a round may be launched before the last one has been read."""
+    """Advances the requests of one program by rounds, in micro-batches that are kept as even as possible by adding new
+    requests to the smallest. A round may be launched before the last one has been read."""
 
     def __init__(
         self,
@@ -105,11 +110,14 @@ class RoundScheduler:
         executor: RoundExecutor,
         decoding: Decoding,
         width: int,
+        micro_batches: int,
         decide: DecideSize | None = None,
     ) -> None:
-        """`width`, `decide`: see `RoundPlanner`."""
+        """`micro_batches`: their number. `width`, `decide`: see `RoundPlanner`."""
         self.config, self.slots, self.memory, self.executor, self.decoding = config, slots, memory, executor, decoding
         self._planner = RoundPlanner(config, slots, decoding, width, decide)
+        self._members: list[list[SequenceGroup]] = [[] for _ in range(micro_batches)]
+        self._in_flight: list[InFlightStep | None] = [None] * micro_batches
         self._stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
         """Acceptance of exact decoding, averaged over all requests."""
@@ -123,7 +131,38 @@ class RoundScheduler:
         self.waited = (0, 0)
         """Begin and end of the last wait for a round, in nanoseconds of the monotonic clock."""
 
-    def wants(self, group: SequenceGroup) -> bool:
+    def add(self, group: SequenceGroup) -> None:
+        """Let the request take part from the next round of its micro-batch on."""
+        smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
+        smallest.append(group)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Remove a request. If a round of it is in flight, that round continues and its result is discarded."""
+        for members in self._members:
+            if group in members:
+                members.remove(group)
+
+    def abandon(self) -> None:
+        """Forget rounds in flight whose results will not arrive."""
+        self._in_flight = [None] * len(self._in_flight)
+
+    def step(self, allocate: AllocatePages) -> list[Pending[RoundOutcome]]:
+        """Launch the next round of every micro-batch, and read one round of each: the previous one if the executor is
+        pipelined, else the one just launched. Return the rounds that were read."""
+        launched = [self._launch(members, allocate) for members in self._members]
+        if self.pipelined:
+            launched, self._in_flight = self._in_flight, launched
+        steps = [step for step in launched if step is not None]
+        for step in steps:
+            self._read(step)
+        return [step.pending for step in steps]
+
+    def take_stats(self) -> EngineStats:
+        """Return the statistics of its rounds since the last call."""
+        stats, self._stats = self._stats, EngineStats()
+        return stats
+
+    def _wants_round(self, group: SequenceGroup) -> bool:
         """Whether another round of the request is useful, as far as is known before the last one has been read."""
         in_flight = len(group.in_flight)
         if group.params.potential is not None and (in_flight or group.awaits_potential):
@@ -136,8 +175,11 @@ class RoundScheduler:
         known = group.decoding.known_tokens(self.config, length=length, block=block, rounds=in_flight)
         return group.launched == 0 or known < group.params.max_tokens
 
-    def launch(self, given: list[tuple[SequenceGroup, RoundPages]]) -> InFlightStep:
-        """Launch a round of requests, each with the pages that were allocated for it."""
+    def _launch(self, members: list[SequenceGroup], allocate: AllocatePages) -> InFlightStep | None:
+        """Launch a round of those requests of a micro-batch that get pages for it; None: there are none."""
+        given = allocate([group for group in members if self._wants_round(group)])
+        if not given:
+            return None
         begin = time.perf_counter()
         population, pages = Population([group for group, _ in given]), [pages for _, pages in given]
         for group in population.groups:
@@ -156,7 +198,7 @@ class RoundScheduler:
         self.queued += time.perf_counter() - begin
         return step
 
-    def read(self, step: InFlightStep) -> None:
+    def _read(self, step: InFlightStep) -> None:
         """Wait for a round, and update slots and pages to what the models hold. Requests that have released their slots
         since the launch are left out."""
         begin = time.monotonic_ns()
@@ -172,11 +214,6 @@ class RoundScheduler:
         if any(group.params.masked for group in step.population.groups):
             self._stats.count_masks(step.pending.spans())
         self.last = step.pending
-
-    def take_stats(self) -> EngineStats:
-        """Return the statistics of its rounds since the last call."""
-        stats, self._stats = self._stats, EngineStats()
-        return stats
 
     def _record(self, step: InFlightStep, outcome: RoundOutcome, current_G: np.ndarray) -> None:
         launched, result, slots = step.population, outcome.result, self.slots
@@ -333,47 +370,3 @@ class RoundScheduler:
             group.end_round()
             self._stats.spec_alone_rounds += group.alone
             group.decoding.count_round(group, of_group, self._stats, self.acceptance)
-
-
-AllocatePages = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundPages]]]
-"""Allocates pages for a round; returns the requests for which there were enough, with their pages."""
-
-
-class MicroBatches:
-    """`count` micro-batches of the requests of one program, kept as even as possible by adding new requests to the
-    smallest."""
-
-    def __init__(self, rounds: RoundScheduler, count: int) -> None:
-        self.rounds = rounds
-        self._members: list[list[SequenceGroup]] = [[] for _ in range(count)]
-        self._in_flight: list[InFlightStep | None] = [None] * count
-
-    def add(self, group: SequenceGroup) -> None:
-        """Let the request take part from the next round of its micro-batch on."""
-        smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
-        smallest.append(group)
-
-    def remove(self, group: SequenceGroup) -> None:
-        """Remove a request. If a round of it is in flight, that round continues and its result is discarded."""
-        for members in self._members:
-            if group in members:
-                members.remove(group)
-
-    def abandon(self) -> None:
-        """Forget rounds in flight whose results will not arrive."""
-        self._in_flight = [None] * len(self._in_flight)
-
-    def step(self, allocate: AllocatePages) -> list[Pending[RoundOutcome]]:
-        """Launch the next round of every micro-batch, and read one round of each: the previous one if the executor is
-        pipelined, else the one just launched. Return the rounds that were read."""
-        launched = [self._launch(members, allocate) for members in self._members]
-        if self.rounds.pipelined:
-            launched, self._in_flight = self._in_flight, launched
-        steps = [step for step in launched if step is not None]
-        for step in steps:
-            self.rounds.read(step)
-        return [step.pending for step in steps]
-
-    def _launch(self, members: list[SequenceGroup], allocate: AllocatePages) -> InFlightStep | None:
-        given = allocate([group for group in members if self.rounds.wants(group)])
-        return self.rounds.launch(given) if given else None

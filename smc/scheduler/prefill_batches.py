@@ -368,7 +368,8 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
     is_biased = [
         not part.of_prompt and bool(g.params.logit_bias or g.params.min_tokens) for g, part in zip(groups, scored)
     ]
-    distribution, of_prompt_R = Population(groups).target_distribution, np.array([part.of_prompt for part in scored])
+    distribution = Population(groups).distribution_of(ModelRole.TARGET)
+    of_prompt_R = np.array([part.of_prompt for part in scored])
     return TopLogprobsSpec(
         distribution=_plain_where(distribution, of_prompt_R) if of_prompt_R.any() else distribution,
         count=max(1, *(max(g.params.top_logprobs, g.params.prompt_logprobs or 0) for g in groups)),

@@ -56,18 +56,21 @@ class Population:
     def params(self) -> list[SamplingParams]:
         return [g.params for g in self.groups]
 
-    @property
-    def target_distribution(self) -> DistributionSpec[np.ndarray]:
-        """Token distribution of the target, per request."""
-        return self._distribution([p.temperature for p in self.params])
-
-    @property
-    def draft_distribution(self) -> DistributionSpec[np.ndarray]:
-        """Token distribution of the proposal, per request; for a draft that decodes alone, the draft's own."""
-        return self._distribution([g.method.draft_temperature(g.params) for g in self.groups])
-
     def distribution_of(self, role: ModelRole) -> DistributionSpec[np.ndarray]:
-        return self.draft_distribution if role is ModelRole.DRAFT else self.target_distribution
+        """Token distribution per request: that of the target, or of the proposal; for a draft that decodes alone, the
+        draft's own."""
+        params = self.params
+        if role is ModelRole.DRAFT:
+            temperatures = [g.method.draft_temperature(g.params) for g in self.groups]
+        else:
+            temperatures = [p.temperature for p in params]
+        return DistributionSpec.of(
+            temperature_R=np.array(temperatures, dtype=np.float32),
+            top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
+            top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
+            min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
+            alpha_R=np.array([p.alpha or 1.0 for p in params], dtype=np.float32),
+        ).canonical()
 
     def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
         """Return each decoding of the requests with the indices of the slots that it decodes, out of A."""
@@ -90,17 +93,6 @@ class Population:
 
     def sums(self, values_A: np.ndarray) -> np.ndarray:
         return np.add.reduceat(values_A, self.first_G)
-
-    def _distribution(self, temperature_G: list[float]) -> DistributionSpec[np.ndarray]:
-        params = self.params
-        distribution = DistributionSpec.of(
-            temperature_R=np.array(temperature_G, dtype=np.float32),
-            top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
-            top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
-            min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
-            alpha_R=np.array([p.alpha or 1.0 for p in params], dtype=np.float32),
-        )
-        return distribution.canonical()
 
 
 def room(count: int, size: int) -> int:
@@ -219,13 +211,14 @@ class RoundPlanner:
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
             chain_C, distribution_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, distribution_C))
+        row_A = padded(population.group_A, size, 0)
         return RoundPlan(
             program=self.decoding.program,
             contexts=Contexts.of(columns, total, len(groups)),
             columns=columns,
             kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
-            target_distribution=population.target_distribution.take(padded(population.group_A, size, 0)),
-            draft_distribution=population.draft_distribution.take(padded(population.group_A, size, 0)),
+            target_distribution=population.distribution_of(ModelRole.TARGET).take(row_A),
+            draft_distribution=population.distribution_of(ModelRole.DRAFT).take(row_A),
             slot_A=padded(population.slot_A, size, self.config.max_slots),
             group_A=padded(population.group_A, size, size - 1),
             particle_A=padded(population.particle_A, size, 0),

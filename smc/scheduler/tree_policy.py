@@ -331,9 +331,9 @@ class DraftFallback:
         return all(pages <= capacity[role] for role, pages in needs.items())
 
     def _switch(self, group: SequenceGroup, decoding: Decoding, rows: int) -> None:
-        batches = self._registry.batches[group.decoding.program]
+        rounds = self._registry.rounds[group.decoding.program]
         if not group.error and not self._registry.complete(group) and self._prefill.switch(group, decoding, rows):
-            batches.remove(group)
+            rounds.remove(group)
 
 
 class TreeController:
