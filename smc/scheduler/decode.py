@@ -229,9 +229,7 @@ class RoundScheduler:
         self._write_tokens(population, result, source_A, index_A)
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
-        self._count(
-            population, self._facts(population, step.size, result, index_A, current_G, more_G), result, current_G
-        )
+        self._count(population, step.size, result, index_A, current_G, more_G)
         if outcome.observed_3A is not None:
             self._observe_draws(population, outcome.observed_3A[:, index_A], [step.exponents[g] for g in current_G])
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
@@ -329,7 +327,7 @@ class RoundScheduler:
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
                 group.counters.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
 
-    def _facts(
+    def _count(
         self,
         population: Population,
         size: DraftSize,
@@ -337,7 +335,12 @@ class RoundScheduler:
         index_A: np.ndarray,
         current_G: np.ndarray,
         confirmed_G: np.ndarray,
-    ) -> list[RoundFacts]:
+    ) -> None:
+        """Fail requests for which a model returned NaN, and count what the round did to each request. `confirmed_G`:
+        answer tokens that became certain."""
+        for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
+            for g in np.flatnonzero(nan_G[current_G]):
+                population.groups[g].fail(role)
         ahead, block = self.decoding.ahead(self.config), size.steps or self.config.block
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
         cut_A = np.where(result.alive_A[index_A], result.cut_A[index_A], 0)
@@ -354,19 +357,8 @@ class RoundScheduler:
         )
         # Converting whole arrays is cheaper than converting each element.
         columns = [values_G.tolist() for values_G in of_groups]
-        return [RoundFacts._make((*values, block, ahead)) for values in zip(*columns)]
-
-    def _count(
-        self,
-        population: Population,
-        facts: list[RoundFacts],
-        result: RoundResult[np.ndarray],
-        current_G: np.ndarray,
-    ) -> None:
-        for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
-            for g in np.flatnonzero(nan_G[current_G]):
-                population.groups[g].fail(role)
-        for group, of_group in zip(population.groups, facts):
+        for group, *values in zip(population.groups, *columns):
             group.end_round()
             self._stats.spec_alone_rounds += group.alone
-            group.decoding.count_round(group, of_group, self._stats, self.acceptance)
+            facts = RoundFacts._make((*values, block, ahead))
+            group.decoding.count_round(group, facts, self._stats, self.acceptance)

@@ -80,10 +80,6 @@ class Population:
         index_A = np.array([decodings.index(g.decoding) for g in self.groups])[self.group_A]
         return [(decoding, np.flatnonzero(index_A == i)) for i, decoding in enumerate(decodings)]
 
-    @property
-    def scheme_G(self) -> np.ndarray:
-        return np.array([SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in self.params], dtype=np.int32)
-
     def least(self, values_A: np.ndarray) -> np.ndarray:
         """Smallest value of every group [G]."""
         return np.minimum.reduceat(values_A, self.first_G)
@@ -211,6 +207,7 @@ class RoundPlanner:
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
             chain_C, distribution_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, distribution_C))
+        schemes = [SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in params]
         row_A = padded(population.group_A, size, 0)
         return RoundPlan(
             program=self.decoding.program,
@@ -235,7 +232,7 @@ class RoundPlanner:
             kind_G=padded(kind_G, size, int(PopulationKind.INDEPENDENT)),
             chain_C=chain_C,
             distribution_C=distribution_C,
-            scheme_G=padded(population.scheme_G, size, 0),
+            scheme_G=padded(np.array(schemes, np.int32), size, 0),
             target_pages_AQ=padded(target_pages_AQ, size, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
