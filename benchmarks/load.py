@@ -20,7 +20,6 @@ from smc.demo import MAX_ANSWER
 from smc.demo.problems import generate
 from smc.memory.kv_cache import pool_for
 from smc.model.tokenizer import Tokenizer
-from smc.scheduler.capacity import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
 from smc.types import ModelRole
@@ -181,6 +180,13 @@ class Waves(LoadDriver):
         self._steps_of_all += self._steps_of_all > 0 or all_run
         self._remove_finished(outputs)
         return outputs
+
+
+def sized_for(config: EngineConfig, params: SamplingParams, requests: int) -> EngineConfig:
+    """Return the config with just enough slots, and room for the distributions of chains, for this many such requests
+    at once."""
+    rows = requests * params.rows
+    return replace(config, max_slots=rows * params.slots_per_row, max_chains=decoding_of(params).chains(rows))
 
 
 def sized_config(config: EngineConfig, requests: Sequence[Request], concurrency: int) -> EngineConfig:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.load import ClosedLoop, endless_requests, problem_prompts
+from benchmarks.load import ClosedLoop, endless_requests, problem_prompts, sized_for
 from benchmarks.processes import RankProcesses
 from services.coordinator.process import RemoteEngine
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, fitted_engine
-from smc.scheduler.capacity import sized_for
 from smc.scheduler.stats import RoundTimes
 
 WARM_UP = 3

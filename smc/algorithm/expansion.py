@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.resampling import assign_slots, effective_sample_size, normalise
+from smc.algorithm.resampling import assign_slots, effective_sample_size, grid, normalise
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
 
@@ -259,12 +259,3 @@ def keep_roots(
     row_A[to_X] = taken_HN[exists_HN]
     alive_A[to_X] = filled_HN[exists_HN]
     return row_A, alive_A
-
-
-def grid(first_H: Tensor, size_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of every group's rows [H, N], 0 in padding, and whether each exists [H, N]. Synchronises with
-    the host."""
-    n = max(1, int(size_H.max()))
-    index_N = torch.arange(n, device=first_H.device)
-    exists_HN = index_N < size_H[:, None]
-    return torch.where(exists_HN, first_H.long()[:, None] + index_N, 0), exists_HN

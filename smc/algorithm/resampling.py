@@ -38,6 +38,22 @@ def valid(size_G: Tensor, n: int) -> Tensor:
     return torch.arange(n, device=size_G.device) < size_G[:, None]
 
 
+def grid(first_G: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the batch indices of groups with these first indices and sizes [G, N], 0 in padding, and whether each
+    entry exists [G, N]. N is the largest size, at least 1. Synchronises with the host."""
+    n = max(1, int(size_G.max())) if len(size_G) else 1
+    exists_GN = valid(size_G, n)
+    index_GN = first_G.long()[:, None] + torch.arange(n, device=exists_GN.device)
+    return torch.where(exists_GN, index_GN, 0), exists_GN
+
+
+def used_grid(groups: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the indices of the non-empty groups [H], and their `grid`. `groups`: first index and size [G].
+    Synchronises with the host."""
+    used_H = (groups[1] > 0).nonzero()[:, 0]
+    return used_H, *grid(*(bound[used_H] for bound in groups))
+
+
 def normalise(logw_GN: Tensor) -> tuple[Tensor, Tensor]:
     """Return the normalised weights [G, N] and the log of the sum of weights [G], in float64. If all weights of a group
     are zero: zeros and -inf."""
@@ -75,14 +91,6 @@ class Bounds:
         return index_H, Bounds(
             self.first_G[index_H], self.size_G[index_H], self.count_G[index_H], self.draws_G[index_H]
         )
-
-    def grid(self) -> tuple[Tensor, Tensor]:
-        """Return the batch indices of every group [G, N], 0 in padding, and whether each entry exists [G, N]. N is the
-        largest size, at least 1. Synchronises with the host."""
-        n = max(1, int(self.size_G.max())) if len(self.size_G) else 1
-        exists_GN = valid(self.size_G, n)
-        index_GN = self.first_G.long()[:, None] + torch.arange(n, device=exists_GN.device)
-        return torch.where(exists_GN, index_GN, 0), exists_GN
 
 
 def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:

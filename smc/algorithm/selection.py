@@ -16,8 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import grid
-from smc.algorithm.resampling import Bounds, assign_slots, effective_sample_size, log_mean_weight, normalise, offspring
+from smc.algorithm.resampling import (
+    Bounds,
+    assign_slots,
+    effective_sample_size,
+    grid,
+    log_mean_weight,
+    normalise,
+    offspring,
+    used_grid,
+)
 from smc.api.limits import SCHEME_NAMES
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
@@ -74,7 +82,7 @@ def select(
     round), int64. Candidates at indices without a particle (`alive` false) are ignored. A group without any weight
     keeps its first `draws` particles. Synchronises with the host."""
     used_H, own = groups.used()
-    index_HN, exists_HN = own.grid()
+    index_HN, exists_HN = grid(own.first_G, own.size_G)
     alive_HN = exists_HN & alive_A[index_HN]
     candidates_HNF = torch.where(alive_HN[..., None], candidates_AF[index_HN].double(), -torch.inf)
     family_HN = candidates_HNF.logsumexp(-1)
@@ -184,15 +192,13 @@ def surviving_prefix(
     kept_A = 1 + (survives_AQ & exists_AQ).sum(-1)
     weight_A = logw_A.double() + torch.where(survives_AQ, step_AQ, 0.0).sum(-1)
     drawn_A = torch.arange(len(count_A), device=step_AQ.device)
-    used_H = (groups[1] > 0).nonzero()[:, 0]
-    if len(used_H):
-        index_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
-        weight_HN = torch.where(exists_HN, weight_A[index_HN], -torch.inf).nan_to_num(
-            nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
-        )
-        top_H1 = weight_HN.amax(-1, keepdim=True)
-        reach_HN = (weight_HN - torch.where(top_H1 > -torch.inf, top_H1, 0.0)).exp().cumsum(-1)
-        pick_H1 = (reach_HN <= uniform_G[used_H, None] * reach_HN[:, -1:]).sum(-1, keepdim=True)
-        pick_H1 = torch.where(reach_HN[:, -1:] > 0, pick_H1, 0).clamp(max=index_HN.shape[1] - 1)
-        drawn_A[index_HN[exists_HN]] = index_HN.gather(1, pick_H1).expand_as(index_HN)[exists_HN]
+    used_H, index_HN, exists_HN = used_grid(groups)
+    weight_HN = torch.where(exists_HN, weight_A[index_HN], -torch.inf).nan_to_num(
+        nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
+    )
+    top_H1 = weight_HN.amax(-1, keepdim=True)
+    reach_HN = (weight_HN - torch.where(top_H1 > -torch.inf, top_H1, 0.0)).exp().cumsum(-1)
+    pick_H1 = (reach_HN <= uniform_G[used_H, None] * reach_HN[:, -1:]).sum(-1, keepdim=True)
+    pick_H1 = torch.where(reach_HN[:, -1:] > 0, pick_H1, 0).clamp(max=index_HN.shape[1] - 1)
+    drawn_A[index_HN[exists_HN]] = index_HN.gather(1, pick_H1).expand_as(index_HN)[exists_HN]
     return drawn_A, kept_A[drawn_A]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import grid
+from smc.algorithm.resampling import used_grid
 
 NO_TOKEN = -1
 """Value for a token that is not on the accepted path. Matches no token."""
@@ -39,12 +39,10 @@ def match_samples(
     agrees_AQ = (tokens_AQ[:, 1:] == drawn_AQ[:, :-1]) & exists_AQ
     matching_A = torch.where(alive_A, 1 + agrees_AQ.long().cumprod(-1).sum(-1), 0)
     best_A = torch.arange(len(count_A), device=tokens_AQ.device)
-    used_H = (groups[1] > 0).nonzero()[:, 0]
-    if len(used_H):
-        index_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
-        matching_HN = torch.where(exists_HN, matching_A[index_HN], -1)
-        first_H1 = matching_HN.argmax(-1, keepdim=True)
-        best_A[index_HN[exists_HN]] = index_HN.gather(1, first_H1).expand_as(index_HN)[exists_HN]
+    _, index_HN, exists_HN = used_grid(groups)
+    matching_HN = torch.where(exists_HN, matching_A[index_HN], -1)
+    first_H1 = matching_HN.argmax(-1, keepdim=True)
+    best_A[index_HN[exists_HN]] = index_HN.gather(1, first_H1).expand_as(index_HN)[exists_HN]
     return best_A, matching_A[best_A].clamp(min=1)
 
 
@@ -76,10 +74,7 @@ def verify_by_rejection(
     the residual of p. Synchronises with the host."""
     token_AQ = torch.full_like(chains.tokens_AQ, NO_TOKEN)
     logp_AQ = torch.full(token_AQ.shape, torch.nan, dtype=torch.float32, device=token_AQ.device)
-    used_H = (groups[1] > 0).nonzero()[:, 0]
-    if not len(used_H):
-        return token_AQ, logp_AQ
-    index_HN, exists_HN = grid(*(bound[used_H] for bound in groups))
+    _, index_HN, exists_HN = used_grid(groups)
     on_path_HN = exists_HN & chains.alive_A[index_HN]
     for j in range(token_AQ.shape[1]):
         next_H, next_logp_H = _next(chains, index_HN, on_path_HN, j, uniform_AQ[:, j], noise_HQV[:, j])

@@ -43,7 +43,10 @@ class Constraint:
     @property
     def choices(self) -> list[str]:
         """The strings of a constraint of kind `choice`. Raises ValueError if the text is not a list of them."""
-        found = _parsed(self.kind, self.text)
+        try:
+            found = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"constraint: the {self.kind} is not JSON: {error}") from error
         if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
             raise ValueError(f"constraint: choice={self.text[:40]!r}; allowed: a list of non-empty strings")
         return found
@@ -75,10 +78,3 @@ class Constraint:
 def check_constraint(name: str, value: Any) -> Constraint:
     """Check and convert the value of the setting `constraint`."""
     return value if isinstance(value, Constraint) else Constraint.of(value)
-
-
-def _parsed(kind: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"constraint: the {kind} is not JSON: {error}") from error

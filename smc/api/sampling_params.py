@@ -88,6 +88,7 @@ class SamplingParams:
     method: Method = setting(
         None,
         OneOf(tuple(method.value for method in Method)),
+        fill=lambda params: Method.EXACT if is_number(params.temperature) and params.temperature == 0 else Method.SMC,
         option=Option(
             "smc: approximate the target's distribution, K tokens every round; exact: follow it exactly; "
             "target, draft: decode with one model alone. Default: smc, or exact at temperature 0.",
@@ -375,10 +376,6 @@ class SamplingParams:
     """Report every particle's answer with its weight; a method without particles reports its only answer."""
 
     def __post_init__(self) -> None:
-        if self.method is None:
-            object.__setattr__(
-                self, "method", Method.EXACT if is_number(self.temperature) and self.temperature == 0 else Method.SMC
-            )
         for name, known in SETTINGS.items():
             object.__setattr__(self, name, self._settled(name, known))
         object.__setattr__(self, "method", Method(self.method))

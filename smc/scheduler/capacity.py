@@ -1,5 +1,5 @@
-"""Capacity: what an engine with given slots and pages can run. Checks requests, computes the longest answer and sizes
-that just suffice, and forecasts the pages that requests will hold.
+"""Capacity: what an engine with given slots and pages can run. Checks requests, computes the longest answer, and
+forecasts the pages that requests will hold.
 
 The forecast learns how long answers become and how much of them particles share, both averaged over all requests of an
 engine. Only the sums of pages over all requests are cheap to maintain: per-request counts would need a walk through the
@@ -51,13 +51,6 @@ def longest_answer(
         return any(needs.get(role, 0) > pages for role, pages in capacity.items())
 
     return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))
-
-
-def sized_for(config: EngineConfig, params: SamplingParams, requests: int) -> EngineConfig:
-    """Return the config with just enough slots, and room for the distributions of chains, for this many such requests
-    at once."""
-    rows = requests * params.rows
-    return replace(config, max_slots=rows * params.slots_per_row, max_chains=decoding_of(params).chains(rows))
 
 
 def check_fits(
@@ -136,9 +129,7 @@ class PageForecast:
 
     def expect(self, group: SequenceGroup) -> None:
         """Enter the forecast of an admitted request."""
-        self.memory.expect(
-            group.number, self.of(group), group.decoding.round_pages(self.config, group.rows, group.params.guided_roles)
-        )
+        self.memory.expect(group.number, self.of(group), group.round_pages(self.config))
 
     def learn_answer(self, share: float) -> None:
         """Learn from a complete answer, whose length is this share of its `max_tokens`."""

@@ -94,8 +94,13 @@ class InFlightStep:
     pending: Pending[RoundOutcome]
 
 
+AllocatePages = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundPages]]]
+"""Allocates pages for a round; returns the requests for which there were enough, with their pages."""
+
+
 class RoundScheduler:
-    """Advances the requests of one program by rounds; a round may be launched before the last one has been read."""
+    """Advances the requests of one program by rounds, in micro-batches that are kept as even as possible by adding new
+    requests to the smallest. A round may be launched before the last one has been read."""
 
     def __init__(
         self,
@@ -105,11 +110,14 @@ class RoundScheduler:
         executor: RoundExecutor,
         decoding: Decoding,
         width: int,
+        micro_batches: int,
         decide: DecideSize | None = None,
     ) -> None:
-        """`width`, `decide`: see `RoundPlanner`."""
+        """`micro_batches`: their number. `width`, `decide`: see `RoundPlanner`."""
         self.config, self.slots, self.memory, self.executor, self.decoding = config, slots, memory, executor, decoding
         self._planner = RoundPlanner(config, slots, decoding, width, decide)
+        self._members: list[list[SequenceGroup]] = [[] for _ in range(micro_batches)]
+        self._in_flight: list[InFlightStep | None] = [None] * micro_batches
         self._stats = EngineStats()
         self.acceptance = Acceptance(MEMORY)
         """Acceptance of exact decoding, averaged over all requests."""
@@ -118,13 +126,43 @@ class RoundScheduler:
         self.pipelined = executor.pipelined
         self.last: Pending[RoundOutcome] | None = None
         """The round that was read last, for timing."""
-        self._read: list[Pending[RoundOutcome]] = []
         self.queued = 0.0
         """Seconds spent planning and launching rounds."""
         self.waited = (0, 0)
         """Begin and end of the last wait for a round, in nanoseconds of the monotonic clock."""
 
-    def wants(self, group: SequenceGroup) -> bool:
+    def add(self, group: SequenceGroup) -> None:
+        """Let the request take part from the next round of its micro-batch on."""
+        smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
+        smallest.append(group)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Remove a request. If a round of it is in flight, that round continues and its result is discarded."""
+        for members in self._members:
+            if group in members:
+                members.remove(group)
+
+    def abandon(self) -> None:
+        """Forget rounds in flight whose results will not arrive."""
+        self._in_flight = [None] * len(self._in_flight)
+
+    def step(self, allocate: AllocatePages) -> list[Pending[RoundOutcome]]:
+        """Launch the next round of every micro-batch, and read one round of each: the previous one if the executor is
+        pipelined, else the one just launched. Return the rounds that were read."""
+        launched = [self._launch(members, allocate) for members in self._members]
+        if self.pipelined:
+            launched, self._in_flight = self._in_flight, launched
+        steps = [step for step in launched if step is not None]
+        for step in steps:
+            self._read(step)
+        return [step.pending for step in steps]
+
+    def take_stats(self) -> EngineStats:
+        """Return the statistics of its rounds since the last call."""
+        stats, self._stats = self._stats, EngineStats()
+        return stats
+
+    def _wants_round(self, group: SequenceGroup) -> bool:
         """Whether another round of the request is useful, as far as is known before the last one has been read."""
         in_flight = len(group.in_flight)
         if group.params.potential is not None and (in_flight or group.awaits_potential):
@@ -137,8 +175,11 @@ class RoundScheduler:
         known = group.decoding.known_tokens(self.config, length=length, block=block, rounds=in_flight)
         return group.launched == 0 or known < group.params.max_tokens
 
-    def launch(self, given: list[tuple[SequenceGroup, RoundPages]]) -> InFlightStep:
-        """Launch a round of requests, each with the pages that were allocated for it."""
+    def _launch(self, members: list[SequenceGroup], allocate: AllocatePages) -> InFlightStep | None:
+        """Launch a round of those requests of a micro-batch that get pages for it; None: there are none."""
+        given = allocate([group for group in members if self._wants_round(group)])
+        if not given:
+            return None
         begin = time.perf_counter()
         population, pages = Population([group for group, _ in given]), [pages for _, pages in given]
         for group in population.groups:
@@ -157,7 +198,7 @@ class RoundScheduler:
         self.queued += time.perf_counter() - begin
         return step
 
-    def read(self, step: InFlightStep) -> None:
+    def _read(self, step: InFlightStep) -> None:
         """Wait for a round, and update slots and pages to what the models hold. Requests that have released their slots
         since the launch are left out."""
         begin = time.monotonic_ns()
@@ -173,17 +214,6 @@ class RoundScheduler:
         if any(group.params.masked for group in step.population.groups):
             self._stats.count_masks(step.pending.spans())
         self.last = step.pending
-        self._read.append(step.pending)
-
-    def take_read(self) -> list[Pending[RoundOutcome]]:
-        """Return the rounds that have been read since the last call."""
-        read, self._read = self._read, []
-        return read
-
-    def take_stats(self) -> EngineStats:
-        """Return the statistics of its rounds since the last call."""
-        stats, self._stats = self._stats, EngineStats()
-        return stats
 
     def _record(self, step: InFlightStep, outcome: RoundOutcome, current_G: np.ndarray) -> None:
         launched, result, slots = step.population, outcome.result, self.slots
@@ -191,17 +221,15 @@ class RoundScheduler:
         if len(current_G) < len(launched.groups):
             index_A = index_A[np.isin(launched.group_A, current_G)]
             population = launched.take(current_G)
-        slot_A, source_A = launched.slot_A[index_A], launched.slot_A[result.ancestor_A[index_A]]
+        source_A = launched.slot_A[result.ancestor_A[index_A]]
         pages = [step.pages[g] for g in current_G]
         self._count_work(population, step.size)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
         self._remap_pages(outcome, population, source_A, index_A, pages)
-        self._write_tokens(population, result, slot_A, source_A, index_A)
+        self._write_tokens(population, result, source_A, index_A)
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
-        self._count(
-            population, self._facts(population, step.size, result, index_A, current_G, more_G), result, current_G
-        )
+        self._count(population, step.size, result, index_A, current_G, more_G)
         if outcome.observed_3A is not None:
             self._observe_draws(population, outcome.observed_3A[:, index_A], [step.exponents[g] for g in current_G])
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
@@ -223,14 +251,11 @@ class RoundScheduler:
             remap_unconditional_rows(role, self.slots, allocator, population, source_A, lineage, pages)
 
     def _write_tokens(
-        self,
-        population: Population,
-        result: RoundResult[np.ndarray],
-        slot_A: np.ndarray,
-        source_A: np.ndarray,
-        index_A: np.ndarray,
+        self, population: Population, result: RoundResult[np.ndarray], source_A: np.ndarray, index_A: np.ndarray
     ) -> None:
-        slots, ahead = self.slots, self.decoding.ahead(self.config)
+        """Let particles continue the tokens of their ancestors, which are in slots `source_A`, by those of the
+        round."""
+        slots, slot_A, ahead = self.slots, population.slot_A, self.decoding.ahead(self.config)
         moved_A = source_A != slot_A
         slots.copy(slot_A[moved_A], source_A[moved_A])
         before_A, count_A = slots.length_S[slot_A] - result.cut_A[index_A], result.count_A[index_A]
@@ -302,7 +327,7 @@ class RoundScheduler:
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
                 group.counters.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
 
-    def _facts(
+    def _count(
         self,
         population: Population,
         size: DraftSize,
@@ -310,79 +335,30 @@ class RoundScheduler:
         index_A: np.ndarray,
         current_G: np.ndarray,
         confirmed_G: np.ndarray,
-    ) -> list[RoundFacts]:
-        ahead, block = self.decoding.ahead(self.config), size.steps or self.config.block
-        open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
-        flags = (result.resampled_G, result.collapsed_G, result.hit_G)
-        resampled_G, collapsed_G, hit_G = (values_G[current_G].astype(bool) for values_G in flags)
-        cut_A = np.where(result.alive_A[index_A], result.cut_A[index_A], 0)
-        whole_G = population.largest(cut_A) == 0
-        of_groups = (
-            *(values_G[current_G] for values_G in (result.ess_G, result.log_z_G)),
-            *(resampled_G, collapsed_G, confirmed_G, population.size_G, hit_G & ahead, whole_G, open_G),
-        )
-        # Converting whole arrays is cheaper than converting each element.
-        return [
-            RoundFacts(ess, log_z, resampled, collapsed, confirmed, rows, block, ahead, hit, whole, is_open)
-            for ess, log_z, resampled, collapsed, confirmed, rows, hit, whole, is_open in zip(
-                *(v.tolist() for v in of_groups)
-            )
-        ]
-
-    def _count(
-        self,
-        population: Population,
-        facts: list[RoundFacts],
-        result: RoundResult[np.ndarray],
-        current_G: np.ndarray,
     ) -> None:
+        """Fail requests for which a model returned NaN, and count what the round did to each request. `confirmed_G`:
+        answer tokens that became certain."""
         for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
             for g in np.flatnonzero(nan_G[current_G]):
                 population.groups[g].fail(role)
-        for group, of_group in zip(population.groups, facts):
+        ahead, block = self.decoding.ahead(self.config), size.steps or self.config.block
+        open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
+        cut_A = np.where(result.alive_A[index_A], result.cut_A[index_A], 0)
+        of_groups = (
+            result.ess_G[current_G],
+            result.log_z_G[current_G],
+            result.resampled_G[current_G].astype(bool),
+            result.collapsed_G[current_G].astype(bool),
+            confirmed_G,
+            population.size_G,
+            result.hit_G[current_G].astype(bool) & ahead,
+            population.largest(cut_A) == 0,
+            open_G,
+        )
+        # Converting whole arrays is cheaper than converting each element.
+        columns = [values_G.tolist() for values_G in of_groups]
+        for group, *values in zip(population.groups, *columns):
             group.end_round()
             self._stats.spec_alone_rounds += group.alone
-            group.decoding.count_round(group, of_group, self._stats, self.acceptance)
-
-
-AllocatePages = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundPages]]]
-"""Allocates pages for a round; returns the requests for which there were enough, with their pages."""
-
-
-class MicroBatches:
-    """`count` micro-batches of the requests of one program, kept as even as possible by adding new requests to the
-    smallest."""
-
-    def __init__(self, rounds: RoundScheduler, count: int) -> None:
-        self.rounds = rounds
-        self._members: list[list[SequenceGroup]] = [[] for _ in range(count)]
-        self._in_flight: list[InFlightStep | None] = [None] * count
-
-    def add(self, group: SequenceGroup) -> None:
-        """Let the request take part from the next round of its micro-batch on."""
-        smallest = min(self._members, key=lambda members: sum(len(g.slots) for g in members))
-        smallest.append(group)
-
-    def remove(self, group: SequenceGroup) -> None:
-        """Remove a request. If a round of it is in flight, that round continues and its result is discarded."""
-        for members in self._members:
-            if group in members:
-                members.remove(group)
-
-    def abandon(self) -> None:
-        """Forget rounds in flight whose results will not arrive."""
-        self._in_flight = [None] * len(self._in_flight)
-
-    def step(self, allocate: AllocatePages) -> list[Pending[RoundOutcome]]:
-        """Launch the next round of every micro-batch, and read one round of each: the previous one if the executor is
-        pipelined, else the one just launched. Return the rounds that were read."""
-        launched = [self._launch(members, allocate) for members in self._members]
-        if self.rounds.pipelined:
-            launched, self._in_flight = self._in_flight, launched
-        for step in filter(None, launched):
-            self.rounds.read(step)
-        return self.rounds.take_read()
-
-    def _launch(self, members: list[SequenceGroup], allocate: AllocatePages) -> InFlightStep | None:
-        given = allocate([group for group in members if self.rounds.wants(group)])
-        return self.rounds.launch(given) if given else None
+            facts = RoundFacts._make((*values, block, ahead))
+            group.decoding.count_round(group, facts, self._stats, self.acceptance)

@@ -31,7 +31,7 @@ class StopRules:
         self.eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
         self.token_ids = frozenset(params.stop_token_ids)
         self.strings = [(text, text.encode()) for text in params.stop]
-        self.min_tokens = params.min_tokens
+        self.min_tokens, self.max_tokens = params.min_tokens, params.max_tokens
         stop_ids = self.eos_ids | self.token_ids
         self.machine = StopMachine.of(
             stop_ids,
@@ -46,9 +46,8 @@ class StopRules:
         if params.min_tokens and len(stop_ids) >= tokenizer.size:
             raise ValueError(f"min_tokens={params.min_tokens} where every token ends the answer; allowed: 0")
 
-    def why(self, tokens: Sequence[int], cap: int) -> tuple[FinishReason, int | str | None]:
-        """Return why an ended answer ended, and what matched. A stop at the last allowed token counts as the stop.
-        `cap`: the maximum number of tokens."""
+    def why(self, tokens: Sequence[int]) -> tuple[FinishReason, int | str | None]:
+        """Return why an ended answer ended, and what matched. A stop at the last allowed token counts as the stop."""
         last = tokens[-1]
         if last in self.eos_ids:
             return FinishReason.EOS, last
@@ -58,7 +57,7 @@ class StopRules:
         found = [(at, len(pattern), text) for text, pattern in self.strings if (at := data.find(pattern, begin)) >= 0]
         if found:
             return FinishReason.STOP_STRING, min(found)[2]
-        assert len(tokens) >= cap, "an answer ended for no reason"
+        assert len(tokens) >= self.max_tokens, "an answer ended for no reason"
         return FinishReason.LENGTH, None
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ from smc.model.tokenizer import Tokenizer
 from smc.potentials import Potential, load_potentials
 from smc.scheduler.admission import DuplicateRequest, NoDraft, check_queue
 from smc.scheduler.capacity import PageForecast, check_fits
-from smc.scheduler.decode import MicroBatches, RoundScheduler
+from smc.scheduler.decode import RoundScheduler
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.methods import PROGRAMS, Decoding, decoding_of, program_of
 from smc.scheduler.potential_calls import PotentialCalls
@@ -41,14 +41,7 @@ from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import EngineStats
-from smc.scheduler.tree_policy import (
-    CostBasedTreePolicy,
-    DraftFallback,
-    ParticlePolicy,
-    ShrinkWhenShort,
-    TreeController,
-    TreePolicy,
-)
+from smc.scheduler.tree_policy import CostBasedTreePolicy, DraftFallback, TreeController
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 
@@ -68,15 +61,14 @@ class Engine:
         pages: dict[ModelRole, int],
         context: int,
         clock: Callable[[], float] = time.monotonic,
-        policy: ParticlePolicy | None = None,
-        trees: TreePolicy | None = None,
+        trees: CostBasedTreePolicy | None = None,
         constraints: Compiler | None = None,
         potentials: Mapping[str, Potential] = NO_POTENTIALS,
     ) -> None:
-        """`pages`: capacities of both pools. `clock`: time in seconds. `policy`: decides the number of particles of SMC
-        requests; `trees`: the number of rows of exact decoding. `constraints`: checks the constraints of requests, if
-        they have not been checked before. `potentials`: those that requests may name, besides those of `config`. Raises
-        ValueError if a potential cannot be imported."""
+        """`pages`: capacities of both pools. `clock`: time in seconds. `trees`: decides the number of rows of exact
+        decoding. `constraints`: checks the constraints of requests, if they have not been checked before. `potentials`:
+        those that requests may name, besides those of `config`. Raises ValueError if a potential cannot be
+        imported."""
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self._constraints = constraints
         self.workers, self.executor = workers, executor
@@ -88,34 +80,35 @@ class Engine:
         self.prefill = PrefillManager(
             config, self.slots, self.memory, self.forecast, workers, executor, TokenBytes.of(tokenizer)
         )
-        trees = trees or CostBasedTreePolicy(config)
-        batches = {program: self._batches_of(program) for program in PROGRAMS}
-        self.registry = RequestRegistry(self.slots, self.prefill, batches)
+        rounds = {program: self._rounds_of_program(program) for program in PROGRAMS}
+        self.registry = RequestRegistry(self.slots, self.prefill, rounds)
         self.fallback = DraftFallback(self.registry, self.prefill)
         known = dict(load_potentials(config.potentials)) | dict(potentials)
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock)
-        self.preemption = Preemption(self.registry, self.prefill, self.results, policy or ShrinkWhenShort())
-        self.trees = TreeController(trees, batches[Program.PAIR].rounds.acceptance, self.fallback)
+        self.preemption = Preemption(self.registry, self.prefill, self.results)
+        self.trees = TreeController(
+            trees or CostBasedTreePolicy(config), rounds[Program.PAIR].acceptance, self.fallback
+        )
         self._clock = clock
         self._numbers = itertools.count()
 
-    def _batches_of(self, program: Program) -> MicroBatches:
+    def _rounds_of_program(self, program: Program) -> RoundScheduler:
         config, is_pair = self.config, program is Program.PAIR
 
         def decide(groups: Sequence[SequenceGroup], rows: int, context: int) -> DraftSize:
             return self.trees.draft_size(groups, rows, context, self.latency)
 
-        rounds = RoundScheduler(
+        return RoundScheduler(
             config,
             self.slots,
             self.memory,
             self.executor,
             PROGRAMS[program],
-            config.width(self.context),
-            decide if is_pair else None,
+            width=config.width(self.context),
+            micro_batches=config.cohorts if is_pair else 1,
+            decide=decide if is_pair else None,
         )
-        return MicroBatches(rounds, config.cohorts if is_pair else 1)
 
     @property
     def idle(self) -> bool:
@@ -204,8 +197,8 @@ class Engine:
 
     def _run_decode_step(self) -> list[Pending[RoundOutcome]]:
         """Launch rounds of all running requests. Return the rounds whose results were read."""
-        batches = self.registry.batches.values()
-        return [outcome for of_program in batches for outcome in of_program.step(self.preemption.allocate)]
+        programs = self.registry.rounds.values()
+        return [outcome for rounds in programs for outcome in rounds.step(self.preemption.allocate)]
 
     def _process_results(self, rounds: list[Pending[RoundOutcome]]) -> None:
         self.prefill.budget.accrue(rounds)
@@ -226,8 +219,8 @@ class Engine:
     def forget(self) -> None:
         """Discard measurements and counters of warm-up requests: acceptance, draft exponents, statistics."""
         self.trees.forget()
-        for batches in self.registry.batches.values():
-            batches.rounds.exponents.forget()
+        for rounds in self.registry.rounds.values():
+            rounds.exponents.forget()
         self.take_stats()
 
     def resize(self, request_id: str, particles: int) -> None:
@@ -255,7 +248,7 @@ class Engine:
         self.fallback.has_draft = False
         self.results.report_ended()
         for program in (Program.PAIR, Program.DRAFT):
-            self.registry.batches[program].abandon()
+            self.registry.rounds[program].abandon()
         dropped = []
         for group in list(self.registry.groups.values()):
             if group.state is RequestState.RESCORING:
@@ -304,9 +297,7 @@ class Engine:
 
     def take_stats(self) -> EngineStats:
         """Return the current state, and the counters since the last call."""
-        stats, alone = (
-            self.registry.batches[program].rounds.take_stats() for program in (Program.PAIR, Program.TARGET)
-        )
+        stats, alone = (self.registry.rounds[program].take_stats() for program in (Program.PAIR, Program.TARGET))
         stats.spec_alone_rounds = alone.spec_alone_rounds
         memory = self.memory
         stats.potentials = self.potentials.take_stats()
@@ -327,7 +318,7 @@ class Engine:
 
     def rounds_of(self, method: Method) -> RoundScheduler:
         """Return the scheduler of a method's rounds, for timing."""
-        return self.registry.batches[program_of(method)].rounds
+        return self.registry.rounds[program_of(method)]
 
     def check_books(self) -> None:
         """Check that an idle engine has freed everything except the prefix cache. Raises AssertionError otherwise."""

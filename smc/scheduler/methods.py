@@ -8,7 +8,6 @@ Axes: N rows of one request."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -84,16 +83,16 @@ class RoundFacts(NamedTuple):
     confirmed: int
     """Answer tokens that became certain."""
     rows: int
-    block: int
-    """Maximum number of tokens that were drafted for a row."""
-    ahead: bool
-    """Whether the round drafted the next block while the target scored the current one."""
     hit: bool
     """Whether tokens drafted ahead continued what the target drew."""
     whole: bool
     """Whether a block was accepted to its end."""
     open: bool
     """Whether a row of the request has not ended."""
+    block: int
+    """Maximum number of tokens that were drafted for a row."""
+    ahead: bool
+    """Whether the round drafted the next block while the target scored the current one."""
 
 
 class Decoding(ABC):
@@ -177,15 +176,15 @@ class Decoding(ABC):
         """Number of leading answer tokens of a resumed particle whose keys and values a model needs. Those of an ended
         particle are not needed at the draft, or if one model decodes alone."""
 
-    def round_pages(self, config: EngineConfig, rows: int, guided: Collection[ModelRole] = ()) -> dict[ModelRole, int]:
-        """Pages that one round allocates in each pool. The first model of `roles` drafts, or decodes alone. `guided`
-        models need twice as many."""
+    def round_pages(self, config: EngineConfig, params: SamplingParams, rows: int) -> dict[ModelRole, int]:
+        """Pages that one round of `rows` rows allocates in each pool. The first model of `roles` drafts, or decodes
+        alone. Guided models need twice as many."""
         shape = self.shape(config)
         drafting, *scoring = self.roles
         pages = {drafting: rows * (shape.begin + shape.branches * shape.branch)} | dict.fromkeys(
             scoring, rows * shape.target
         )
-        return {role: count * (1 + (role in guided)) for role, count in pages.items()}
+        return {role: count * (1 + (role in params.guided_roles)) for role, count in pages.items()}
 
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
@@ -193,7 +192,7 @@ class Decoding(ABC):
         """Maximum pages in each pool that `rows` particles of a request hold at once, if their answers share nothing.
         Default of `rows`: as few as the request allows. `prompt`, `negative`: tokens of the prompts."""
         n, answer = rows or params.least_rows, params.max_tokens
-        few, all_rows = (self.round_pages(config, size, params.guided_roles) for size in (n, self.rows(params)))
+        few, all_rows = (self.round_pages(config, params, size) for size in (n, self.rows(params)))
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, n * answer)
         most = {
             role: max(answers[role] + ROUNDS_IN_FLIGHT * few[role], ROUNDS_IN_FLIGHT * all_rows[role])
@@ -207,9 +206,7 @@ class Decoding(ABC):
         """Pages in each pool with which no round of all of the request's rows waits for pages. `most_pages` suffices if
         rounds may run one after the other."""
         most = self.most_pages(config, params, prompt, negative=negative)
-        few, all_rows = (
-            self.round_pages(config, n, params.guided_roles) for n in (params.least_rows, self.rows(params))
-        )
+        few, all_rows = (self.round_pages(config, params, n) for n in (params.least_rows, self.rows(params)))
         return {role: pages + ROUNDS_IN_FLIGHT * (all_rows[role] - few[role]) for role, pages in most.items()}
 
     def expected_pages(
@@ -224,7 +221,7 @@ class Decoding(ABC):
     ) -> dict[ModelRole, int]:
         """Pages in each pool that `rows` particles are likely to hold, if each but the first shares all but `own` of
         the `answer` tokens."""
-        rounds, begins = self.round_pages(config, rows, params.guided_roles), self._prompts(params, prompt, negative)
+        rounds, begins = self.round_pages(config, params, rows), self._prompts(params, prompt, negative)
         held = self._sequences(params, answer + own * (rows - 1))
         most = self.most_pages(config, params, prompt, self._rows_apart(rows), negative)
         likely = {role: begins[role] + held[role] + ROUNDS_IN_FLIGHT * rounds[role] for role in self.roles}
@@ -291,6 +288,8 @@ class Independent(DraftTargetDecoding):
     """Particles draw for themselves and are resampled: `smc.algorithm.selection`."""
 
     resizable = True
+    records_ess = True
+    """Whether the effective sample size before resampling, as a share of the particles, is recorded."""
 
     def known_tokens(self, config: EngineConfig, *, length: int, block: int, rounds: int) -> int:
         if not config.lookahead:
@@ -311,11 +310,8 @@ class Independent(DraftTargetDecoding):
     def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
         group.counters.count_population(facts.ess, facts.resampled, facts.collapsed)
         group.log_z += facts.log_z
-        stats.count_round(self._ess_share(facts.ess, len(group.slots)), group.lag, facts.resampled, facts.collapsed)
-
-    def _ess_share(self, ess: float, particles: int) -> float | None:
-        """Effective sample size before resampling, as a share of the particles; None if it is not recorded."""
-        return ess / particles
+        ess_share = facts.ess / len(group.slots) if self.records_ess else None
+        stats.count_round(ess_share, group.lag, facts.resampled, facts.collapsed)
 
 
 class Competing(DraftTargetDecoding):
@@ -337,9 +333,11 @@ class Competing(DraftTargetDecoding):
 
 
 class Distinct(Competing, Independent):
-    """Particles are drawn without replacement."""
+    """Particles are drawn without replacement. Their weights are unequal by construction, so their effective sample
+    size says little."""
 
     kind = PopulationKind.DISTINCT
+    records_ess = False
 
     def log_z(self, logw_N: np.ndarray, count: int) -> float:
         return normalise(torch.from_numpy(logw_N)[None])[1].item()
@@ -347,10 +345,6 @@ class Distinct(Competing, Independent):
     def population(self, logw_N: np.ndarray) -> list[tuple[int, float]]:
         # Rows without weight hold no particle.
         return [(n, weight) for n, weight in super().population(logw_N) if weight]
-
-    def _ess_share(self, ess: float, particles: int) -> float | None:
-        # Distinct particles have unequal weights by construction, so their effective sample size says little.
-        return None
 
 
 class Exact(Competing):
@@ -436,7 +430,7 @@ class Rejection(Exact):
         # In look-ahead, equal chains continue on separate pages as long as all of their tokens are accepted. Other
         # chains hold, from the last round that was read, no more pages than that round was given.
         chains = self.rows(params)
-        rounds, copies = self.round_pages(config, chains, params.guided_roles), chains if config.lookahead else 1
+        rounds, copies = self.round_pages(config, params, chains), chains if config.lookahead else 1
         begins, answers = self._prompts(params, prompt, negative), self._sequences(params, copies * params.max_tokens)
         return {role: begins[role] + answers[role] + (ROUNDS_IN_FLIGHT + 1) * rounds[role] for role in self.roles}
 

@@ -1,5 +1,5 @@
-"""Allocation of pages for rounds, and preemption if there are too few: policies may first reduce the particles of
-requests, then the youngest request is preempted."""
+"""Allocation of pages for rounds. If there are too few, populations are halved, or the youngest request is
+preempted."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.results import ResultReporter
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
-from smc.scheduler.tree_policy import ParticlePolicy
-from smc.types import ModelRole
 
 
 class Preemption:
-    """Allocates pages for rounds and preempts requests. `policy` decides how many particles SMC requests keep if memory
-    is short."""
+    """Allocates pages for rounds and preempts requests."""
 
-    def __init__(
-        self, registry: RequestRegistry, prefill: PrefillManager, reports: ResultReporter, policy: ParticlePolicy
-    ) -> None:
-        self._registry, self._prefill, self._reports, self._policy = registry, prefill, reports, policy
+    def __init__(self, registry: RequestRegistry, prefill: PrefillManager, reports: ResultReporter) -> None:
+        self._registry, self._prefill, self._reports = registry, prefill, reports
         self._config, self._memory = prefill.config, prefill.memory
         self._shrinks = 0
 
@@ -55,7 +50,7 @@ class Preemption:
 
     def _pages_of_round(self, group: SequenceGroup) -> RoundPages | None:
         try:
-            pages = self._memory.allocate(self._round_pages(group))
+            pages = self._memory.allocate(group.round_pages(self._config))
         except OutOfPages:
             return None
         given = {Stream(role): pages_T for role, pages_T in pages.items()}
@@ -63,16 +58,12 @@ class Preemption:
             given[Stream(role)], given[Stream(role, unconditional=True)] = np.split(pages[role], 2)
         return given
 
-    def _round_pages(self, group: SequenceGroup) -> dict[ModelRole, int]:
-        return group.decoding.round_pages(self._config, len(group.slots), group.params.guided_roles)
-
     def _shrink(self, group: SequenceGroup) -> None:
-        """Reduce the particles in the round that is about to be launched, to the number that the policy wants."""
-        if group.decoding.resizable and group.next_rows is None:
-            particles = self._policy.wanted(group, short=True)
-            if particles < group.count:
-                self._prefill.resize(group, particles)
-                self._shrinks += 1
+        """Halve the particles in the round that is about to be launched, as far as the request allows."""
+        rows = _half(group)
+        if group.decoding.resizable and group.next_rows is None and rows < group.count:
+            self._prefill.resize(group, rows)
+            self._shrinks += 1
 
     def _make_room(self, first: SequenceGroup) -> bool:
         """Preempt the youngest request that holds pages in a pool that is short. Called if not even `first`, the oldest
@@ -81,7 +72,7 @@ class Preemption:
         admitted = self._registry.admitted
         if self._prefill.num_rescoring or any(group.in_flight for group in admitted):
             return False
-        short = self._memory.short(self._round_pages(first))
+        short = self._memory.short(first.round_pages(self._config))
         *older, youngest = (group for group in admitted if set(short) & set(group.decoding.roles))
         if youngest is first and older:
             return False
@@ -92,8 +83,13 @@ class Preemption:
             # No other request is left to preempt, so this one may not try to grow again.
             first.cancel_change()
         if youngest is first and not grows:
-            rows = max(first.params.least_rows, first.count // 2)
+            rows = _half(first)
             assert rows < first.count, "a request alone has too few pages"
             first.shrink_checkpoint(rows)
             self._shrinks += 1
         return True
+
+
+def _half(group: SequenceGroup) -> int:
+    """Half of a request's rows, or the minimum that it allows."""
+    return max(group.params.least_rows, group.count // 2)

@@ -14,14 +14,14 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer
-from smc.executor.messages import Pending, PromptResult, Stream, Worker
+from smc.executor.messages import Pending, Stream, Worker
 from smc.executor.model_runner import RoundExecutor
 from smc.executor.plan import SequenceHandoff
 from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.capacity import PageForecast
 from smc.scheduler.decode import commit_tokens
-from smc.scheduler.methods import Decoding
-from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow, RescoringJob, prefill_step
+from smc.scheduler.methods import TARGET_ALONE, Decoding
+from smc.scheduler.prefill_batches import Chunk, PrefillJob, PrefillRequest, PromptRow, RescoringJob, prefill_step
 from smc.scheduler.prefix_reuse import PrefixReuse
 from smc.scheduler.round_plan import Population
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
@@ -48,20 +48,11 @@ class Handoff:
         slots: Slots,
         memory: KVCacheManager,
         executor: RoundExecutor,
+        stops: StopEntries,
         token_bytes: TokenBytes,
     ) -> None:
         self._config, self._slots, self._memory, self._executor = config, slots, memory, executor
-        self._token_bytes = token_bytes
-        self._known: set[tuple[ModelRole, int]] = set()
-        """Pairs of a model and an entry of its stop table, for entries whose stop machine the model has."""
-
-    def forget(self, role: ModelRole) -> None:
-        """Record that a model has lost its state."""
-        self._known = {(name, stops) for name, stops in self._known if name != role}
-
-    def forget_stops(self, entry: int) -> None:
-        """Record that the entry gets another stop machine."""
-        self._known -= {(role, entry) for role in ModelRole}
+        self._stops, self._token_bytes = stops, token_bytes
 
     def first_tokens(self, job: PrefillRequest) -> None:
         """Write the first token of every particle to its slot. Waits for the draw."""
@@ -105,12 +96,10 @@ class Handoff:
         group = job.group
         for role in group.decoding.roles:
             self._executor.join(role, self._particles(group, role, job.rows[Stream(role)]))
-            self._known.add((role, group.stop_entry))
         for stream in (stream for stream in group.streams if stream.unconditional):
             slots_N = self._slots.unconditional_slots(group.slots)
-            self._executor.join(
-                stream.role, _table(slots_N, group, _pages(job.rows[stream], len(slots_N)), group.negative_size)
-            )
+            pages_XL = _of_slots([row.pages_L for row in job.rows[stream]], len(slots_N))
+            self._executor.join(stream.role, _table(slots_N, group, pages_XL, group.negative_size))
 
     def _particles(self, group: SequenceGroup, role: ModelRole, rows: list[PromptRow]) -> SequenceHandoff:
         slots, slots_N, prompt = self._slots, group.slots, group.prompt_size
@@ -124,7 +113,7 @@ class Handoff:
         column_NQ = column_NQ[:, : int(pending_N.max())]
         return SequenceHandoff(
             slots_N=slots_N,
-            pages_XL=_pages(rows, len(slots_N)),
+            pages_XL=_of_slots([row.pages_L for row in rows], len(slots_N)),
             base=prompt,
             limit=prompt + group.params.max_tokens,
             least=prompt + group.params.min_tokens,
@@ -137,8 +126,10 @@ class Handoff:
             text_N=self._text(group, first_N).astype(np.int32),
             logw_N=slots.logw_S[slots_N],
             stops=group.stop_entry,
-            machine=None if (role, group.stop_entry) in self._known else group.rules.machine,
-            tokens_XL=_of_rows(rows, len(slots_N), "tokens_L") if group.params.follows_tokens else None,
+            machine=self._stops.machine_for(role, group.stop_entry),
+            tokens_XL=(
+                _of_slots([row.tokens_L for row in rows], len(slots_N)) if group.params.follows_tokens else None
+            ),
         )
 
     def add_empty(self, group: SequenceGroup, slots_N: np.ndarray) -> None:
@@ -184,15 +175,11 @@ def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base
     )
 
 
-def _pages(rows: list[PromptRow], size: int) -> np.ndarray:
-    """Pages of the positions of every row, int32 [N, L], with page 0 past a row's end; [1, L] if all share one row."""
-    return _of_rows(rows, size, "pages_L")
-
-
-def _of_rows(rows: list[PromptRow], size: int, name: str) -> np.ndarray:
-    """Like `_pages`, for the attribute `name` of each row."""
-    row_N = row_of_batch(len(rows), size)
-    values = [getattr(rows[row], name) for row in (row_N if len(rows) > 1 else row_N[:1])]
+def _of_slots(values: list[np.ndarray], size: int) -> np.ndarray:
+    """Repeat the values of the rows of a request, one for each position, for `size` slots: int32 [N, L], with 0 past a
+    row's end; [1, L] if all slots share one row."""
+    if len(values) > 1:
+        values = [values[row] for row in row_of_batch(len(values), size)]
     out_XL = np.zeros((len(values), max(map(len, values))), dtype=np.int32)
     for out_L, values_L in zip(out_XL, values):
         out_L[: len(values_L)] = values_L
@@ -211,9 +198,7 @@ class PrefillBudget:
         self._most, self._share = config.prefill_chunk, config.prefill_share
         # In look-ahead the models work at the same time, in lockstep one after the other.
         self._together = max if config.lookahead else sum
-        self._in_flight: dict[ModelRole, deque[tuple[int, Pending[PromptResult[np.ndarray]]]]] = {
-            role: deque() for role in ModelRole
-        }
+        self._in_flight: dict[ModelRole, deque[Chunk]] = {role: deque() for role in ModelRole}
         self._cost = dict.fromkeys(ModelRole, 0.0)
         """Seconds per token of each model's last finished chunk, which is taken to have at least `LEAST` tokens."""
         self._accrued = 0.0
@@ -236,17 +221,14 @@ class PrefillBudget:
         """Wait until at most `left` chunks of each model are in flight."""
         for role, chunks in self._in_flight.items():
             while len(chunks) > left:
-                self._learn(role, *chunks.popleft())
+                self._learn(role, chunks.popleft())
 
     def forget(self, role: ModelRole) -> None:
         """Drop the model's chunks in flight, whose results will not arrive."""
         self._in_flight[role].clear()
 
-    def spend(
-        self, scheduled: Mapping[ModelRole, Sequence[tuple[int, Pending[PromptResult[np.ndarray]]]]], beside: bool
-    ) -> None:
-        """Charge the chunks that have been scheduled at each model: pairs of the number of tokens and the pending
-        result."""
+    def spend(self, scheduled: Mapping[ModelRole, Sequence[Chunk]], beside: bool) -> None:
+        """Charge the chunks that have been scheduled at each model."""
         for role, chunks in scheduled.items():
             self._in_flight[role].extend(chunks)
         if beside:
@@ -267,7 +249,8 @@ class PrefillBudget:
         # requests.
         self._accrued = min(self._accrued, LEAST * self._together(self._cost.values())) + accrued
 
-    def _learn(self, role: ModelRole, tokens: int, pending: Pending[PromptResult[np.ndarray]]) -> None:
+    def _learn(self, role: ModelRole, chunk: Chunk) -> None:
+        tokens, pending = chunk
         pending.result()
         if self._share is not None:
             self._cost[role] = _length(pending.spans(), "prompt") / max(tokens, LEAST)
@@ -286,18 +269,31 @@ class StopEntries:
     def __init__(self, count: int) -> None:
         self._machines: dict[int, StopMachine] = {}
         self._users = dict.fromkeys(range(1, count + 1), 0)
+        self._known: set[tuple[ModelRole, int]] = set()
+        """Pairs of a model and an entry, for entries whose stop machine the model has."""
 
-    def claim(self, machine: StopMachine) -> tuple[int, bool] | None:
-        """Return (entry, whether the workers still need the machine), or None while all entries are in use."""
+    def claim(self, machine: StopMachine) -> int | None:
+        """Return the entry of a machine, or None while all entries are in use."""
         entry = next((e for e, there in self._machines.items() if there == machine), None)
-        is_new = entry is None
         if entry is None:
             entry = next((e for e, users in self._users.items() if not users), None)
             if entry is None:
                 return None
             self._machines[entry] = machine
+            self._known -= {(role, entry) for role in ModelRole}
         self._users[entry] += 1
-        return entry, is_new
+        return entry
+
+    def machine_for(self, role: ModelRole, entry: int) -> StopMachine | None:
+        """Return the entry's machine, which is sent to a model at the first call for both; None at later calls."""
+        if (role, entry) in self._known:
+            return None
+        self._known.add((role, entry))
+        return self._machines[entry]
+
+    def forget(self, role: ModelRole) -> None:
+        """Record that a model has lost its stop table."""
+        self._known = {(name, entry) for name, entry in self._known if name != role}
 
     def release(self, entry: int) -> None:
         self._users[entry] -= 1
@@ -326,7 +322,7 @@ class PrefillManager:
         self.stops = StopEntries(config.max_stops - 1)
         self.budget = PrefillBudget(config)
         self._forecast = forecast
-        self._handoff = Handoff(config, slots, memory, executor, token_bytes)
+        self._handoff = Handoff(config, slots, memory, executor, self.stops, token_bytes)
         self._jobs: list[PrefillJob] = []
         """Jobs that hold pages, in the order of their admission."""
         self._rescoring: list[RescoringJob] = []
@@ -342,12 +338,10 @@ class PrefillManager:
         job = PrefillRequest(group, self.config)
         if group.slots_needed > self.slots.num_free or not self._has_room(job):
             return False
-        claimed = self.stops.claim(group.rules.machine)
-        if claimed is None:
+        entry = self.stops.claim(group.rules.machine)
+        if entry is None:
             return False
-        group.stop_entry, is_new = claimed
-        if is_new:
-            self._handoff.forget_stops(group.stop_entry)
+        group.stop_entry = entry
         if not self.prefixes.allocate(job):
             self.stops.release(group.stop_entry)
             return False
@@ -441,18 +435,7 @@ class PrefillManager:
     def forget(self, role: ModelRole) -> None:
         """Record that a model has lost its state, and that results scheduled at it will not arrive."""
         self.budget.forget(role)
-        self._handoff.forget(role)
-
-    def preempt(self, group: SequenceGroup) -> None:
-        """Release a request's slots and pages; a running request keeps a checkpoint of its particles."""
-        checkpoint = group.save(self.slots) if group.is_running else None
-        self.release(group)
-        group.preempt(checkpoint)
-
-    def redraw(self, group: SequenceGroup) -> None:
-        """Release a running request's slots and pages, so that its last round is drawn again."""
-        self.release(group)
-        group.redraw()
+        self.stops.forget(role)
 
     def release(self, group: SequenceGroup) -> None:
         """Release everything that an admitted or rescored request holds."""
@@ -490,12 +473,12 @@ class PrefillManager:
         self._jobs.append(job)
         return True
 
-    def fall_back(self, group: SequenceGroup, alone: Decoding) -> None:
-        """During the prefill of a request of the draft-target pair, let one model decode it alone. The pages at the
-        other model are released."""
+    def fall_back(self, group: SequenceGroup) -> None:
+        """During the prefill of a request of the draft-target pair, let the target decode it alone. The pages at the
+        draft are released."""
         job = next(job for job in self._jobs_of(PrefillRequest) if job.group is group)
-        self.prefixes.drop(job, [stream for stream in group.streams if stream not in group.streams_by(alone)])
-        self._narrow(group, alone)
+        self.prefixes.drop(job, [stream for stream in group.streams if stream not in group.streams_by(TARGET_ALONE)])
+        self._narrow(group, TARGET_ALONE)
         self.slots.release_distributions(group.slots)
 
     def grant(self, group: SequenceGroup) -> None:

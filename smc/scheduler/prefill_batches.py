@@ -17,8 +17,6 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Alternatives, Answer, PromptToken
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
-from smc.memory.kv_cache import KVCacheManager
-from smc.memory.pages import DUMMY_PAGE
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.methods import TARGET_ALONE, Progress
 from smc.scheduler.round_plan import Population
@@ -46,6 +44,12 @@ class PromptRow:
         return len(self.tokens_L) - self.done
 
 
+Part = tuple[PromptRow, int]
+"""The next tokens of a sequence that run: the row, and their number."""
+Chunk = tuple[int, Pending[PromptResult[np.ndarray]]]
+"""Tokens that are scheduled at one model: their number, and the pending result."""
+
+
 @dataclass(eq=False)
 class PrefillJob:
     """Sequences of one request that are to run through the models."""
@@ -71,8 +75,7 @@ class PrefillJob:
     @property
     def round_pages(self) -> dict[ModelRole, int]:
         """Pages that the first round after the job allocates."""
-        group = self.group
-        return group.decoding.round_pages(self.config, group.rows, group.params.guided_roles)
+        return self.group.round_pages(self.config)
 
     def on(self, role: ModelRole) -> list[PromptRow]:
         """Rows that a model is to run."""
@@ -220,9 +223,7 @@ class RescoringJob(PrefillJob):
         """Number of tokens of each row still to run that are not followed by a token of the answer."""
         return [max(0, row.left - len(self.scored_answer)) for row in rows]
 
-    def next_part(
-        self, rows: list[PromptRow], chunk: int, plain: list[tuple[PromptRow, int]], scored: list[ScoredPart]
-    ) -> int:
+    def next_part(self, rows: list[PromptRow], chunk: int, plain: list[Part], scored: list[ScoredPart]) -> int:
         """Add the job's next part, of at most about `chunk` tokens, and return its number of tokens. Tokens of a scored
         prompt are added to `scored`. Other tokens before the answer are added to `plain`, unless all of them and tokens
         of the answer fit: then `scored` gets both, with as many of the answer's tokens as fit, the same in all rows."""
@@ -268,35 +269,6 @@ def count_pages(sequences: Sequence[np.ndarray]) -> int:
     return total
 
 
-def allocate_from_cache(
-    memory: KVCacheManager,
-    role: ModelRole,
-    sequences: Sequence[np.ndarray],
-    cached: tuple[int, int],
-    new_pages: np.ndarray,
-) -> list[PromptRow]:
-    """Assign pages to sequences that all begin with the `cached` (positions, page); sequences share the pages of common
-    beginnings.
-
-    `new_pages`: unassigned pages, `count_pages` minus the cached positions. The caller holds one reference to the last
-    page of every sequence."""
-    allocator = memory.allocators[role]
-    rows: list[PromptRow] = []
-    for i, tokens_L in enumerate(sequences):
-        shared = [common_length(tokens_L, other) for other in sequences[:i]]
-        known, pages_L = cached[0], allocator.path(cached[1], cached[0])
-        if shared and max(shared) > known:
-            known = max(shared)
-            pages_L = rows[shared.index(known)].pages_L[:known]
-        own_L, new_pages = new_pages[: len(tokens_L) - known], new_pages[len(tokens_L) - known :]
-        allocator.chain(int(pages_L[-1]) if known else DUMMY_PAGE, own_L)
-        pages_L = np.concatenate((pages_L, own_L)).astype(np.int32)
-        allocator.hold(pages_L[-1:])
-        rows.append(PromptRow(tokens_L, pages_L, known))
-    assert not len(new_pages), "more pages were allocated than sequences need"
-    return rows
-
-
 def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
     """Number of leading tokens that two sequences have in common."""
     size = min(len(one_L), len(other_L))
@@ -304,13 +276,10 @@ def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
     return int(different[0]) if len(different) else size
 
 
-def prefill_step(
-    jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk: int
-) -> list[tuple[int, Pending[PromptResult[np.ndarray]]]]:
-    """Schedule up to `chunk` tokens at one model, oldest job first. Return what was scheduled: pairs of the number of
-    tokens and the pending result."""
-    scheduled: list[tuple[int, Pending[PromptResult[np.ndarray]]]] = []
-    plain: list[tuple[PromptRow, int]] = []
+def prefill_step(jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk: int) -> list[Chunk]:
+    """Schedule up to `chunk` tokens at one model, oldest job first. Return what was scheduled."""
+    scheduled: list[Chunk] = []
+    plain: list[Part] = []
     drawing: list[PrefillRequest] = []
     scored: list[ScoredPart] = []
     for job in jobs:
@@ -320,7 +289,7 @@ def prefill_step(
             assert isinstance(job, PrefillRequest)
             chunk = _next_part(job, role, chunk, plain, drawing)
 
-    def run(parts: list[tuple[PromptRow, int]], batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]:
+    def run(parts: list[Part], batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]:
         pending = worker.run_prompts(batch)
         scheduled.append((sum(count for _, count in parts), pending))
         return pending
@@ -346,7 +315,7 @@ def prefill_step(
 
 
 def _next_part(
-    job: PrefillRequest, role: ModelRole, chunk: int, plain: list[tuple[PromptRow, int]], drawing: list[PrefillRequest]
+    job: PrefillRequest, role: ModelRole, chunk: int, plain: list[Part], drawing: list[PrefillRequest]
 ) -> int:
     """Add the next part of a request: to `drawing` if first tokens are drawn after it, else to `plain`. Return the rest
     of the chunk."""
@@ -364,14 +333,14 @@ def _next_part(
     return chunk
 
 
-def _last_parts(drawing: list[PrefillRequest], role: ModelRole) -> list[tuple[PromptRow, int]]:
+def _last_parts(drawing: list[PrefillRequest], role: ModelRole) -> list[Part]:
     """Remaining tokens of prompts after which first tokens are drawn, then those of their unconditional rows."""
     rows = [job.rows[Stream(role)][0] for job in drawing]
     unconditional = [job.rows[Stream(role, True)][0] for job in drawing if job.group.params.guided]
     return [(row, row.left) for row in (*rows, *unconditional)]
 
 
-def _scored_rows(scored: list[ScoredPart]) -> list[tuple[PromptRow, int]]:
+def _scored_rows(scored: list[ScoredPart]) -> list[Part]:
     """Rows with scored tokens, then their unconditional rows. Rows with scored answers include the remaining tokens
     before the answer."""
     rows = [(part.job.rows[Stream(ModelRole.TARGET)], part) for part in scored]
@@ -382,9 +351,7 @@ def _scored_rows(scored: list[ScoredPart]) -> list[tuple[PromptRow, int]]:
     ]
 
 
-def _batch(
-    parts: list[tuple[PromptRow, int]], draws: Draws | None = None, top_logprobs: TopLogprobsSpec | None = None
-) -> PromptBatch:
+def _batch(parts: list[Part], draws: Draws | None = None, top_logprobs: TopLogprobsSpec | None = None) -> PromptBatch:
     ends = [row.done + count for row, count in parts]
     return PromptBatch(
         pages_X=np.concatenate([row.pages_L[:end] for (row, _), end in zip(parts, ends)]),
@@ -401,7 +368,8 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
     is_biased = [
         not part.of_prompt and bool(g.params.logit_bias or g.params.min_tokens) for g, part in zip(groups, scored)
     ]
-    distribution, of_prompt_R = Population(groups).target_distribution, np.array([part.of_prompt for part in scored])
+    distribution = Population(groups).distribution_of(ModelRole.TARGET)
+    of_prompt_R = np.array([part.of_prompt for part in scored])
     return TopLogprobsSpec(
         distribution=_plain_where(distribution, of_prompt_R) if of_prompt_R.any() else distribution,
         count=max(1, *(max(g.params.top_logprobs, g.params.prompt_logprobs or 0) for g in groups)),

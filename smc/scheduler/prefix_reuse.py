@@ -10,9 +10,9 @@ import numpy as np
 from smc.api.engine_config import EngineConfig
 from smc.executor.messages import Stream
 from smc.memory.kv_cache import KVCacheManager
-from smc.memory.pages import OutOfPages
+from smc.memory.pages import DUMMY_PAGE, OutOfPages
 from smc.scheduler.methods import Decoding
-from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow, allocate_from_cache
+from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow, common_length
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.types import ModelRole
@@ -43,9 +43,7 @@ class PrefixReuse:
             for stream in streams:
                 sequences = job.sequences(stream)
                 memory.count_match(stream.role, len(sequences[0]), cached[stream][0])
-                job.rows[stream] = allocate_from_cache(
-                    memory, stream.role, sequences, cached[stream], new_pages[stream]
-                )
+                job.rows[stream] = self._rows(stream.role, sequences, cached[stream], new_pages[stream])
             return True
         except OutOfPages:
             return False
@@ -65,9 +63,7 @@ class PrefixReuse:
                 self._release(stream, rows)
                 # Pages that have not been run are not shared, so more pages were just freed than are needed.
                 new_pages = memory.allocate({role: job.pages(stream) - count})
-                job.rows[stream] = allocate_from_cache(
-                    memory, role, job.sequences(stream), (count, page), new_pages[role]
-                )
+                job.rows[stream] = self._rows(role, job.sequences(stream), (count, page), new_pages[role])
                 memory.count_match(role, 0, count - rows[0].known)
             memory.allocators[role].release([page])
         job.count_cached(min(rows[0].known for stream, rows in job.rows.items() if not stream.unconditional))
@@ -87,14 +83,14 @@ class PrefixReuse:
         new = [stream for stream in streams if stream not in group.streams]
         cached = {stream: memory.match(stream.role, keys[stream], len(sequences[stream])) for stream in new}
         try:
-            round_pages = decoding.round_pages(self.config, rows, group.params.guided_roles)
+            round_pages = decoding.round_pages(self.config, group.params, rows)
             spare = memory.spare({stream.role: round_pages[stream.role] for stream in new})
             new_pages = self._allocate({stream: len(sequences[stream]) - cached[stream][0] for stream in new}, spare)
         except OutOfPages:
             return None
         else:
             carried = {
-                stream: allocate_from_cache(memory, stream.role, [sequences[stream]], cached[stream], new_pages[stream])
+                stream: self._rows(stream.role, [sequences[stream]], cached[stream], new_pages[stream])
                 for stream in new
             }
         finally:
@@ -170,6 +166,30 @@ class PrefixReuse:
         for stream, count in wanted.items():
             found[stream], new_pages[stream.role] = np.split(new_pages[stream.role], [count])
         return found
+
+    def _rows(
+        self, role: ModelRole, sequences: Sequence[np.ndarray], cached: tuple[int, int], new_pages: np.ndarray
+    ) -> list[PromptRow]:
+        """Assign pages to sequences that all begin with the `cached` (positions, page); sequences share the pages of
+        common beginnings.
+
+        `new_pages`: unassigned pages, `count_pages` minus the cached positions. The caller holds one reference to the
+        last page of every sequence."""
+        allocator = self.memory.allocators[role]
+        rows: list[PromptRow] = []
+        for i, tokens_L in enumerate(sequences):
+            shared = [common_length(tokens_L, other) for other in sequences[:i]]
+            known, pages_L = cached[0], allocator.path(cached[1], cached[0])
+            if shared and max(shared) > known:
+                known = max(shared)
+                pages_L = rows[shared.index(known)].pages_L[:known]
+            own_L, new_pages = new_pages[: len(tokens_L) - known], new_pages[len(tokens_L) - known :]
+            allocator.chain(int(pages_L[-1]) if known else DUMMY_PAGE, own_L)
+            pages_L = np.concatenate((pages_L, own_L)).astype(np.int32)
+            allocator.hold(pages_L[-1:])
+            rows.append(PromptRow(tokens_L, pages_L, known))
+        assert not len(new_pages), "more pages were allocated than sequences need"
+        return rows
 
     def _path(self, role: ModelRole, slot: int) -> np.ndarray:
         """Pages of all positions of a particle for which a model has keys and values."""

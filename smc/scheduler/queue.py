@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from smc.api.request import Answer
 from smc.executor.plan import Program
-from smc.scheduler.decode import MicroBatches
+from smc.scheduler.decode import RoundScheduler
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
@@ -81,9 +81,9 @@ def _order(group: SequenceGroup) -> tuple[bool, int, int]:
 class RequestRegistry:
     """All requests that are not finished."""
 
-    def __init__(self, slots: Slots, prefill: PrefillManager, batches: Mapping[Program, MicroBatches]) -> None:
-        self.batches = batches
-        """Micro-batches of running requests, by the program that decodes them."""
+    def __init__(self, slots: Slots, prefill: PrefillManager, rounds: Mapping[Program, RoundScheduler]) -> None:
+        self.rounds = rounds
+        """Rounds of running requests, by the program that decodes them."""
         self.groups: dict[str, SequenceGroup] = {}
         """All requests, by their ids."""
         self.queue = RequestQueue()
@@ -120,22 +120,21 @@ class RequestRegistry:
     def run(self, group: SequenceGroup) -> None:
         """Let a request take part in rounds, unless it has ended already."""
         if not group.error and not self.complete(group):
-            self.batches[group.decoding.program].add(group)
+            self.rounds[group.decoding.program].add(group)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Release a request's slots and pages, and queue it to be admitted again."""
-        if group.is_running:
-            self.batches[group.decoding.program].remove(group)
-        self._prefill.preempt(group)
-        self.admitted.remove(group)
+        """Release a request's slots and pages, and queue it to be admitted again. A running request keeps a checkpoint
+        of its particles."""
+        checkpoint = group.save(self._slots) if group.is_running else None
+        self._withdraw(group)
+        group.preempt(checkpoint)
         self.queue.push(group)
         self._preemptions += 1
 
     def redraw(self, group: SequenceGroup) -> None:
         """Release a request's slots and pages, and queue it to continue from before its last round."""
-        self.batches[group.decoding.program].remove(group)
-        self._prefill.redraw(group)
-        self.admitted.remove(group)
+        self._withdraw(group)
+        group.redraw()
         self.queue.push(group)
 
     def take_preemptions(self) -> int:
@@ -157,8 +156,9 @@ class RequestRegistry:
         del self.groups[group.id]
 
     def _withdraw(self, group: SequenceGroup) -> None:
+        """Remove a request from the queue, or from the admitted requests: it then holds no slots and pages."""
         if group.is_running:
-            self.batches[group.decoding.program].remove(group)
+            self.rounds[group.decoding.program].remove(group)
         if group.is_queued:
             self.queue.remove(group)
             return

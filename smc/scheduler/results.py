@@ -55,7 +55,7 @@ def make_answer(
         log_z += group.decoding.log_z(group.array(slots, "logw_S"), group.count)
     particles = _particles(group, slots, reason, tokens) if group.params.return_particles else None
     if reason is None:
-        reason, matched = group.rules.why(tokens, group.params.max_tokens)
+        reason, matched = group.rules.why(tokens)
     return Answer(
         request_id=group.id,
         tokens=tokens,
@@ -107,7 +107,7 @@ def _particles(
 
 def _particle(group: SequenceGroup, tokens: tuple[int, ...], reason: FinishReason | None, weight: float) -> Particle:
     if reason is None:
-        reason, _ = group.rules.why(tokens, group.params.max_tokens)
+        reason, _ = group.rules.why(tokens)
     return Particle(tokens, group.rules.text(tokens), reason, weight)
 
 

@@ -56,18 +56,21 @@ class Population:
     def params(self) -> list[SamplingParams]:
         return [g.params for g in self.groups]
 
-    @property
-    def target_distribution(self) -> DistributionSpec[np.ndarray]:
-        """Token distribution of the target, per request."""
-        return self._distribution([p.temperature for p in self.params])
-
-    @property
-    def draft_distribution(self) -> DistributionSpec[np.ndarray]:
-        """Token distribution of the proposal, per request; for a draft that decodes alone, the draft's own."""
-        return self._distribution([g.method.draft_temperature(g.params) for g in self.groups])
-
     def distribution_of(self, role: ModelRole) -> DistributionSpec[np.ndarray]:
-        return self.draft_distribution if role is ModelRole.DRAFT else self.target_distribution
+        """Token distribution per request: that of the target, or of the proposal; for a draft that decodes alone, the
+        draft's own."""
+        params = self.params
+        if role is ModelRole.DRAFT:
+            temperatures = [g.method.draft_temperature(g.params) for g in self.groups]
+        else:
+            temperatures = [p.temperature for p in params]
+        return DistributionSpec.of(
+            temperature_R=np.array(temperatures, dtype=np.float32),
+            top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
+            top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
+            min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
+            alpha_R=np.array([p.alpha or 1.0 for p in params], dtype=np.float32),
+        ).canonical()
 
     def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
         """Return each decoding of the requests with the indices of the slots that it decodes, out of A."""
@@ -76,13 +79,6 @@ class Population:
             return [(decodings[0], slice(None))]
         index_A = np.array([decodings.index(g.decoding) for g in self.groups])[self.group_A]
         return [(decoding, np.flatnonzero(index_A == i)) for i, decoding in enumerate(decodings)]
-
-    @property
-    def scheme_G(self) -> np.ndarray:
-        return np.array([SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in self.params], dtype=np.int32)
-
-    def per_group(self, values: Sequence[float | int | None], dtype: type, default: float = 0.0) -> np.ndarray:
-        return np.array([default if value is None else value for value in values], dtype=dtype)
 
     def least(self, values_A: np.ndarray) -> np.ndarray:
         """Smallest value of every group [G]."""
@@ -94,61 +90,11 @@ class Population:
     def sums(self, values_A: np.ndarray) -> np.ndarray:
         return np.add.reduceat(values_A, self.first_G)
 
-    def _distribution(self, temperature_G: list[float]) -> DistributionSpec[np.ndarray]:
-        params = self.params
-        distribution = DistributionSpec.of(
-            temperature_R=np.array(temperature_G, dtype=np.float32),
-            top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
-            top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
-            min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
-            alpha_R=self.per_group([p.alpha for p in params], np.float32, 1.0),
-        )
-        return distribution.canonical()
-
 
 def room(count: int, size: int) -> int:
     """Padded number of unconditional rows for `count` guided rows in a batch of `size` rows: the next power of two, at
     most `size`. So there are few sizes, and at most twice the rows that are guided."""
     return min(1 << (count - 1).bit_length(), size)
-
-
-def plan_unconditional_rows(
-    role: ModelRole,
-    population: Population,
-    pages: list[RoundPages],
-    size: int,
-    shared_G: np.ndarray,
-    slots: Slots,
-    dummy: int,
-    width: int | None,
-) -> UnconditionalRows[np.ndarray] | None:
-    """Plan the unconditional rows of requests that are guided at a model, for a batch of `size` rows; None if no
-    request is. `shared_G`: shared positions of the conditional rows; `dummy`: slot of padding; `width`: pages of a row
-    that the round uses, None: all."""
-    groups, group_A, stream = population.groups, population.group_A, Stream(role, unconditional=True)
-    guided_G = np.array([stream in given for given in pages])
-    if not guided_G.any():
-        return None
-    is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
-    index_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
-    count, scale_G = len(index_U), np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
-    most = room(count, size)
-    return UnconditionalRows(
-        scale_A=padded(scale_G[group_A], size, 1.0),
-        of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), size, 0),
-        index_U=padded(index_U, most, 0),
-        slot_U=padded(slots.unconditional_S[population.slot_A[index_U]].astype(np.int64), most, dummy),
-        shift_U=padded(shift_G[group_A[index_U]], most, 0),
-        group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
-        first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
-        size_U=padded(size_H.astype(np.int32), most, 0),
-        shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
-        pages_UW=padded(
-            np.concatenate([given[stream] for given in pages if stream in given]).reshape(count, -1)[:, :width],
-            most,
-            0,
-        ),
-    )
 
 
 def remap_unconditional_rows(
@@ -261,42 +207,72 @@ class RoundPlanner:
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
             chain_C, distribution_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, distribution_C))
-        beside = (size, shared_G, slots, self.config.max_slots, target_pages_AQ.shape[1] or None)
+        schemes = [SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in params]
+        row_A = padded(population.group_A, size, 0)
         return RoundPlan(
             program=self.decoding.program,
             contexts=Contexts.of(columns, total, len(groups)),
             columns=columns,
             kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
-            target_distribution=_spread(population.target_distribution, population.group_A, size),
-            draft_distribution=_spread(population.draft_distribution, population.group_A, size),
+            target_distribution=population.distribution_of(ModelRole.TARGET).take(row_A),
+            draft_distribution=population.distribution_of(ModelRole.DRAFT).take(row_A),
             slot_A=padded(population.slot_A, size, self.config.max_slots),
             group_A=padded(population.group_A, size, size - 1),
             particle_A=padded(population.particle_A, size, 0),
             seed_A=padded(population.seed_G[population.group_A], size, 0),
             round_A=padded(launched_G[population.group_A] + 1, size, 1),
-            alpha_A=padded(
-                population.per_group([p.alpha for p in params], np.float64, 1.0)[population.group_A], size, 1.0
-            ),
+            alpha_A=padded(np.array([p.alpha or 1.0 for p in params], np.float64)[population.group_A], size, 1.0),
             exponent_A=padded(np.array([g.draft_exponent for g in groups], np.float32)[population.group_A], size, 0.0),
             first_G=padded(population.first_G.astype(np.int32), size, 0),
             size_G=padded(population.size_G.astype(np.int32), size, 0),
             count_G=padded(count_G.astype(np.int32), size, 0),
             draws_G=padded(draws_G.astype(np.int32), size, 0),
             shared_G=padded(shared_G.astype(np.int32), size, 0),
-            threshold_G=padded(population.per_group([p.ess_threshold for p in params], np.float64), size, 0.0),
+            threshold_G=padded(np.array([p.ess_threshold or 0.0 for p in params], np.float64), size, 0.0),
             kind_G=padded(kind_G, size, int(PopulationKind.INDEPENDENT)),
             chain_C=chain_C,
             distribution_C=distribution_C,
-            scheme_G=padded(population.scheme_G, size, 0),
+            scheme_G=padded(np.array(schemes, np.int32), size, 0),
             target_pages_AQ=padded(target_pages_AQ, size, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
-            target_unconditional=plan_unconditional_rows(ModelRole.TARGET, population, pages, *beside),
+            target_unconditional=self._unconditional(
+                population, pages, size, shared_G, target_pages_AQ.shape[1] or None
+            ),
             biased=self._biased(population),
             steps=steps,
             penalties=_penalties(population, size),
             constraints=_constraints(population, size),
             weights_A=self._weights(population, size),
+        )
+
+    def _unconditional(
+        self, population: Population, pages: list[RoundPages], size: int, shared_G: np.ndarray, width: int | None
+    ) -> UnconditionalRows[np.ndarray] | None:
+        """Plan the unconditional rows at the target, for a batch of `size` rows; None if no request is guided there.
+        `shared_G`: shared positions of the conditional rows; `width`: pages of a row that the round uses, None:
+        all."""
+        groups, group_A, stream = population.groups, population.group_A, Stream(ModelRole.TARGET, unconditional=True)
+        guided_G = np.array([stream in given for given in pages])
+        if not guided_G.any():
+            return None
+        is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
+        index_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
+        scale_G = np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
+        slot_U = self.slots.unconditional_S[population.slot_A[index_U]].astype(np.int64)
+        pages_T = np.concatenate([given[stream] for given in pages if stream in given])
+        most = room(len(index_U), size)
+        return UnconditionalRows(
+            scale_A=padded(scale_G[group_A], size, 1.0),
+            of_A=padded(np.where(is_guided_A, np.cumsum(is_guided_A) - 1, 0), size, 0),
+            index_U=padded(index_U, most, 0),
+            slot_U=padded(slot_U, most, self.config.max_slots),
+            shift_U=padded(shift_G[group_A[index_U]], most, 0),
+            group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
+            first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
+            size_U=padded(size_H.astype(np.int32), most, 0),
+            shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
+            pages_UW=padded(pages_T.reshape(len(index_U), -1)[:, :width], most, 0),
         )
 
     def _weights(self, population: Population, size: int) -> np.ndarray | None:
@@ -362,8 +338,3 @@ def bucket(count: int) -> int:
     """Round up to one of few sizes, four for each doubling: at most a quarter larger."""
     step = 1 << max(0, (count - 1).bit_length() - 3)
     return -(-count // step) * step
-
-
-def _spread(distribution: DistributionSpec[np.ndarray], group_A: np.ndarray, size: int) -> DistributionSpec[np.ndarray]:
-    """Expand a token distribution per request to one per row."""
-    return distribution.take(padded(group_A, size, 0))

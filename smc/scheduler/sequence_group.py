@@ -37,6 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from smc.algorithm.coupling import ExponentFit
+from smc.api.engine_config import EngineConfig
 from smc.api.request import Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import Stream
@@ -73,31 +74,6 @@ class RequestState(Enum):
 QUEUED = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
 ADMITTED = frozenset({RequestState.PREFILL, RequestState.RUNNING})
 UNFINISHED = frozenset(RequestState) - {RequestState.FINISHED}
-TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
-    RequestState.PREFILL: frozenset(
-        {
-            RequestState.RUNNING,
-            RequestState.WAITING,
-            RequestState.PREEMPTED,
-            RequestState.RESCORING,
-            RequestState.FINISHED,
-        }
-    ),
-    RequestState.RUNNING: frozenset(
-        {
-            RequestState.WAITING,
-            RequestState.PREFILL,
-            RequestState.PREEMPTED,
-            RequestState.RESCORING,
-            RequestState.FINISHED,
-        }
-    ),
-    RequestState.PREEMPTED: frozenset({RequestState.PREFILL, RequestState.RESCORING, RequestState.FINISHED}),
-    RequestState.RESCORING: frozenset({RequestState.FINISHED}),
-    RequestState.FINISHED: frozenset(),
-}
-"""For each state, the states that may follow it."""
 
 
 class PendingChange(NamedTuple):
@@ -368,8 +344,8 @@ class SequenceGroup:
         self.error = self.error or f"the {role} model returned NaN logits: {why}"
 
     def _enter(self, state: RequestState, allowed: frozenset[RequestState] | set[RequestState]) -> None:
-        legal = self.state in allowed and state in TRANSITIONS[self.state]
-        assert legal, f"a request becomes {state.value} that is {self.state.value}"
+        """Enter a state. `allowed`: the states from which the transition is legal."""
+        assert self.state in allowed, f"a request becomes {state.value} that is {self.state.value}"
         self.state = state
 
     def _decode_by(self, decoding: Decoding, rows: int | None = None) -> None:
@@ -461,6 +437,10 @@ class SequenceGroup:
     def chains_needed(self) -> int:
         """Draft chains of the request, for which token distributions are stored."""
         return self.decoding.chains(self.rows)
+
+    def round_pages(self, config: EngineConfig) -> dict[ModelRole, int]:
+        """Pages that one round of the request allocates in each pool."""
+        return self.decoding.round_pages(config, self.params, self.rows)
 
     @property
     def launched(self) -> int:

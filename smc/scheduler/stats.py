@@ -13,7 +13,7 @@ from smc.api.request import Statistics
 from smc.api.sampling_params import VERIFICATIONS
 from smc.types import ModelRole, is_mask_span
 
-MOST_SAMPLES = 4096
+MOST_SAMPLES = 8192
 """Number of newest individual values that are kept between two readings."""
 MAX_EVENTS = 400_000
 """Maximum spans of a trace: about an hour of one request's rounds."""
@@ -78,8 +78,7 @@ class PotentialStats:
     def count_call(self, seconds: float) -> None:
         """Record the duration of a call. The newest ones are kept, however rarely they are read."""
         self.seconds.append(seconds)
-        if len(self.seconds) > 2 * MOST_SAMPLES:
-            del self.seconds[:-MOST_SAMPLES]
+        del self.seconds[:-MOST_SAMPLES]
 
 
 @dataclass
@@ -125,7 +124,7 @@ class EngineStats:
     def count_masks(self, spans: Mapping[str, tuple[int, int]]) -> None:
         """Record the durations of masks among the spans of a round (begin and end in nanoseconds)."""
         self.mask_seconds += [1e-9 * (end - begin) for name, (begin, end) in spans.items() if is_mask_span(name)]
-        del self.mask_seconds[: -2 * MOST_SAMPLES]
+        del self.mask_seconds[:-MOST_SAMPLES]
 
     def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:
         """Count a round of an SMC request. `ess_share` is None for distinct particles, whose weights are as unequal as
@@ -135,9 +134,7 @@ class EngineStats:
         self.committed_lags.append(lag)
         self.resamples += resampled
         self.collapses += collapsed
-        if len(self.committed_lags) > 2 * MOST_SAMPLES:
-            # They are not read often enough; keep the newest.
-            del self.ess_shares[:-MOST_SAMPLES], self.committed_lags[:-MOST_SAMPLES]
+        del self.ess_shares[:-MOST_SAMPLES], self.committed_lags[:-MOST_SAMPLES]
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Policies for the number of rows of requests: particles of SMC, and rows of trees of exact decoding.
+"""The policy for the number of rows of trees of exact decoding.
 
-The default particle policy reduces populations only if memory is short. The default tree policy compares the latency
-model with the miss rate of the draft and chooses small trees, large trees, or no drafting. Policies are pure functions
-of their arguments; they know nothing about slots, rounds or answers. `TreeController` calls the tree policy, and
-`DraftFallback` carries out the switches between the draft-target pair and the target alone.
+The policy compares the latency model with the miss rate of the draft and chooses small trees, large trees, or no
+drafting. It is a pure function of its arguments; it knows nothing about slots, rounds or answers. `TreeController`
+calls the policy, and `DraftFallback` carries out the switches between the draft-target pair and the target alone.
 
 Axes: G requests, L numbers of rows, M rows added one after another."""
 
@@ -13,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
@@ -42,22 +40,6 @@ REST = 16
 FADE = 0.999
 """Share of the acceptance counts that is left after each step in which nothing is drafted, and so nothing is learnt: a
 draft that was bad for earlier requests is tried again after thousands of steps."""
-
-
-class ParticlePolicy(Protocol):
-    def wanted(self, group: SequenceGroup, *, short: bool) -> int:
-        """Return the number of particles that a request should have after its next round, between its `min_particles`
-        and `particles`. `short`: whether there are too few pages for the rounds of all requests."""
-        ...
-
-
-class ShrinkWhenShort:
-    """Halves a population when memory is short, down to the minimum of its request."""
-
-    def wanted(self, group: SequenceGroup, *, short: bool) -> int:
-        if not short:
-            return group.count
-        return max(group.params.least_rows, group.count // 2)
 
 
 @dataclass(frozen=True)
@@ -96,38 +78,9 @@ class OtherLoad:
     """Slots that all of these requests hold."""
 
 
-class TreePolicy(Protocol):
-    """Decides about trees of exact decoding. Answers do not depend on its decisions."""
-
-    def begin(
-        self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
-    ) -> int | None:
-        """Return the number of rows, at most `tree.most`, with which a request starts; 0: the target decodes it alone.
-        None: no change."""
-        ...
-
-    def change(
-        self,
-        trees: Sequence[TreeRequest],
-        waiting: Sequence[TreeRequest],
-        beside: OtherLoad,
-        costs: LatencyModel | None,
-    ) -> Sequence[int] | None:
-        """Return the number of rows that each running request should have from now on. None: no change. `waiting`:
-        requests that wait only for slots, of which a tree takes one for each row."""
-        ...
-
-    def draft_size(
-        self, trees: Iterable[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
-    ) -> DraftSize:
-        """Return how much is drafted in a round of these requests. `batch_size`: rows of the round; `context`: tokens
-        of their contexts together. Called for every round; `trees` is iterable so that it costs nothing if it is not
-        used."""
-        ...
-
-
 class CostBasedTreePolicy:
-    """Maximises the throughput of all requests together. Without a latency model it changes nothing."""
+    """Decides about trees of exact decoding; answers do not depend on its decisions. Maximises the throughput of all
+    requests together. Without a latency model it changes nothing."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -136,6 +89,8 @@ class CostBasedTreePolicy:
     def begin(
         self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
     ) -> int | None:
+        """Return the number of rows, at most `tree.most`, with which a request starts; 0: the target decodes it alone.
+        None: no change."""
         if costs is None:
             return None
         forecast, rows = self._forecast(costs), [other.rows for other in others]
@@ -156,6 +111,8 @@ class CostBasedTreePolicy:
         beside: OtherLoad,
         costs: LatencyModel | None,
     ) -> Sequence[int] | None:
+        """Return the number of rows that each running request should have from now on. None: no change. `waiting`:
+        requests that wait only for slots, of which a tree takes one for each row."""
         if costs is None:
             return None
         forecast, slots = self._forecast(costs), self._config.max_slots - beside.slots
@@ -172,6 +129,9 @@ class CostBasedTreePolicy:
     def draft_size(
         self, trees: Iterable[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
     ) -> DraftSize:
+        """Return how much is drafted in a round of these requests. `batch_size`: rows of the round; `context`: tokens
+        of their contexts together. Called for every round; `trees` is iterable so that it costs nothing if it is not
+        used."""
         if costs is None:
             return DraftSize(self._config.branches, None)
         forecast = self._forecast(costs)
@@ -343,7 +303,7 @@ class DraftFallback:
         elif group.is_queued:
             group.choose(TARGET_ALONE)
         else:
-            self._prefill.fall_back(group, TARGET_ALONE)
+            self._prefill.fall_back(group)
 
     def reenable_draft(self, group: SequenceGroup, rows: int | None = None) -> None:
         """Return a request to rounds of the draft-target pair, as soon as no round of it is in flight and the draft has
@@ -371,15 +331,15 @@ class DraftFallback:
         return all(pages <= capacity[role] for role, pages in needs.items())
 
     def _switch(self, group: SequenceGroup, decoding: Decoding, rows: int) -> None:
-        batches = self._registry.batches[group.decoding.program]
+        rounds = self._registry.rounds[group.decoding.program]
         if not group.error and not self._registry.complete(group) and self._prefill.switch(group, decoding, rows):
-            batches.remove(group)
+            rounds.remove(group)
 
 
 class TreeController:
     """Calls a policy, and switches requests to the target alone or back to the pair."""
 
-    def __init__(self, policy: TreePolicy, acceptance: Acceptance, fallback: DraftFallback) -> None:
+    def __init__(self, policy: CostBasedTreePolicy, acceptance: Acceptance, fallback: DraftFallback) -> None:
         """`acceptance`: that of all requests together."""
         self._policy, self._acceptance, self._fallback = policy, acceptance, fallback
         self._known: list[SequenceGroup] = []
@@ -427,7 +387,7 @@ class TreeController:
     def draft_size(
         self, groups: Sequence[SequenceGroup], batch_size: int, context: int, costs: LatencyModel | None
     ) -> DraftSize:
-        """Return how much is drafted in a round of these requests: see `TreePolicy.draft_size`."""
+        """Return how much is drafted in a round of these requests: see `CostBasedTreePolicy.draft_size`."""
         return self._policy.draft_size(self._trees(groups), batch_size, context, costs)
 
     def forget(self) -> None:

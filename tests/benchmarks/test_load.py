@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.load import Load, Waves, repeated, sized_config
+from benchmarks.load import Load, Waves, repeated, sized_config, sized_for
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
+from tests.scheduler.harness import request
+from tests.scheduler.pairs import tiny_pair
 from tests.scheduler.random_histories import pair
 
 
@@ -39,3 +43,16 @@ def test_no_round_waits_for_pages(form, law):
     while loop.wave < 3:
         loop.step()
     assert sum(left_out) == 0 and len(left_out) > 10
+
+
+def test_sized_for_admits_all_requests():
+    rejection = {"method": "exact", "verification": "rejection"}
+    params = SamplingParams(seed=1, particles=20, max_tokens=12, ignore_eos=True, guidance_scale=2.0, **rejection)
+    sized = sized_for(EngineConfig(block=3, branches=2, max_slots=1, max_chains=1, pages=40_000), params, 3)
+    assert sized.max_slots == 120 and sized.chains(4) == 60
+    engine = local_engine(tiny_pair(), sized)
+    for i in range(3):
+        engine.submit(replace(request(request_id=str(i)), params=params))
+    engine.step()
+    assert engine.num_running == 3
+    assert sized_for(sized, SamplingParams(particles=4), 2).max_chains == 0

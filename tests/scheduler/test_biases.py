@@ -226,7 +226,7 @@ def test_readers_of_stop_strings_agree():
             tokens.append(rng.randrange(4))
             state_1 = rules.machine.after(state_1, np.array(tokens[-1:]), token_bytes, early=len(tokens) <= least)
             assert rules.state(tokens) == state_1[0]
-        assert (rules.why(tokens, 20)[0] is FinishReason.STOP_STRING) == (state_1[0] == DONE)
+        assert (rules.why(tokens)[0] is FinishReason.STOP_STRING) == (state_1[0] == DONE)
         stream, text, streamed = TextStream(rules), rules.text(tokens), ""
         size = rng.randint(1, 4)
         for first in range(0, len(tokens), size):

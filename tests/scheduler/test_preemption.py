@@ -180,8 +180,8 @@ def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
     engine = starved_engine(replace(FORMS[0], prefix_cache=False), monkeypatch)
     engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
     engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))
-    cohorts, allocator, taken = engine.registry.batches[Program.PAIR], engine.memory.allocators["target"], []
-    advance = cohorts.step
+    rounds, allocator, taken = engine.registry.rounds[Program.PAIR], engine.memory.allocators["target"], []
+    advance = rounds.step
 
     def advance_and_take_all(provide) -> list:
         read = advance(provide)
@@ -189,7 +189,7 @@ def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
             taken.append(allocator.allocate(allocator.num_free))
         return read
 
-    cohorts.step, found = advance_and_take_all, {}
+    rounds.step, found = advance_and_take_all, {}
     while not taken:
         before = {group.id: group.rounds for group in running(engine)}
         found |= {o.request_id: o.answer for o in engine.step() if o.answer}

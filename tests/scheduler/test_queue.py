@@ -78,8 +78,8 @@ def test_step_time_does_not_depend_on_queue_length():
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4))
     engine.submit(request(request_id="runs", particles=4, seed=1, max_tokens=60, ignore_eos=True))
     engine.step()
-    for cohorts in engine.registry.batches.values():
-        cohorts.step = lambda provide: []
+    for rounds in engine.registry.rounds.values():
+        rounds.step = lambda provide: []
 
     def fastest() -> float:
         times = []

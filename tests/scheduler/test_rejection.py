@@ -21,7 +21,6 @@ from smc.executor.ops import RoundOps
 from smc.local_engine import local_engine
 from smc.memory.kv_cache import pages_that_fit
 from smc.model.draft_vocab import DraftVocab
-from smc.scheduler.capacity import sized_for
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
 from smc.types import ModelRole
@@ -353,18 +352,6 @@ def test_what_there_is_never_room_for_is_refused(chains, says):
     with pytest.raises(ValueError, match=says):
         engine.submit(request(particles=4, max_tokens=3, **REJECTION))
     assert answers(engine, [request(particles=4, max_tokens=3, method="exact")])["r"].tokens
-
-
-def test_sized_for_admits_all_requests():
-    params = SamplingParams(seed=1, particles=20, max_tokens=12, ignore_eos=True, guidance_scale=2.0, **REJECTION)
-    sized = sized_for(replace(FORMS[1], max_slots=1, max_chains=1), params, 3)
-    assert sized.max_slots == 120 and sized.chains(4) == 60
-    engine = local_engine(tiny_pair(), sized)
-    for i in range(3):
-        engine.submit(replace(request(request_id=str(i)), params=params))
-    engine.step()
-    assert engine.num_running == 3
-    assert sized_for(sized, SamplingParams(particles=4), 2).max_chains == 0
 
 
 def test_distribution_memory_is_reserved_before_pools(monkeypatch):
