@@ -141,7 +141,8 @@ def _survey(
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     logit = cut_logit(raw, column, row, inverse, cut)
-    if coupling is not None:
+    # Triton 3.6 cannot compare a tuple that has a None in it, as `coupling` without a head, with None.
+    if scores_RV is not None:
         inside = column < vocab
         if kept is not None:
             tl.store(kept[0] + row.to(tl.int64) * kept[1] + column, logit, mask=inside & (row < kept[2]))
