@@ -13,8 +13,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks.backends import Mode, PromptBackend
-from benchmarks.load import ClosedLoop, problem_load, sized_config
-from benchmarks.speed import PLAIN_BLOCK
+from benchmarks.load import PLAIN_BLOCK, ClosedLoop, problem_load, sized_config
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.latency import Effort, measure_latency, room_for

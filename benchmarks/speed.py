@@ -29,8 +29,6 @@ WARM_UP = 4
 """Rounds before the timed ones: the first two compile and record."""
 SETTLED = 60
 """Rounds before the timed ones if costs choose the trees, which change for a while."""
-PLAIN_BLOCK = 16
-"""Tokens that plain decoding queues at a time."""
 
 
 @dataclass(frozen=True)

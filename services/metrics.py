@@ -52,6 +52,7 @@ class Families:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._scraped = self.registry
+        """What `serve` answers with."""
 
     def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
         """Answer scrapes at `/metrics`. Returns the bound port (a free one if `port` is 0) and a function that stops

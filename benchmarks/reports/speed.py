@@ -131,7 +131,7 @@ class SpeedPlan:
 
     def _modes(self, gpus: int) -> Iterator[Mode]:
         from benchmarks.backends import Mode
-        from benchmarks.speed import PLAIN_BLOCK
+        from benchmarks.load import PLAIN_BLOCK
         from smc.api.engine_config import EngineConfig
         from smc.api.sampling_params import Method
 

@@ -168,7 +168,7 @@ def answered(
     chat, tokenizer = line.url == CHAT, pair.tokenizer
     heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
     completion = _understood(line, pair)
-    reasoning = Reasoning.of(tokenizer, requests[0].prompt) if chat else None
+    reasoning = Reasoning.of(tokenizer, requests[0].prompt) if completion.may_reason else None
     texts = echoes(completion, tokenizer)
     body = response(heading, completion, requests, answers, texts, tokenizer, reasoning)
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}

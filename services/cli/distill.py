@@ -29,7 +29,10 @@ class RunSize:
     contexts: int
 
 
-SIZES = {"cpu": RunSize(batch=8, slots=64, held_out=16, contexts=48), "cuda": RunSize(128, 512, 96, 400)}
+SIZES = {
+    "cpu": RunSize(batch=8, slots=64, held_out=16, contexts=48),
+    "cuda": RunSize(batch=128, slots=512, held_out=96, contexts=400),
+}
 """Default sizes by device."""
 
 

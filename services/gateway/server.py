@@ -186,8 +186,7 @@ class Gateway:
         )
 
     async def start(self) -> None:
-        """Listen. Generate is refused until `set_health` reports a target; all other methods
-        work at once.
+        """Listen. Generate is refused until `set_health` reports a target; all other methods work at once.
 
         Raises OSError if a port is not free.
         """

@@ -378,15 +378,15 @@ def _array(data: bytes, wire: np.dtype, held: np.dtype | None = None) -> np.ndar
 def _fields(values: object, table: _Table) -> dict[str, Any]:
     """Return a message's fields from the arrays of an object, without those that are None."""
     fields = {}
-    for name, column in table.items():
-        if (array := getattr(values, column[0])) is not None:
-            fields[name] = _bytes(array, column[1])
+    for name, (attribute, wire, *_) in table.items():
+        if (array := getattr(values, attribute)) is not None:
+            fields[name] = _bytes(array, wire)
     return fields
 
 
 def _arrays(message: object, table: _Table) -> dict[str, Any]:
     """Return an object's arrays from the fields of a message. All have one dimension."""
-    return {column[0]: _array(getattr(message, name), *column[1:]) for name, column in table.items()}
+    return {attribute: _array(getattr(message, name), *types) for name, (attribute, *types) in table.items()}
 
 
 def _given_arrays(message: object, table: _Table) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -51,21 +50,23 @@ class RemotePending(Generic[Result]):
     worker: RemoteWorker
     sequence: int
     decode: Callable[[pb.WorkResponse], Result]
+    _received: tuple[Result, dict[str, tuple[int, int]]] | None = None
 
     def result(self) -> Result:
         """Wait for the result. Raises LinkError or ModelLost if the worker is gone, silent for too long, or has
         failed."""
-        return self._response[0]
+        return self._receive()[0]
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return the work that the worker did for this result: name -> begin and end in nanoseconds of this process's
         clock. A model's pass has the name of its role. Call it after `result`."""
-        return self._response[1]
+        return self._receive()[1]
 
-    @cached_property
-    def _response(self) -> tuple[Result, dict[str, tuple[int, int]]]:
-        response = self.worker.response(self.sequence)
-        return self.decode(response), self.worker.spans(response)
+    def _receive(self) -> tuple[Result, dict[str, tuple[int, int]]]:
+        if self._received is None:
+            response = self.worker.response(self.sequence)
+            self._received = self.decode(response), self.worker.spans(response)
+        return self._received
 
 
 class RemoteWorker:

@@ -72,7 +72,7 @@ def mix_at(loss: str, progress: float, kl_until: float) -> LossMix:
     if loss == "kl":
         return LossMix(kl=1.0)
     other = (1 - KL_AT_END) * (min(1.0, progress / kl_until) if kl_until else 1.0)
-    return LossMix(kl=1 - other, tv=other) if loss == "tv" else LossMix(kl=1 - other, chi2=other)
+    return LossMix(kl=1 - other, **{loss: other})
 
 
 def divergence(p_logits_CV: Tensor, q_logits_CV: Tensor, weights_3: Tensor, has_chi2: bool) -> tuple[Tensor, Tensor]:
@@ -218,6 +218,8 @@ class Ranks:
             begin += gradient.numel()
 
     def sum(self, value: float) -> float:
+        """Return the sum over all processes. A single process gets its value as it is: a conversion of its type would
+        change the last bits of what is trained."""
         if self.count == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64)

@@ -102,7 +102,9 @@ class Candidates:
     source_size_G: Tensor
     """Number of candidates of each group."""
     seed_G: Tensor
+    """Seed of each group's draws."""
     round_G: Tensor
+    """Number of the round, for each group's draws."""
 
 
 @dataclass(frozen=True)

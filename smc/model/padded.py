@@ -50,6 +50,7 @@ CONSTANT_AFTER_NORM = 2.0**4
 PADDING_HEAD_WEIGHT = -(2.0**12)
 """Weight of the constant feature in the head's additional rows. Their logits are below -256 for a residual of up to
 256, and below -64 for one of up to 1,024."""
+
 _AXES = {
     "embed_tokens.weight": ("vocab", "hidden"),
     "input_layernorm.weight": ("hidden",),

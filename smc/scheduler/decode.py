@@ -344,6 +344,7 @@ class RoundScheduler:
         ahead, block = self.decoding.ahead(self.config), size.steps or self.config.block
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
         cut_A = np.where(result.alive_A[index_A], result.cut_A[index_A], 0)
+        # In the order of the fields of `RoundFacts`.
         of_groups = (
             result.ess_G[current_G],
             result.log_z_G[current_G],

@@ -80,7 +80,7 @@ class Engine:
         self.prefill = PrefillManager(
             config, self.slots, self.memory, self.forecast, workers, executor, TokenBytes.of(tokenizer)
         )
-        rounds = {program: self._rounds_of_program(program) for program in PROGRAMS}
+        rounds = {program: self._round_scheduler(program) for program in PROGRAMS}
         self.registry = RequestRegistry(self.slots, self.prefill, rounds)
         self.fallback = DraftFallback(self.registry, self.prefill)
         known = dict(load_potentials(config.potentials)) | dict(potentials)
@@ -93,7 +93,7 @@ class Engine:
         self._clock = clock
         self._numbers = itertools.count()
 
-    def _rounds_of_program(self, program: Program) -> RoundScheduler:
+    def _round_scheduler(self, program: Program) -> RoundScheduler:
         config, is_pair = self.config, program is Program.PAIR
 
         def decide(groups: Sequence[SequenceGroup], rows: int, context: int) -> DraftSize:
@@ -297,8 +297,11 @@ class Engine:
 
     def take_stats(self) -> EngineStats:
         """Return the current state, and the counters since the last call."""
-        stats, alone = (self.registry.rounds[program].take_stats() for program in (Program.PAIR, Program.TARGET))
-        stats.spec_alone_rounds = alone.spec_alone_rounds
+        stats = self.registry.rounds[Program.PAIR].take_stats()
+        for program in (Program.TARGET, Program.DRAFT):
+            alone = self.registry.rounds[program].take_stats()
+            stats.spec_alone_rounds += alone.spec_alone_rounds
+            stats.mask_seconds += alone.mask_seconds
         memory = self.memory
         stats.potentials = self.potentials.take_stats()
         stats.collapses += stats.potentials.collapses

@@ -14,6 +14,7 @@ from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, PromptToken
 from tests.batch.asking import answer_of, chat, completion, line
+from tests.openai.test_reasoning import thinking
 
 
 def record_of(pair, document, **changes):
@@ -45,6 +46,20 @@ def test_a_chat(pair):
         body["choices"][0]["smc"]["statistics"]["particles"] == 8
         and body["choices"][0]["smc"]["finish_reason"] == "eos"
     )
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_continued_message_has_no_reasoning(pair, continues):
+    """As over HTTP, an answer that continues a message is not divided: its reasoning would be before it."""
+    changed = replace(pair, tokenizer=thinking(pair.tokenizer))
+    document = chat("mine")
+    if continues:
+        document["body"]["messages"].append({"role": "assistant", "content": "It is"})
+        document["body"]["continue_final_message"] = True
+    record = record_of(changed, document, text="<think>1 + 1</think>2")
+    message = record["response"]["body"]["choices"][0]["message"]
+    found = (message.get("reasoning_content"), message["content"])
+    assert found == ((None, "<think>1 + 1</think>2") if continues else ("1 + 1", "2"))
 
 
 def test_scored_prompts(pair):

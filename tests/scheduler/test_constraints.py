@@ -398,3 +398,10 @@ def test_constraints_that_cannot_be_followed_are_refused_before_they_are_queued(
 def test_values_that_are_refused(given: dict, message: str):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**given)
+
+
+@pytest.mark.parametrize("method", ["exact", "target", "draft"])
+def test_times_of_masks_are_counted_for_every_method(method):
+    engine = local_engine(tiny_pair(), CASES[0])
+    answers(engine, [request(PROMPT, method, max_tokens=6, constraint={"regex": "[abc]+"}, **METHODS[method])])
+    assert engine.take_stats().mask_seconds
