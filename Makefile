@@ -5,9 +5,9 @@ STAMP := .venv/.installed
 
 PROTOS := $(wildcard proto/smc/v1/*.proto proto/smc/internal/v1/*.proto)
 
-.PHONY: help install proto demo test test-kernels test-deploy test-all lint format clean
+.PHONY: help install proto demo test test-kernels test-deploy test-benchmarks test-all lint format clean
 help:            ## Show the targets
-	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 20
 
 install: $(STAMP)  ## Create .venv with the pinned dependencies
 
@@ -36,15 +36,19 @@ define tests
 endef
 KERNELS := tests/kernels tests/attention
 DEPLOY := tests/deploy
+BENCHMARKS := tests/benchmarks tests/loadtest
 
 test: install    ## Run the tests of the engine and of the services that are not slow
-	$(call tests,"not slow",tests $(addprefix --ignore ,$(KERNELS) $(DEPLOY)))
+	$(call tests,"not slow",tests $(addprefix --ignore ,$(KERNELS) $(DEPLOY) $(BENCHMARKS)))
 
 test-kernels: install ## Run the tests of the kernels, in Triton's interpreter
 	$(call tests,"not slow",$(KERNELS))
 
 test-deploy: install ## Run the tests of the chart, the images and the monitoring
 	$(call tests,"not slow",$(DEPLOY))
+
+test-benchmarks: install ## Run the tests of the benchmarks and of the load test
+	$(call tests,"not slow",$(BENCHMARKS))
 
 test-all: install ## Run all tests, the slow ones as well, in one run
 	$(call tests,"slow or not slow",tests)
