@@ -92,7 +92,7 @@ def test_replaced_words_do_not_come_back(page):
     assert words.replaced(text, words.ANYWHERE | words.IN_PAGES) == {}
 
 
-def test_the_walk_of_a_request_is_short_and_leads_through_what_there_is():
+def test_the_path_of_a_request_is_short_and_leads_through_what_there_is():
     """Each file is named once and holds the functions that the table names."""
     rows = re.findall(
         r"^\| \d+ \| `([^`]+\.py)` \| (.+?) \|", (ROOT / "docs" / "overview.md").read_text(), re.MULTILINE
