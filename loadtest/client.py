@@ -20,6 +20,10 @@ from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
 from services.protobuf.generation import FINISH_REASONS, name_of, sampling_message
 
+ABORT_TIMEOUT = 10.0
+WAIT_EVERY = 0.5
+"""Seconds between two health checks of a service that is starting."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
@@ -106,11 +110,6 @@ class RequestRecord:
     def tpot(self) -> float:
         """(E2E - TTFT) / (tokens - 1); 0 for an answer of one token, as in vLLM."""
         return (self.e2el - self.ttft) / (self.tokens - 1) if self.ttft is not None and self.tokens > 1 else 0.0
-
-
-ABORT_TIMEOUT = 10.0
-WAIT_EVERY = 0.5
-"""Seconds between two health checks of a service that is starting."""
 
 
 class ServiceUnreachable(RuntimeError):

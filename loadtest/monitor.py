@@ -29,6 +29,22 @@ TITLE = "ray::smcserve: "
 """Prefix of the titles of the service's processes."""
 RAY = "ray"
 """Name of all processes of Ray itself together."""
+TIMEOUT = 5.0
+PREFIXES = ("smc_", "process_")
+WORDS = 2000
+"""Maximum number of characters of the child's log in the error message if it does not start."""
+COMMAND = (
+    sys.executable,
+    "-c",
+    "from services.cli.main import main; main()",
+    "serve",
+    "--port",
+    "0",
+    "--http-port",
+    "0",
+    "--metrics-port",
+    "0",
+)
 
 
 @dataclass(frozen=True)
@@ -90,10 +106,6 @@ class ProcessTree:
             with suppress(psutil.NoSuchProcess):  # processes of Ray come and go
                 title = " ".join(process.cmdline()[:1])
                 self._names[process] = title.removeprefix(TITLE).partition(".")[0] if title.startswith(TITLE) else RAY
-
-
-TIMEOUT = 5.0
-PREFIXES = ("smc_", "process_")
 
 
 @dataclass(frozen=True)
@@ -171,20 +183,6 @@ def parse(text: str) -> dict[str, float]:
 
 
 START_TIMEOUT, STOP_TIMEOUT = 600.0, 60.0
-WORDS = 2000
-"""Maximum number of characters of the child's log in the error message if it does not start."""
-COMMAND = (
-    sys.executable,
-    "-c",
-    "from services.cli.main import main; main()",
-    "serve",
-    "--port",
-    "0",
-    "--http-port",
-    "0",
-    "--metrics-port",
-    "0",
-)
 READY = re.compile(r"serving on \S+:(\d+), metrics on http://\S+:(\d+)/metrics")
 
 

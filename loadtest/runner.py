@@ -22,6 +22,11 @@ from services.client import ModelInfo, ServerInfo
 MAX_DOUBLINGS = 20
 """Maximum number of doublings or halvings of the rate. Beyond a factor of a million, the objective does not depend on
 the rate."""
+CONNECT_TIMEOUT = 30.0
+QUIET_TIMEOUT = 60.0
+"""Maximum seconds for the service to become idle after the last request."""
+PROBE_SEED = 7919
+"""Difference between the seeds of two probes, so that one unlucky sequence does not decide all of them."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +170,6 @@ class LoadRunner:
         state.refused += record.failed
         records.append(record)
 
-
-CONNECT_TIMEOUT = 30.0
-QUIET_TIMEOUT = 60.0
-"""Maximum seconds for the service to become idle after the last request."""
-PROBE_SEED = 7919
-"""Difference between the seeds of two probes, so that one unlucky sequence does not decide all of them."""
 
 ShowProgress = Callable[[LoadRunner, float | None], AbstractContextManager[None]]
 """(runner, seconds) -> context in which the runner's progress is shown. Its requests are sent within these seconds."""

@@ -22,6 +22,9 @@ from loadtest.settings import WITH_PARTICLES, LoadSettings
 from services.client import Message, ModelInfo, Prompt
 from smc.demo import problems
 
+DEMO_PROBLEMS = 256
+"""Number of different questions, which then repeat."""
+
 
 @dataclass(frozen=True)
 class PromptLine:
@@ -121,8 +124,6 @@ def _not_empty(lines: list[PromptLine], path: Path) -> list[PromptLine]:
     return lines
 
 
-DEMO_PROBLEMS = 256
-"""Number of different questions, which then repeat."""
 ARRIVALS, REQUESTS = 0, 1
 """Streams of random numbers: one for arrival times, one for the contents of requests."""
 

@@ -23,6 +23,12 @@ ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
 """Settings of the engine that answers depend on."""
 MAX_SALT_SIZE = 256
 """Maximum length of a cache salt in characters."""
+WITHOUT_EFFECT = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("bad_words", "constraint", "constraint_scope", "potential", "answer", "prompt_logprobs"),
+)
+"""Settings that are left out of the fingerprint, because they change nothing unless a request gives them. So batch runs
+of earlier versions, which did not have these settings, can be resumed."""
 
 
 class Unavailable(RuntimeError):
@@ -67,14 +73,6 @@ class Model:
     tensor_parallel: int
     weights: str = ""
     """Fingerprint of the weights, see `smc.model.files`."""
-
-
-WITHOUT_EFFECT = (
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("bad_words", "constraint", "constraint_scope", "potential", "answer", "prompt_logprobs"),
-)
-"""Settings that are left out of the fingerprint, because they change nothing unless a request gives them. So batch runs
-of earlier versions, which did not have these settings, can be resumed."""
 
 
 @dataclass(frozen=True)

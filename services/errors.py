@@ -11,6 +11,10 @@ from services.backend import RequestAborted, RequestFailed, Unavailable, Unimple
 from services.protobuf import RETRY_TRAILER
 from smc.scheduler.admission import DuplicateRequest, QueueFull
 
+MAX_MESSAGE = 2000
+"""Maximum size of a message in bytes. It travels in HTTP/2 trailers, where each byte may take three; by default peers
+accept 8 KiB of trailers."""
+
 
 class Unauthenticated(RuntimeError):
     """The caller has not sent a valid token."""
@@ -44,11 +48,6 @@ class Status:
     @property
     def trailers(self) -> tuple[tuple[str, str], ...]:
         return () if self.retry_after is None else ((RETRY_TRAILER, str(math.ceil(1e3 * self.retry_after))),)
-
-
-MAX_MESSAGE = 2000
-"""Maximum size of a message in bytes. It travels in HTTP/2 trailers, where each byte may take three; by default peers
-accept 8 KiB of trailers."""
 
 
 _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] = (

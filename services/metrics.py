@@ -21,6 +21,84 @@ Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 PREFIX = "smc_"
 GROUPS = ("draft", "target")
+PARTS = ("draft", "target", "link", "coordinator")
+ROUND_BUCKETS = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+EXPONENT_BUCKETS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
+EVIDENCE_BUCKETS = (-10.0, -5.0, -3.0, -2.0, -1.0, -0.5, -0.3, -0.2, -0.1, -0.05, 0.0, 0.1, 0.5)
+MASK_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
+CALL_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget", "queue_time")
+REJECTIONS = {
+    "invalid": "INVALID_ARGUMENT",
+    "duplicate": "ALREADY_EXISTS",
+    "unauthenticated": "UNAUTHENTICATED",
+    "queue_full": "RESOURCE_EXHAUSTED",
+    "slow_sender": "RESOURCE_EXHAUSTED",
+    "too_large": "RESOURCE_EXHAUSTED",
+    "unavailable": "UNAVAILABLE",
+}
+"""Status codes of rejections, by cause."""
+CANCELLATIONS = ("client", "deadline", "abort", "slow_reader", "drain")
+STATUSES = (
+    *("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "ALREADY_EXISTS"),
+    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"),
+)
+# vLLM's buckets, so that its dashboards fit, after smaller ones for faster models and rounds.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+E2E_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2),
+    *(
+        0.3,
+        0.5,
+        0.8,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        5.0,
+        10.0,
+        15.0,
+        20.0,
+        30.0,
+        40.0,
+        50.0,
+        60.0,
+        120.0,
+        240.0,
+        480.0,
+        960.0,
+        1920.0,
+        7680.0,
+    ),
+)
 
 
 class Page(CollectorRegistry):
@@ -88,35 +166,6 @@ def _with_series(metric: Metric, labels: dict[str, Iterable[str]]) -> Metric:
         for value in next(iter(labels.values())):
             metric.labels(value)
     return metric
-
-
-PARTS = ("draft", "target", "link", "coordinator")
-ROUND_BUCKETS = (
-    0.0002,
-    0.0005,
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-)
-SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-EXPONENT_BUCKETS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
-EVIDENCE_BUCKETS = (-10.0, -5.0, -3.0, -2.0, -1.0, -0.5, -0.3, -0.2, -0.1, -0.05, 0.0, 0.1, 0.5)
-MASK_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
-CALL_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
-LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class EngineMetrics(Families):
@@ -320,58 +369,6 @@ class EngineMetrics(Families):
         age.set_function(lambda: time.monotonic() - self._last_round)
 
 
-FINISH_REASONS = ("eos", "stop_token", "stop_string", "length", "time_budget", "queue_time")
-REJECTIONS = {
-    "invalid": "INVALID_ARGUMENT",
-    "duplicate": "ALREADY_EXISTS",
-    "unauthenticated": "UNAUTHENTICATED",
-    "queue_full": "RESOURCE_EXHAUSTED",
-    "slow_sender": "RESOURCE_EXHAUSTED",
-    "too_large": "RESOURCE_EXHAUSTED",
-    "unavailable": "UNAVAILABLE",
-}
-"""Status codes of rejections, by cause."""
-CANCELLATIONS = ("client", "deadline", "abort", "slow_reader", "drain")
-STATUSES = (
-    *("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "ALREADY_EXISTS"),
-    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"),
-)
-
-# vLLM's buckets, so that its dashboards fit, after smaller ones for faster models and rounds.
-TTFT_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
-    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-INTER_TOKEN_BUCKETS = (
-    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-E2E_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.1, 0.2),
-    *(
-        0.3,
-        0.5,
-        0.8,
-        1.0,
-        1.5,
-        2.0,
-        2.5,
-        5.0,
-        10.0,
-        15.0,
-        20.0,
-        30.0,
-        40.0,
-        50.0,
-        60.0,
-        120.0,
-        240.0,
-        480.0,
-        960.0,
-        1920.0,
-        7680.0,
-    ),
-)
 TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 

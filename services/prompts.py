@@ -17,6 +17,14 @@ from smc.scheduler.admission import QueueFull, check_prompt
 
 MESSAGE_SIZE = 16
 """Characters that count for each chat message in addition to its content: roughly what templates put around it."""
+ROLES = ("system", "user", "assistant")
+LONG_TEXT = 4096
+"""Prompts of at least this many characters are encoded in a thread: this takes a millisecond or two of a core, and
+other callers would wait meanwhile."""
+THREADS = 2
+WAITING = 16 << 20
+"""Maximum number of characters, over all prompts, that are being encoded in threads or wait for it; further prompts are
+refused."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,6 @@ def of_negative() -> Iterator[None]:
 def _written(message: dict[str, Any]) -> int:
     """Return the approximate number of characters that a template writes for the fields of a message."""
     return sum(len(value) if isinstance(value, str) else len(str(value)) for value in message.values())
-
-
-ROLES = ("system", "user", "assistant")
-LONG_TEXT = 4096
-"""Prompts of at least this many characters are encoded in a thread: this takes a millisecond or two of a core, and
-other callers would wait meanwhile."""
-THREADS = 2
-WAITING = 16 << 20
-"""Maximum number of characters, over all prompts, that are being encoded in threads or wait for it; further prompts are
-refused."""
 
 
 class PromptEncoder:

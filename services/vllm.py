@@ -41,6 +41,17 @@ UNSET = {
     pb.GenerateRequest: ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs"),
 }
 """Fields for features that this service does not have, by message."""
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+)
+CHUNK = 64 << 10
+"""Maximum size of the data in one message, in bytes."""
 
 
 def check_request(message: pb.GenerateRequest) -> None:
@@ -190,19 +201,6 @@ def _output_logprobs(
 
 def _top(likeliest: Alternatives) -> pb.TopLogProbs:
     return pb.TopLogProbs(token_ids=[token for token, _ in likeliest], values=[logprob for _, logprob in likeliest])
-
-
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "generation_config.json",
-)
-CHUNK = 64 << 10
-"""Maximum size of the data in one message, in bytes."""
 
 
 def tokenizer_chunks(directory: Path) -> Iterator[common_pb2.GetTokenizerChunk]:

@@ -32,6 +32,10 @@ from smc.stops import TokenBytes
 from smc.types import ModelRole
 
 logger = logging.getLogger(__name__)
+TIMED_SLOTS = 8
+"""Maximum number of rows that are timed, unless the engine has more slots."""
+TIMED_TOKENS = 512
+"""Pages of the engine that is timed, for each of its slots."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,6 @@ def fitted_engine(
     # At least two pages: a plain method leaves one of the models idle, and a pool cannot be empty.
     pages = max(2, pool_for(concurrency * max(most.values())))
     return local_engine(pair, replace(config, max_slots=concurrency * slots, pages=pages), **engine_options)
-
-
-TIMED_SLOTS = 8
-"""Maximum number of rows that are timed, unless the engine has more slots."""
-TIMED_TOKENS = 512
-"""Pages of the engine that is timed, for each of its slots."""
 
 
 def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineConfig) -> LatencyModel | None:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 RETRIED = ".retry"
 """Suffix of a new output in which failed lines are decoded again. At the end it replaces the old output."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LOOK_SECONDS = 1.0
+"""Time between two requests for the progress of worker groups."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,6 @@ class BatchConfig:
             )
         if inside:
             raise ValueError(f"{self.output} is the input's directory, or inside it; give another output directory")
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
@@ -343,10 +343,6 @@ class _Pass:
         self._progress.expect(now.coming, self._output.survey.total)
         self._progress.is_estimate = self._output.is_estimate
         self._display.update(self._progress, quiet=not self._num_started)
-
-
-LOOK_SECONDS = 1.0
-"""Time between two requests for the progress of worker groups."""
 
 
 def _first_line(error: Exception) -> str:

@@ -23,6 +23,9 @@ ATTEMPTS = 3
 """Maximum number of times that a request is sent, if the service is lost while it decodes the request."""
 
 logger = logging.getLogger(__name__)
+WINDOW = 1024
+"""Maximum number of lines that are read and not yet written: this many later lines can finish before further lines have
+to wait for a slow one."""
 
 
 class ServiceLost(RuntimeError):
@@ -85,11 +88,6 @@ class RetryingDecoder:
                 if output.answer is not None:
                     return output.answer
         raise AssertionError("the updates of a request ended without an answer")
-
-
-WINDOW = 1024
-"""Maximum number of lines that are read and not yet written: this many later lines can finish before further lines have
-to wait for a slow one."""
 
 
 @dataclass(frozen=True)

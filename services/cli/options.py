@@ -33,6 +33,9 @@ MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = (
     "Output",
 )
 
+SHOWN = 88
+"""Maximum number of columns of a comment in a printed configuration file, and of a value in an error."""
+
 
 def sampling_option(name: str) -> Any:
     """Return the option for a field of `SamplingParams`."""
@@ -310,10 +313,6 @@ NoPrefixCache = Annotated[
 ]
 
 JsonFlag = Annotated[bool, flag(OUTPUT, "Print one JSON object instead of text.", "--json")]
-
-
-SHOWN = 88
-"""Maximum number of columns of a comment in a printed configuration file, and of a value in an error."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -24,6 +24,8 @@ from services.protobuf.coordinator import EngineStep, from_response
 from services.protobuf.generation import from_sampling
 from smc.api.request import Answer, Output, Request
 
+logger = logging.getLogger(__name__)
+
 
 class SubmissionPort(Protocol):
     """Receives submissions and aborts. Neither call waits. `submit` may raise Unavailable; `abort` raises nothing."""
@@ -141,9 +143,6 @@ class _PendingUpdates:
             logprobs=tuple(self._logprobs) or answer.logprobs,
             seconds=seconds,
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 class CoordinatorClient(Dispatcher):

@@ -30,6 +30,8 @@ from smc.scheduler.stats import EngineStats, RoundTimes, Timeline
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+MAX_BEHIND = 10_000
+"""Maximum number of steps that wait for the gateway, equal to minutes. A gateway that is further behind has stopped."""
 
 
 class EngineLoop:
@@ -178,10 +180,6 @@ class EngineLoop:
             refusals[item.request_id] = RequestFailed(
                 f"the request could not be submitted ({type(error).__name__}: {error})"
             )
-
-
-MAX_BEHIND = 10_000
-"""Maximum number of steps that wait for the gateway, equal to minutes. A gateway that is further behind has stopped."""
 
 
 class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):

@@ -16,6 +16,16 @@ from typing import TypeVar
 from services.errors import SlowSender
 from smc.scheduler.admission import QueueFull
 
+TRIM_SECONDS = 1.0
+"""Time between a large request and the return of freed memory."""
+LARGE = 64 << 10
+"""A request of at least this many bytes is large: parsing it delays others noticeably. A sender can send this much of a
+request before it is admitted (HTTP/2's window)."""
+ARRIVING = 32 << 20
+"""Maximum size in bytes of all requests together that have been admitted but not parsed yet."""
+PATIENCE = 0.5
+"""Seconds within which an admitted request must arrive while others wait to be admitted."""
+
 
 class Trimmer:
     """Returns freed memory to the operating system `TRIM_SECONDS` after `plan` is called; further calls until then have
@@ -43,16 +53,6 @@ def _malloc_trim() -> Callable[[int], int] | None:
     """Return `malloc_trim` of glibc; None for other C libraries, which do not need it."""
     return getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
 
-
-TRIM_SECONDS = 1.0
-"""Time between a large request and the return of freed memory."""
-LARGE = 64 << 10
-"""A request of at least this many bytes is large: parsing it delays others noticeably. A sender can send this much of a
-request before it is admitted (HTTP/2's window)."""
-ARRIVING = 32 << 20
-"""Maximum size in bytes of all requests together that have been admitted but not parsed yet."""
-PATIENCE = 0.5
-"""Seconds within which an admitted request must arrive while others wait to be admitted."""
 
 Data = TypeVar("Data")
 Request = TypeVar("Request")

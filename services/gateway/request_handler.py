@@ -38,6 +38,12 @@ from smc.types import ModelRole
 if TYPE_CHECKING:
     from smc.constraints import Compiler
 
+logger = logging.getLogger("smcserve.requests")
+MAX_ID_SIZE = 256
+DEADLINE_SLACK = 0.05
+"""Seconds. A caller that cancels with at most this much time left cancels because of its deadline: its cancellation can
+arrive a moment before the deadline passes here."""
+
 
 @dataclass(frozen=True)
 class ServiceStatus:
@@ -63,8 +69,6 @@ class ServiceStatus:
         room = stats.pages_total.get(fullest, 0)
         return ServiceStatus(epoch, stats.running, stats.queued, held.get(fullest, 0), room, stats.pages_total)
 
-
-logger = logging.getLogger("smcserve.requests")
 
 Key = tuple[str, str]
 """The caller (`services.security.caller_of`), and the id of its request."""
@@ -260,11 +264,6 @@ class CallRecord:
         if self._trace is not None:
             self._trace.end(status, fields, times)
 
-
-MAX_ID_SIZE = 256
-DEADLINE_SLACK = 0.05
-"""Seconds. A caller that cancels with at most this much time left cancels because of its deadline: its cancellation can
-arrive a moment before the deadline passes here."""
 
 Parser = Callable[[str], Awaitable[Sequence[Request]]]
 """Returns the requests of a call, one for each answer, given the call's id. Raises ValueError naming the field, the

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 NANOSECONDS = 1e9
+_ATTRIBUTES = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "tokens": "gen_ai.usage.output_tokens",
+    "finish_reason": "gen_ai.response.finish_reason",
+}
+"""Names of the log's fields in OpenTelemetry's semantic conventions."""
 
 
 class Trace:
@@ -90,11 +96,3 @@ class Tracing:
     def close(self) -> None:
         """Send the remaining spans, as far as the collector takes them, and stop. May take a while."""
         self._provider.shutdown()
-
-
-_ATTRIBUTES = {
-    "prompt_tokens": "gen_ai.usage.input_tokens",
-    "tokens": "gen_ai.usage.output_tokens",
-    "finish_reason": "gen_ai.response.finish_reason",
-}
-"""Names of the log's fields in OpenTelemetry's semantic conventions."""

@@ -28,6 +28,14 @@ from smc.calibration.latency import BRIEF, THOROUGH
 from smc.model.parallel import Shard
 from smc.types import ModelRole
 
+LOOK_SECONDS = 0.1
+"""Time between two checks whether a draft has loaded its weights."""
+ASK_SECONDS = 1.0
+"""Least time between two probes of a process."""
+PROBE_SECONDS = 5.0
+"""Time in which a live process answers a probe, whatever else it does."""
+logger = logging.getLogger(__name__)
+
 
 def rank_spec(
     config: WorkerGroupConfig,
@@ -78,16 +86,6 @@ def coordinator_spec(
         trace=config.trace.absolute() if config.trace else None,
         outlives_draft=config.outlives_draft,
     )
-
-
-LOOK_SECONDS = 0.1
-"""Time between two checks whether a draft has loaded its weights."""
-ASK_SECONDS = 1.0
-"""Least time between two probes of a process."""
-PROBE_SECONDS = 5.0
-"""Time in which a live process answers a probe, whatever else it does."""
-
-logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:

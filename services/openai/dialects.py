@@ -29,6 +29,8 @@ from smc.api.sampling_params import SETTINGS
 from smc.model.tokenizer import Tokenizer
 
 MakeWriter = Callable[[ResponseHeader, CompletionRequest, Sequence[Request], Tokenizer, Reasoning | None], AnswerWriter]
+SHARED = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
+"""Fields that have the same name and meaning in all of these bodies and in chats."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,6 @@ class ChatForm(Generic[B]):
             return body, understood(settings | chat, True, served).with_tool_format(served.tokenizer), names
         except BadRequest as error:
             raise renamed(error, names) from error
-
-
-SHARED = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
-"""Fields that have the same name and meaning in all of these bodies and in chats."""
 
 
 @dataclass(frozen=True)

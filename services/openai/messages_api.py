@@ -27,6 +27,20 @@ THINKING = "enable_thinking"
 """Name of the template variable that turns thinking on."""
 BLOCKS = "a string, or a list of blocks"
 """What the error allows as content."""
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""This API's names for fields of a chat, where they differ."""
+OF_MODEL = (FinishReason.EOS, FinishReason.STOP_TOKEN)
+"""Finish reasons of answers that the model ended itself."""
+DELTAS = {
+    PartKind.TEXT: ("text_delta", "text"),
+    PartKind.REASONING: ("thinking_delta", "thinking"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
+}
+"""Type of a part's deltas, and the name of their field, by the part's kind."""
 
 
 class Block(Strict):
@@ -139,12 +153,6 @@ class MessagesBody(Strict):
     timeout: float | None = None
 
 
-FIELD_NAMES = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-}
-"""This API's names for fields of a chat, where they differ."""
 WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
 FORM = ChatForm(MESSAGES, MessagesBody, WITHOUT, FIELD_NAMES)
 
@@ -344,16 +352,6 @@ def _arguments(text: str, is_cut: bool) -> Any:
     except ValueError:
         return None
     return given
-
-
-OF_MODEL = (FinishReason.EOS, FinishReason.STOP_TOKEN)
-"""Finish reasons of answers that the model ended itself."""
-DELTAS = {
-    PartKind.TEXT: ("text_delta", "text"),
-    PartKind.REASONING: ("thinking_delta", "thinking"),
-    PartKind.CALL: ("input_json_delta", "partial_json"),
-}
-"""Type of a part's deltas, and the name of their field, by the part's kind."""
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -39,6 +39,13 @@ RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probabilities."""
 NOT_STORED = "responses are not stored here"
+FIELD_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""This API's names for fields of a chat, where they differ."""
 
 
 def _without_nulls(value: Any) -> Any:
@@ -190,13 +197,6 @@ class ResponsesBody(Strict):
     max_tool_calls: Annotated[Any, neutral(None, why="the caller runs the tools")] = None
 
 
-FIELD_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-"""This API's names for fields of a chat, where they differ."""
 FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}), FIELD_NAMES)
 
 

@@ -39,6 +39,11 @@ from smc.scheduler.admission import check_waiting
 
 SWEEP_SECONDS = 0.5
 T = TypeVar("T")
+CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version"
+"""Headers that pages of other origins may send, besides those that every page may send."""
+CORS_SECONDS = 3600
+"""Seconds for which a browser may keep the reply to a preflight request."""
+logger = logging.getLogger(__name__)
 
 
 class HttpConnections:
@@ -239,10 +244,6 @@ class NotWritten(RuntimeError):
 
 
 HEALTH, PING, METRICS, MODELS, VERSION, LOAD = "/health", "/ping", "/metrics", "/v1/models", "/version", "/load"
-CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version"
-"""Headers that pages of other origins may send, besides those that every page may send."""
-CORS_SECONDS = 3600
-"""Seconds for which a browser may keep the reply to a preflight request."""
 
 DIALECTS: dict[str, Dialect] = {
     **COMPLETION_DIALECTS,
@@ -252,7 +253,6 @@ DIALECTS: dict[str, Dialect] = {
 }
 """Dialects of the APIs, by path."""
 
-logger = logging.getLogger(__name__)
 _library_logger = logging.getLogger(f"{__name__}.library")
 # Without this, every request that is not HTTP would put a traceback into the log.
 _library_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))

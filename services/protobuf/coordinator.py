@@ -15,6 +15,14 @@ from smc.scheduler.admission import QueueFull
 from smc.scheduler.stats import EngineStats, PotentialStats, RoundTimes, SpecStats
 from smc.types import ModelRole
 
+_SAMPLES = {"ess_share": "ess_shares", "committed_lag": "committed_lags", "mask_seconds": "mask_seconds"}
+"""Repeated fields of `Snapshot`, and their names in `EngineStats`."""
+_COUNTS = (
+    *("queued", "running", "slots_free", "resamples", "collapses", "preemptions", "shrinks"),
+    "spec_alone_rounds",
+)
+"""Further fields that both have under the same name."""
+
 
 @dataclass(frozen=True)
 class EngineStep:
@@ -36,13 +44,6 @@ _GROUP_FIELDS = {
     **{name: name for name in ("prefix_queries", "prefix_hits")},
 }
 """Fields of `GroupPages`, and their names in `EngineStats`, where each is a dictionary by model role."""
-_SAMPLES = {"ess_share": "ess_shares", "committed_lag": "committed_lags", "mask_seconds": "mask_seconds"}
-"""Repeated fields of `Snapshot`, and their names in `EngineStats`."""
-_COUNTS = (
-    *("queued", "running", "slots_free", "resamples", "collapses", "preemptions", "shrinks"),
-    "spec_alone_rounds",
-)
-"""Further fields that both have under the same name."""
 _KINDS = {
     pb.REFUSAL_KIND_INVALID: ValueError,
     pb.REFUSAL_KIND_QUEUE_FULL: QueueFull,

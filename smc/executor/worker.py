@@ -38,6 +38,8 @@ from smc.types import ModelRole
 SLICE = 32
 """Number of tokens whose distributions exist at the same time: distributions of more would take memory that is not
 reserved."""
+FIRST_STEP = 1 << 10
+"""Step in the keys of the random numbers of first tokens; no step of a round has it."""
 
 
 def last_tokens(counts_R: np.ndarray, scored_R: np.ndarray) -> np.ndarray:
@@ -103,10 +105,6 @@ def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTabl
         if machine is not None:
             tables.set(row, machine)
     return tables
-
-
-FIRST_STEP = 1 << 10
-"""Step in the keys of the random numbers of first tokens; no step of a round has it."""
 
 
 class ModelWorker:

@@ -36,6 +36,8 @@ PROGRAMS = 120
 _ROOM, _MODEST_ROOM, SHARED_ROOM = 216 * 1024, 128 * 1024, 110 * 1024
 """Bytes of shared memory for loads in flight: of a program that has a multiprocessor to itself, of one that leaves some
 to the next kernel, and of one of two programs on a multiprocessor."""
+FP8_CAPABILITIES = (9, 10)
+"""Major compute capabilities of GPUs for whose tensor cores and shared memory FP8 products are tiled."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,6 @@ def token_blocks_of(tokens: int, fp8: bool) -> tuple[int, int]:
 def token_block_of(tokens: int, fp8: bool) -> int:
     """Return the tokens of a program, padded."""
     return sum(token_blocks_of(tokens, fp8))
-
-
-FP8_CAPABILITIES = (9, 10)
-"""Major compute capabilities of GPUs for whose tensor cores and shared memory FP8 products are tiled."""
 
 
 def multiplies_fp8(device: torch.device) -> bool:

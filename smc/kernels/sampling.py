@@ -40,6 +40,10 @@ from smc.kernels.truncation import (
 
 EXTRA = 64
 """Minimum room for further tokens of a row, so that one compiled kernel serves any number of them up to this."""
+BIAS_BLOCK = 128
+"""Tokens of a program of `add_biases`."""
+HEAD_BLOCK = 128
+"""Draws of a program of `spread`."""
 
 
 def draw(
@@ -237,10 +241,6 @@ def _finish_sum(
         tl.store(extra_logp_XF + x * extra + f, logp_F, mask=f < extra)
 
 
-BIAS_BLOCK = 128
-"""Tokens of a program of `add_biases`."""
-
-
 def add_biases(
     logits_RV: Tensor,
     tables: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -277,9 +277,6 @@ def _add_biases(
     sum_ = tl.load(logit, mask=changes, other=0.0).to(tl.float32) + value
     tl.store(logit, sum_.to(logits.dtype.element_ty), mask=changes)
 
-
-HEAD_BLOCK = 128
-"""Draws of a program of `spread`."""
 
 DrawWords = tuple[Tensor, Tensor, Tensor, Tensor, int]
 """Seed [R], round [R], stream [R, D], position [R], purpose."""

@@ -19,6 +19,11 @@ from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import PLAIN_BYTES, check_weights, count_parameters, int4_formats, rank_bytes, weight_slices
 
 logger = logging.getLogger(__name__)
+SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+STORED_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DEGREES = (1, 2, 3, 4, 6, 8)
+MOST_DIFFERENCES = 3
+"""Maximum number of differing ids that a message names."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,6 @@ def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
         problems=tuple(problems),
         shared_bytes=_shared_bytes(target_dir, draft_dir, *both) if both else 0,
     )
-
-
-SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def _shared_bytes(target_dir: str | Path, draft_dir: str | Path, target: ModelConfig, draft: ModelConfig) -> int:
@@ -158,10 +160,6 @@ def _report(directory: str | Path) -> ModelReport:
     )
 
 
-STORED_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-DEGREES = (1, 2, 3, 4, 6, 8)
-
-
 def _rank_sizes(
     config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None
 ) -> tuple[dict[int, int], dict[int, tuple[tuple[int, int], ...]], dict[int, int]]:
@@ -193,10 +191,6 @@ def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:
             f"both must have the same end-of-text ids"
         )
     return problems
-
-
-MOST_DIFFERENCES = 3
-"""Maximum number of differing ids that a message names."""
 
 
 def _first_differences(target: Tokenizer, draft: Tokenizer) -> str:

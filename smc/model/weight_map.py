@@ -32,6 +32,12 @@ from smc.model.quantisation import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROUTER = "experts.router.weight"
+PLAIN_BYTES = 2
+"""Bytes of a weight in bfloat16."""
+QUANTISED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+"""Suffixes of the tensors that only quantised checkpoints have."""
+
 
 @dataclass(frozen=True)
 class WeightSlice:
@@ -185,7 +191,6 @@ def stored_shapes(slices: Mapping[str, WeightSlice]) -> dict[str, tuple[int, ...
     return shapes
 
 
-ROUTER = "experts.router.weight"
 NOTHING_STORED: Mapping[str, StoredTensor] = MappingProxyType({})
 
 
@@ -236,12 +241,6 @@ def rank_bytes(config: ModelConfig, shard: Shard, int4: Mapping[str, Int4Format]
             else PLAIN_BYTES * math.prod(sizes)
         )
     return total
-
-
-PLAIN_BYTES = 2
-"""Bytes of a weight in bfloat16."""
-QUANTISED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
-"""Suffixes of the tensors that only quantised checkpoints have."""
 
 
 def check_weights(directory: str | Path, config: ModelConfig) -> dict[str, StoredTensor]:

@@ -41,6 +41,8 @@ from smc.types import ModelRole
 
 WINDOW = 64
 """Number of tokens that are compared at a time, however long ago particles agreed."""
+MEMORY = 0.997
+"""Weight that earlier rounds keep in the engine's acceptance after each round of any request."""
 
 
 def commit_tokens(slots: Slots, population: Population) -> None:
@@ -70,10 +72,6 @@ def commit_tokens(slots: Slots, population: Population) -> None:
     for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
         group.committed, group.lag = committed, lag
         group.counters.lag_sum += lag
-
-
-MEMORY = 0.997
-"""Weight that earlier rounds keep in the engine's acceptance after each round of any request."""
 
 
 @dataclass

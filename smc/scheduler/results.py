@@ -23,6 +23,7 @@ from smc.scheduler.slots import Slots
 
 UNDRAWN = (FinishReason.ERROR, FinishReason.CANCELLED)
 """Reasons for which no answer is drawn: the answer is then the part that has been streamed."""
+logger = logging.getLogger(__name__)
 
 
 def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> tuple[int, tuple[int, ...]]:
@@ -136,9 +137,6 @@ def _scored(group: SequenceGroup, slots: Slots, reason: FinishReason | None, par
 def _tokens(group: SequenceGroup, slots: Slots, particle: int) -> tuple[int, ...]:
     length = group.array(slots, "length_S")[particle]
     return tuple(group.array(slots, "tokens_SL")[particle, :length].tolist())
-
-
-logger = logging.getLogger(__name__)
 
 
 class ResultReporter:
