@@ -3,10 +3,16 @@ load."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import re
+import os
+import socket
 import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -29,11 +35,9 @@ def arguments(*layers: dict) -> list[str]:
 
 def test_smg_understands_what_it_is_told():
     launch = pytest.importorskip("smg.launch_router", reason="smg is installed on x86-64 Linux only")
-    command, *flags = arguments(
-        {"router": {"policy": "least_load", "drainTimeout": 30, "extraArgs": ["--retry-max-retries=2"]}}
-    )
+    flags = arguments({"router": {"policy": "least_load", "drainTimeout": 30, "extraArgs": ["--retry-max-retries=2"]}})
     told = launch.parse_router_args(flags)
-    assert command == "launch" and told.service_discovery and told.service_discovery_namespace == "llm"
+    assert told.service_discovery and told.service_discovery_namespace == "llm"
     assert (told.backend, told.policy, told.retry_max_retries) == ("vllm", "least_load", 2)
     assert (told.port, told.prometheus_port, told.health_check_port, told.service_discovery_port) == (
         30000,
@@ -68,15 +72,94 @@ def test_it_may_look_at_pods_and_do_nothing_else():
 
 
 def test_its_keys_come_from_secrets():
+    """They are in the environment only: arguments are in every list of processes, and in what the container runtime
+    shows."""
+    for layer, expected in (
+        ({"apiKeySecret": ""}, {"CONTROL_KEY": "control"}),
+        ({"apiKeySecret": "callers"}, {"CONTROL_KEY": "control", "API_KEY": "callers"}),
+    ):
+        (container,) = templates(render(ROUTER, {"router": layer}))["router"]["spec"]["containers"]
+        secrets = {
+            each["name"]: each["valueFrom"]["secretKeyRef"]["name"] for each in container["env"] if "valueFrom" in each
+        }
+        assert secrets == expected
+        words = " ".join([*container["command"], *container["args"]])
+        assert not [name for name in ("$(CONTROL_KEY)", "$(API_KEY)") if name in words]
+
+
+def test_the_router_starts_with_its_keys(tmp_path):
+    """Runs the container's command: smg asks for both keys, and no process shows them among its arguments."""
+    pytest.importorskip("smg.launch_router", reason="smg is installed on x86-64 Linux only")
     (container,) = templates(render(ROUTER, {"router": {"apiKeySecret": "callers"}}))["router"]["spec"]["containers"]
-    secrets = {
-        each["name"]: each["valueFrom"]["secretKeyRef"]["name"] for each in container["env"] if "valueFrom" in each
-    }
-    used = {name: flag for flag in container["args"] for name in re.findall(r"\$\((\w+)\)", flag)}
-    assert secrets == {"CONTROL_KEY": "control", "API_KEY": "callers"} and used.keys() == secrets.keys(), (
-        "a name without a value would be the key"
-    )
-    assert not [flag for flag in arguments() if "api-key=" in flag]
+    tini, dashes, python, *command = container["command"]
+    assert (tini, dashes, python) == ("tini", "--", "python3")
+    ports = free_ports(3)
+    flags = dict(zip(("--host", "--port", "--prometheus-port", "--health-check-port"), ("127.0.0.1", *ports)))
+    keys = {"CONTROL_KEY": "key-of-the-control", "API_KEY": "key-of-callers"}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command, "--backend=vllm", *(f"{name}={value}" for name, value in flags.items())],
+            env=os.environ | keys,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        shown = set()
+        while status(ports[2], "/liveness", "", data=None) != 200:
+            shown.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        shown.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        assert not [text for text in shown for key in keys.values() if key.encode() in text]
+        assert (status(ports[0], "/workers", "", None), status(ports[0], "/workers", keys["API_KEY"], None)) == (
+            401,
+            401,
+        )
+        assert status(ports[0], "/workers", keys["CONTROL_KEY"], None) == 200
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}]}).encode()
+        assert status(ports[0], "/v1/chat/completions", "", body) == 401
+        assert status(ports[0], "/v1/chat/completions", keys["API_KEY"], body) not in (401, 403)
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert not [key for key in keys.values() if key in log.read_text()]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def status(port: int, path: str, key: str, data: bytes | None) -> int:
+    """Return the HTTP status of a call with this key; 0 if nobody listens."""
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (urllib.error.URLError, ConnectionError):
+        return 0
+
+
+def test_routers_are_spread_over_nodes():
+    """Two on one node would be lost with it. A user's own constraints replace the chart's."""
+    template = templates(render(ROUTER))["router"]
+    (constraint,) = template["spec"]["topologySpreadConstraints"]
+    assert (constraint["topologyKey"], constraint["maxSkew"]) == ("kubernetes.io/hostname", 1)
+    assert constraint["whenUnsatisfiable"] == "ScheduleAnyway", "a cluster of one node has both routers"
+    assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    gang = templates(render(ROUTER))["gang"]["metadata"]["labels"]
+    assert not constraint["labelSelector"]["matchLabels"].items() <= gang.items(), "replicas are no routers"
+    own = [{"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}]
+    for layer in (
+        {"router": {"podTemplate": {"topologySpreadConstraints": own}}},
+        {"podTemplate": {"topologySpreadConstraints": own}},
+    ):
+        assert templates(render(ROUTER, layer))["router"]["spec"]["topologySpreadConstraints"] == own
 
 
 def test_calls_come_to_it_and_to_the_replicas_only_from_it():

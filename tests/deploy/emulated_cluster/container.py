@@ -24,13 +24,11 @@ OURS = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
 
 
 def entry_point(image: str) -> list[str]:
-    """Return the entry point of an image of this repository, by its tag. It omits tini, which `init.py` replaces."""
+    """Return the entry point of an image of this repository, by its tag."""
     (said,) = re.findall(
         r"^ENTRYPOINT (.*)$", (ROOT / f"deploy/docker/Dockerfile.{image.rsplit('-', 1)[-1]}").read_text(), re.MULTILINE
     )
-    tini, dashes, *command = json.loads(said)
-    assert (tini, dashes) == ("tini", "--")
-    return command
+    return json.loads(said)
 
 
 def environment(spec: dict, secrets: dict[str, dict[str, str]], added: dict[str, str]) -> dict[str, str]:
@@ -95,6 +93,8 @@ class Container:
 
     def _command(self) -> list[str]:
         words = [*(self.spec.get("command") or entry_point(self.spec["image"])), *self.spec.get("args", ())]
+        if words[:2] == ["tini", "--"]:  # `init.py` replaces it
+            words = words[2:]
         return [re.sub(r"\$\((\w+)\)", lambda name: self.env.get(name[1], name[0]), word) for word in words]
 
     def _places(self) -> list[list[object]]:

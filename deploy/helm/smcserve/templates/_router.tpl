@@ -2,7 +2,7 @@
 
 {{- define "smcserve.routerImage" -}}
 {{- with .Values.router.image -}}
-{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ default (printf "%s-router" $.Chart.AppVersion) .tag }}{{ end }}
+{{ default $.Values.image.repository .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ default (printf "%s-router" $.Chart.AppVersion) .tag }}{{ end }}
 {{- end -}}
 {{- end -}}
 
@@ -13,7 +13,6 @@ app.kubernetes.io/component: router
 
 {{- define "smcserve.routerArgs" -}}
 {{- $v := .Values -}}
-- launch
 - --host=0.0.0.0
 - --port={{ $v.router.port }}
 - --prometheus-port={{ $v.router.metricsPort }}
@@ -30,14 +29,20 @@ app.kubernetes.io/component: router
 - --health-check-interval-secs={{ $v.router.healthInterval }}
 - --worker-startup-timeout-secs={{ ceil $v.timeouts.start }}
 - --shutdown-grace-period-secs={{ $v.router.drainTimeout }}
-# Without this key, anyone who reaches the port could register workers.
-- --control-plane-api-keys=chart:chart:admin:$(CONTROL_KEY)
-{{- if $v.router.apiKeySecret }}
-- --api-key=$(API_KEY)
-{{- end }}
 {{- range $v.router.extraArgs }}
 - {{ . | quote }}
 {{- end }}
+{{- end -}}
+
+{{/* Settings of the router's pod. Routers are spread over nodes, unless the values have constraints of their own. */}}
+{{- define "smcserve.routerPod" -}}
+{{- $pod := include "smcserve.podTemplate" (dict "root" . "own" .Values.router.podTemplate) | fromYaml -}}
+{{- if not $pod.topologySpreadConstraints -}}
+{{- $labels := dict "matchLabels" (include "smcserve.routerSelector" . | fromYaml) -}}
+{{- $spread := dict "maxSkew" 1 "topologyKey" "kubernetes.io/hostname" "whenUnsatisfiable" "ScheduleAnyway" "labelSelector" $labels -}}
+{{- $_ := set $pod "topologySpreadConstraints" (list $spread) -}}
+{{- end -}}
+{{- toYaml $pod -}}
 {{- end -}}
 
 {{- define "smcserve.checkRouter" -}}
