@@ -390,15 +390,22 @@ def _comment(text: str) -> list[str]:
     return [f"#{line}" for line in lines]
 
 
+def value_kind(key: Key) -> tuple[type, type | None]:
+    """Return the type of a key's value, and the container that holds such values: `list`, `dict` or None."""
+    kind = next(one for one in get_args(key.kind) if one is not types.NoneType) if get_args(key.kind) else key.kind
+    container = get_origin(kind)
+    return (kind, None) if container is None else (get_args(kind)[0], container)
+
+
 def _converted(path: Path, key: Key, value: Any) -> Any:
     """Convert a value from the file as the command line would. Raises ValueError if it has the wrong type."""
-    kind = next(one for one in get_args(key.kind) if one is not types.NoneType) if get_args(key.kind) else key.kind
-    if get_origin(kind) is dict:
+    kind, container = value_kind(key)
+    if container is dict:
         if not isinstance(value, dict) or not all(isinstance(text, str) for pair in value.items() for text in pair):
             raise ValueError(f"{path}: {key.name}={_shown(value)}; allowed: a mapping of text to text")
         return value
-    items = get_origin(kind) is list
-    convert, allowed = _CONVERSIONS[get_args(kind)[0] if items else kind]
+    items = container is list
+    convert, allowed = _CONVERSIONS[kind]
     try:
         if items:
             return [convert(item) for item in (value if isinstance(value, list) else [value])]

@@ -1,5 +1,5 @@
-"""Writes the generated files of the chart: copies of other files in files/, and the README with a table of all values
-that have a comment `# -- ..`.
+"""Writes the generated files of the chart: copies of other files in files/, the README with a table of all values that
+have a comment `# -- ..`, and in values.schema.json the keys of the configuration files of `serve` and `batch`.
 
 The files are copied, not linked, because some tools that fetch charts drop links.
 
@@ -15,9 +15,28 @@ from pathlib import Path
 
 import yaml
 
+from services.cli.options import keys_of, value_kind
+from services.cli.service_options import BatchOptions, ServeOptions
+
 HERE = Path(__file__).parent
 DEPLOY = HERE.parents[1]
 TABLE = "<!-- values -->"
+CONFIGS = {"serveConfig": ServeOptions, "batchConfig": BatchOptions}
+"""Definition in the schema -> the record that a command reads from its configuration file."""
+KINDS: dict[tuple[type, type | None], tuple[str, dict[str, object]]] = {
+    (int, None): ("wholeKey", {"type": ["integer", "string", "null"], "pattern": r"^[-+]?[0-9]+$"}),
+    (float, None): (
+        "numberKey",
+        {"type": ["number", "string", "null"], "pattern": r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$"},
+    ),
+    (str, None): ("textKey", {"type": ["string", "null"]}),
+    (Path, None): ("textKey", {"type": ["string", "null"]}),
+    (bool, None): ("truthKey", {"type": ["boolean", "null"]}),
+    (str, list): ("textsKey", {"type": ["string", "array", "null"], "items": {"type": "string"}}),
+    (str, dict): ("mappingKey", {"type": ["object", "null"], "additionalProperties": {"type": "string"}}),
+}
+"""Type and container of a key's value -> name and schema of what the commands accept: numbers also as text, null for a
+key that is not given."""
 
 
 def rows(text: str) -> list[tuple[str, object, str]]:
@@ -45,6 +64,20 @@ def readme() -> str:
     return (HERE / "README.md.in").read_text().replace(TABLE, f"| value | default | |\n| :--- | :--- | :--- |\n{body}")
 
 
+def config_schema(record: type) -> dict[str, object]:
+    """Schema of the configuration file of a command, which takes names with dashes or underscores."""
+    keys = sorted((key.name, KINDS[value_kind(key)][0]) for key in keys_of(record).values())
+    patterns = {f"^{name.replace('-', '[-_]')}$": {"$ref": f"#/definitions/{kind}"} for name, kind in keys}
+    return {"type": "object", "additionalProperties": False, "patternProperties": patterns}
+
+
+def schema() -> str:
+    """The schema of the values, with the keys of both configuration files."""
+    text = json.loads((HERE / "values.schema.json").read_text())
+    text["definitions"] |= dict(KINDS.values()) | {name: config_schema(record) for name, record in CONFIGS.items()}
+    return json.dumps(text, indent=2) + "\n"
+
+
 def generated() -> dict[Path, str]:
     """Path -> expected contents of every generated file."""
     copies = {"values.yaml": HERE / "values.yaml"}
@@ -52,7 +85,8 @@ def generated() -> dict[Path, str]:
     copies |= {f"dashboards/{path.name}": path for path in DEPLOY.glob("grafana/dashboards/*.json")}
     index = sorted([*copies, *(f"scripts/{path.name}" for path in HERE.glob("files/scripts/*") if path.is_file())])
     texts = {name: path.read_text() for name, path in copies.items()} | {"index.txt": "\n".join(index) + "\n"}
-    return {HERE / "README.md": readme()} | {HERE / "files" / name: text for name, text in texts.items()}
+    made = {HERE / "README.md": readme(), HERE / "values.schema.json": schema()}
+    return made | {HERE / "files" / name: text for name, text in texts.items()}
 
 
 if __name__ == "__main__":
