@@ -32,6 +32,8 @@ OPERATORS = {
 """Schema files by API version."""
 KUBERNETES = ("1.29.0", kubernetes_validate.latest_version())
 """An old version that is still in use, and the newest that the validator knows."""
+IMAGE = {"image": {"repository": "smcserve"}}
+"""The value that every installation must give."""
 
 
 @functools.cache
@@ -40,8 +42,8 @@ def this_chart() -> helm_python.Chart:
 
 
 def values(*layers: str | Path | dict) -> dict[str, Any]:
-    """Merge layers of values as `helm -f` does. A layer is the name of a profile, a file, or a mapping."""
-    merged: dict[str, Any] = {}
+    """Merge layers of values over IMAGE, as `helm -f` does. A layer is the name of a profile, a file, or a mapping."""
+    merged: dict[str, Any] = IMAGE
     for layer in layers:
         if not isinstance(layer, dict):
             layer = json.loads(_of_file(PROFILES.get(str(layer), Path(layer))))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
+import jsonschema
 import pytest
 
-from tests.deploy.chart import all_of_kind, config_of, containers, of_kind, pod_specs, render, templates
+from services.cli import options
+from services.cli.service_options import BatchOptions, ServeOptions
+from tests.deploy.chart import CHART, all_of_kind, config_of, containers, of_kind, pod_specs, render, templates
 
 # A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
@@ -176,3 +180,77 @@ def test_a_release_whose_name_no_service_may_have_is_refused(name):
     with pytest.raises(ValueError, match=rf'of release "{name}", is none for a Service or a RayCluster; allowed: a-z'):
         render({}, name=name)
     assert templates(render({"fullnameOverride": "fine"}, name=name))
+
+
+ROUTED = POD | {"router": {"enabled": True, "controlKeySecret": "control"}}
+DOWNLOADED = {
+    "models": {
+        side: {"source": {"http": {"url": f"https://models.example/{side}", "sha256": "a" * 64}}}
+        for side in ("target", "draft")
+    }
+    | {"volume": {"persistentVolumeClaim": {"claimName": "models"}}}
+}
+
+
+def test_no_image_of_somebody_else_is_pulled():
+    """An empty default; the same repository has both images, unless the router's is given."""
+    with pytest.raises(ValueError, match=r"image\.repository is empty; .*image\.repository=registry\.example/smcserve"):
+        render({"image": {"repository": ""}})
+    own = {"image": {"repository": "registry.example/a"}}
+    for given, router in (("", "registry.example/a:"), ("other/b", "other/b:")):
+        pods = templates(render(ROUTED, own, {"router": {"image": {"repository": given}}}))
+        found = {name: pods[name]["spec"]["containers"][0]["image"] for name in ("gang", "router")}
+        assert found["gang"].startswith("registry.example/a:") and found["router"].startswith(router)
+
+
+@pytest.mark.parametrize("layer", [BATCH | DOWNLOADED | {"device": "cuda"}, ROUTED], ids=["cluster", "pod"])
+def test_what_a_pod_writes_to_its_node_is_bounded_and_requested(layer):
+    """A full disk would end every pod of the node."""
+    pods = templates(render(layer, {"tmp": {"size": "3Gi", "request": "500Mi"}}))
+    for name, pod in pods.items():
+        volumes = {volume["name"]: volume["emptyDir"] for volume in pod["spec"]["volumes"] if "emptyDir" in volume}
+        assert volumes["tmp"] == {"sizeLimit": "3Gi"} and all("sizeLimit" in each for each in volumes.values()), name
+        asked = [each["resources"]["requests"].get("ephemeral-storage") for each in containers(pod["spec"])]
+        assert [each for each in asked if each] == ["500Mi"], name
+    own = {"resources": {"requests": {"ephemeral-storage": "9Gi"}}}
+    given = {"pod": own} if layer is ROUTED else {"draft": own}
+    pod = templates(render(layer, given))["gang" if layer is ROUTED else "draft"]["spec"]
+    assert containers(pod)[-1]["resources"]["requests"]["ephemeral-storage"] == "9Gi"
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "said"),
+    [
+        ("gateway", {"write-timeuot": 60}, "write-timeuot"),
+        ("gateway", {"write-timeout": "soon"}, "/gateway/config/write-timeout"),
+        ("gateway", {"max-concurrent-streams": 1.5}, "/gateway/config/max-concurrent-streams"),
+        ("gateway", {"no-page": "yes"}, "/gateway/config/no-page"),
+        ("gateway", {"concurrency": 8}, "concurrency"),
+        ("batch", {"served-model-name": "a"}, "served-model-name"),
+        ("batch", {"seed": "one"}, "/batch/config/seed"),
+        ("batch", {"input": "/data/a"}, "input"),
+    ],
+)
+def test_a_configuration_key_that_the_command_does_not_know_is_refused(command, config, said):
+    with pytest.raises(ValueError, match=said):
+        render(BATCH, {command: {"config": config}})
+
+
+def test_every_key_of_the_commands_is_accepted(tmp_path):
+    """Values of the right type, as each command writes and reads them."""
+    values = {int: 1, float: 1.5, str: "a", Path: "/a", bool: True}
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for name, record in (("serveConfig", ServeOptions), ("batchConfig", BatchOptions)):
+        checker = jsonschema.Draft7Validator({"$ref": f"#/definitions/{name}", "definitions": schema["definitions"]})
+        for key in options.keys_of(record).values():
+            kind, container = options.value_kind(key)
+            value = {list: [values[kind]], dict: {"a": "m:f"}}.get(container, values[kind])
+            for written in ({key.name: value}, {key.name.replace("-", "_"): value}, {key.name: None}):
+                (tmp_path / "config.yaml").write_text(json.dumps(written))
+                options.read_config_file(tmp_path / "config.yaml", record)
+                assert not list(checker.iter_errors(written)), written
+            wrong = {key.name: {"a": 1} if container is dict else {}}
+            (tmp_path / "config.yaml").write_text(json.dumps(wrong))
+            with pytest.raises(ValueError):
+                options.read_config_file(tmp_path / "config.yaml", record)
+            assert list(checker.iter_errors(wrong)), wrong

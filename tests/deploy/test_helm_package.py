@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import helm_python
 import pytest
 import yaml
 
-from tests.deploy.chart import CHART, ROOT, all_of_kind, of_kind, render
+from tests.deploy.chart import CHART, ROOT, all_of_kind, of_kind, pod_specs, render
 
 # A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
@@ -30,7 +31,7 @@ def test_generated_files_are_current(monkeypatch):
     spec.loader.exec_module(made)
     for path, text in made.generated().items():
         assert path.read_text() == text, f"{path.name}: run python deploy/helm/smcserve/generate.py"
-    assert {path.relative_to(CHART).as_posix() for path in made.generated()} - {"README.md"} == {
+    assert {path.relative_to(CHART).as_posix() for path in made.generated()} - {"README.md", "values.schema.json"} == {
         name for name in FILES if "/scripts/" not in name
     }
 
@@ -75,3 +76,27 @@ def test_rules_and_dashboards_are_those_of_the_repository():
     assert dashboards and {name: json.loads(text) for name, text in found.items()} == {
         name: json.loads(text) for name, text in dashboards.items()
     }
+
+
+ROUTED = {"topology": "pod", "router": {"enabled": True, "controlKeySecret": "control"}}
+
+
+def test_a_release_writes_its_repository_into_the_chart(tmp_path):
+    """The published chart needs no values; its default counts as unchanged, and its README shows it."""
+    copy = tmp_path / "smcserve"
+    shutil.copytree(CHART, copy)
+    repository = "ghcr.io/someone/smcserve"
+    subprocess.run([ROOT / "deploy/helm/set_repository.sh", copy, repository], check=True)
+    images = set()
+    for layer in ({}, ROUTED):
+        objects = rendered(helm_python.Chart.load(copy), layer)
+        images |= {each["image"] for pod in pod_specs(objects) for each in pod["containers"]}
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert images == {f"{repository}:{version}-cpu", f"{repository}:{version}-router"}
+    assert f'| `image.repository` | `"{repository}"` |' in (copy / "README.md").read_text()
+
+
+def rendered(chart: helm_python.Chart, layer: dict) -> list[dict]:
+    """Render exactly these values, without an image."""
+    texts = [text for path, text in chart.render(layer, name="demo", namespace="llm").items() if path.endswith(".yaml")]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]

@@ -5,6 +5,9 @@
 {{- $v := .Values -}}
 {{- include "smcserve.checkFiles" . -}}
 {{- include "smcserve.checkNames" . -}}
+{{- if not $v.image.repository -}}
+{{- fail "image.repository is empty; give the repository to which you pushed the image, such as --set image.repository=registry.example/smcserve: docs/kubernetes.md says how to build it" -}}
+{{- end -}}
 {{- if not (or $v.serve.enabled $v.batch.enabled) -}}
 {{- fail "serve.enabled and batch.enabled are both false; enable one, or nothing is installed" -}}
 {{- end -}}

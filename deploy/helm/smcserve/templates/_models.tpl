@@ -139,7 +139,7 @@ template:
           {{- include "smcserve.env" . | nindent 10 }}
           {{- include "smcserve.downloadSecrets" . | nindent 10 }}
         resources:
-          {{- toYaml $v.models.download.resources | nindent 10 }}
+          {{- include "smcserve.withStorage" (dict "root" .root "resources" $v.models.download.resources) | nindent 10 }}
         volumeMounts:
           {{- include "smcserve.baseMounts" . | nindent 10 }}
           - {name: models, mountPath: {{ $v.models.mountPath }}}

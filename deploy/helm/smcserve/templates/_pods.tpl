@@ -109,12 +109,18 @@ envFrom:
 {{/* Volumes of every pod. Arguments: root, pod, shm. */}}
 {{- define "smcserve.baseVolumes" -}}
 - name: tmp
-  emptyDir: {}
+  emptyDir: {sizeLimit: {{ .root.Values.tmp.size }}}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .shm }}}
 {{- with .pod.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Resources of a pod's first container, which requests the space that the pod's /tmp takes on its node. Arguments: root, resources. */}}
+{{- define "smcserve.withStorage" -}}
+{{- $request := dict "ephemeral-storage" .root.Values.tmp.request -}}
+{{- toYaml (merge (deepCopy .resources) (dict "requests" $request)) -}}
 {{- end -}}
 
 {{/* Init containers of the chart, then the user's. Arguments: root, pod. */}}
@@ -155,6 +161,6 @@ initContainers:
 {{- define "smcserve.tritonVolumes" -}}
 {{- if eq .root.Values.device "cuda" }}
 - name: triton
-  emptyDir: {}
+  emptyDir: {sizeLimit: 2Gi}
 {{- end }}
 {{- end -}}

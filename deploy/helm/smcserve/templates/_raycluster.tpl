@@ -68,7 +68,7 @@ ports:
   - {name: client, containerPort: 10001}
   - {name: metrics, containerPort: 8080}
 resources:
-  {{- toYaml .root.Values.ray.head.resources | nindent 2 }}
+  {{- include "smcserve.withStorage" (dict "root" .root "resources" .root.Values.ray.head.resources) | nindent 2 }}
 {{- end -}}
 
 {{/* Head pod of a service. The gateway is a Ray driver: it needs the sockets of its Ray node, so both share /tmp, /dev/shm and the PID namespace.

@@ -33,9 +33,9 @@ spec:
     {{- include "smcserve.tritonVolumes" . | nindent 4 }}
 {{- end -}}
 
-{{/* Resources including GPUs, whose request equals their limit. No GPUs if a resource claim provides them. Arguments: group (with resources, gpuResource), gpus. */}}
+{{/* Resources including GPUs, whose request equals their limit. No GPUs if a resource claim provides them. Arguments: root, group (with resources, gpuResource), gpus. */}}
 {{- define "smcserve.resources" -}}
-{{- $resources := deepCopy .group.resources -}}
+{{- $resources := include "smcserve.withStorage" (dict "root" .root "resources" .group.resources) | fromYaml -}}
 {{- if and .gpus .group.gpuResource -}}
 {{- $gpus := dict .group.gpuResource .gpus -}}
 {{- $resources = mergeOverwrite $resources (dict "requests" $gpus "limits" $gpus) -}}
