@@ -23,8 +23,8 @@ TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", 
 """From Python 3.12 on the text of an f-string is a token of its own."""
 OF_USERS = {"cohorts", "gangs"}
 """Names that users write in a configuration: they stay."""
-STANDARD = re.compile(r"component: gang|\"gang\"|\bcohorts\b|Little's law")
-"""Exceptions in files other than Python: a label by which users select pods, a key of the configuration, a name from
+STANDARD = re.compile(r"component: gang|\"gang\"|\bcohorts\b|\^gangs\$|Little's law")
+"""Exceptions in files other than Python: a label by which users select pods, keys of the configuration, a name from
 the literature."""
 
 

@@ -133,7 +133,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def status(port: int, path: str, key: str, data: bytes | None) -> int:
-    """Return the HTTP status of a call with this key; 0 if nobody listens."""
+    """Return the HTTP status of a call with this key; 0 if no process listens."""
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
     try:

@@ -1,5 +1,5 @@
 """Starts smg with the flags given, and with the keys in CONTROL_KEY and, if calls need one, API_KEY. They are passed on
-within the process: whoever lists processes can read arguments."""
+within the process: arguments are in every list of processes."""
 
 import os
 import sys
