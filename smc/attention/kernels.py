@@ -19,7 +19,7 @@ for tensor cores, M not; P and O tiles of prefix and own positions."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -154,7 +154,7 @@ def take_in(q_XD, k_PD, v_PD, visible_XP, masked, m_X, l_X, acc_XD, SCALE: tl.co
 
 @one_variant("q", "keys", "values", "table_SL", "part", "q_stride", "table_stride")
 def _prefix_kernel(
-    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, E, position_T,
+    q, keys, values, table_SL, pieces, part, lse, q_stride, table_stride, E, position_T,
     N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -162,10 +162,10 @@ def _prefix_kernel(
     a multiprocessor. With PDL, `_own_kernel` may start once every program here has waited for the queries; its programs
     run beside these, or wait for room."""
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
-    j, piece, W = tl.program_id(0), piece_6W + tl.program_id(1), tl.num_programs(1)
-    x0, queries, slot = tl.load(piece), tl.load(piece + W), tl.load(piece + 2 * W)
-    first, last, entry = tl.load(piece + 3 * W), tl.load(piece + 4 * W), tl.load(piece + 5 * W)
-    if tl.program_id(1) >= tl.load(pieces_1):
+    j, w = tl.program_id(0), tl.program_id(1)
+    x0, queries, slot = tl.load(pieces.query_W + w), tl.load(pieces.queries_W + w), tl.load(pieces.slot_W + w)
+    first, last, entry = tl.load(pieces.begin_W + w), tl.load(pieces.end_W + w), tl.load(pieces.entry_W + w)
+    if w >= tl.load(pieces.count_1):
         if PDL:
             gdc_wait()
         return
@@ -208,7 +208,7 @@ def _prefix_kernel(
 
 @one_variant("q", "cache", "tables", "part", "out", "q_stride")
 def _own_kernel(
-    q, cache, tables, pages, spans, splits_of, part, lse, out, q_stride,
+    q, cache, tables, pages, spans, splits_of, part, lse, out, q_stride, E,
     Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -218,10 +218,10 @@ def _own_kernel(
     BLOCK_Y: tl.constexpr = max(16, BLOCK_M)
     PARTS: tl.constexpr = BLOCK_Y // BLOCK_M
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
-    row_4R, rows, E = splits_of.row_4R, splits_of.rows, splits_of.entries
     j, r = tl.program_id(1), tl.program_id(2)
-    start, count, shared = tl.load(spans.start_R + r), tl.load(spans.count_R + r), tl.load(row_4R + r)
-    entry, step, splits = tl.load(row_4R + rows + r), tl.load(row_4R + 2 * rows + r), tl.load(row_4R + 3 * rows + r)
+    start, count, shared = tl.load(spans.start_R + r), tl.load(spans.count_R + r), tl.load(splits_of.shared_R + r)
+    entry, step = tl.load(splits_of.entry_R + r), tl.load(splits_of.step_R + r)
+    splits = tl.load(splits_of.count_R + r)
     first, s, d = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_S), tl.arange(0, D)
     m, y = first + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_Y)
     real_M, real_Y = m // N < count, (y // N < count) & (y < first + BLOCK_M)
@@ -267,14 +267,6 @@ def _own_kernel(
     out_MD = acc_MD / tl.where(real_M, l_M, 1.0)[:, None]
     at_M = (r * Q + m // N) * (J * N) + j * N + m % N
     tl.store(out + at_M[:, None] * D + d, out_MD, mask=(m < Q * N)[:, None])
-
-
-class RowSplits(NamedTuple):
-    """The location of the splits of rows' prefixes: `Prepared.row_4R`, number of rows, and entries of the workspace."""
-
-    row_4R: Tensor
-    rows: int
-    entries: int
 
 
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
@@ -365,15 +357,14 @@ class SharedPrefixAttention:
         q_THD is rotated, its tokens at any stride; keys, values [P + 1, J, D] already hold the new tokens. Query i <
         count_R of a row is at position start_R + i and sees positions 0 .. start_R + i, or the last `window` of
         them."""
-        (h, j), tune, table, piece_6W = self.heads, self.tuning, prepared.tables.table_SL, prepared.piece_6W
+        (h, j), tune, table, pieces = self.heads, self.tuning, prepared.tables.table_SL, prepared.pieces
         assert q_THD.shape == (self.rows * self.queries, h, self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == j
         entries, spans = self.lse_JE.shape[1], RowSpans(prepared.start_R, prepared.count_R)
         read = (
-            q_THD, keys, values, table, piece_6W, prepared.pieces_1, self.part_JED, self.lse_JE,
-            q_THD.stride(0), table.stride(0), entries,
+            q_THD, keys, values, table, pieces, self.part_JED, self.lse_JE, q_THD.stride(0), table.stride(0), entries,
         )  # fmt: skip
-        grid, keywords = (j, piece_6W.shape[1]), {"BLOCK_P": tune.block_p, "STAGES": tune.stages, **self._constants}
+        grid, keywords = (j, len(pieces.slot_W)), {"BLOCK_P": tune.block_p, "STAGES": tune.stages, **self._constants}
         if self.prefix_kernel is _prefix_kernel or window is not None:
             # The kernel for Hopper does not support windows.
             _prefix_kernel[grid](
@@ -383,7 +374,7 @@ class SharedPrefixAttention:
             self.prefix_kernel[grid](*read, **self._specialized_options, **keywords)
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
             q_THD, CacheTensors(keys, values), *prepared.tables.arguments(), spans,
-            RowSplits(prepared.row_4R, self.rows, entries), self.part_JED, self.lse_JE, out_THD, q_THD.stride(0),
+            prepared.splits, self.part_JED, self.lse_JE, out_THD, q_THD.stride(0), entries,
             Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, WINDOW=window or 0,
             num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip

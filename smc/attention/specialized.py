@@ -131,9 +131,9 @@ def _attend(
     gl.store(part + to_XD, out_XD, mask=gl.expand_dims(x < queries, 1))
 
 
-@gluon.jit(do_not_specialize=["piece_6W", "pieces_1", "lse", "E"])
+@gluon.jit(do_not_specialize=["lse", "E"])
 def prefix_kernel(
-    q, keys, values, table_SL, piece_6W, pieces_1, part, lse, q_stride, table_stride, E,
+    q, keys, values, table_SL, pieces, part, lse, q_stride, table_stride, E,
     N: gl.constexpr, J: gl.constexpr, D: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -142,13 +142,14 @@ def prefix_kernel(
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_P, D], DTYPE)
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_QUERIES, D], DTYPE)
     SCALE: gl.constexpr = D**-0.5 * _LOG2_E
-    j, w, W = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
-    exists, piece = w < gl.load(pieces_1), piece_6W + w
+    j, w = gl.program_id(0), gl.program_id(1)
+    exists = w < gl.load(pieces.count_1)
     # The numbers of a piece that does not exist are undefined: it gets no query and no position.
-    x0, slot = gl.load(piece), gl.where(exists, gl.load(piece + 2 * W), 0)
-    queries = gl.where(exists, gl.load(piece + W), 0)
-    first, last = gl.where(exists, gl.load(piece + 3 * W), 0), gl.where(exists, gl.load(piece + 4 * W), 0)
-    entry = j * E + gl.load(piece + 5 * W)
+    x0, slot = gl.load(pieces.query_W + w), gl.where(exists, gl.load(pieces.slot_W + w), 0)
+    queries = gl.where(exists, gl.load(pieces.queries_W + w), 0)
+    first = gl.where(exists, gl.load(pieces.begin_W + w), 0)
+    last = gl.where(exists, gl.load(pieces.end_W + w), 0)
+    entry = j * E + gl.load(pieces.entry_W + w)
     pages = table_SL + slot.to(gl.int64) * table_stride
     k_SPD = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, D], KV)
     v_SPD = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, D], KV)

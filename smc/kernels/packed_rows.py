@@ -24,7 +24,6 @@ from smc.kernels.norm import sum_parts
 from smc.kernels.round_tensors import Room
 
 FAR = tl.constexpr(2**30)  # Beyond every position and row.
-ROW_FIELDS, PIECE_FIELDS = 4, 6
 BLOCK_T = 128
 LANES = (64, 256, 1024)
 """Sizes of a program that handles all rows: few, since each is compiled."""
@@ -118,6 +117,41 @@ class PieceShape(NamedTuple):
         return min(x + self.block_x * self.pieces, x * triton.cdiv(self.longest, self.block_p))
 
 
+class RowSplits(NamedTuple):
+    """The splits of every row's prefix."""
+
+    shared_R: Tensor
+    """Number of leading positions that the row's group attends to together."""
+    entry_R: Tensor
+    """First entry."""
+    step_R: Tensor
+    """Distance in entries from one split to the next."""
+    count_R: Tensor
+    """Number of splits."""
+
+
+class Pieces(NamedTuple):
+    """Pieces of prefixes; from `count` on they are undefined."""
+
+    query_W: Tensor
+    """First query among all T * N."""
+    queries_W: Tensor
+    """Number of queries."""
+    slot_W: Tensor
+    """Slot whose table names the prefix."""
+    begin_W: Tensor
+    """First position."""
+    end_W: Tensor
+    entry_W: Tensor
+    """Entry of the first query."""
+    count_1: Tensor
+    """Number of pieces."""
+
+    @staticmethod
+    def allocate(room: Room, most: int) -> Pieces:
+        return Pieces(*(room.ints(most) for _ in Pieces._fields[:-1]), room.ints(1))
+
+
 @dataclass(frozen=True)
 class Prepared:
     """Results of `prepare`, which hold for all layers of a pass."""
@@ -129,14 +163,8 @@ class Prepared:
     """Position of every token; 0 where there is no token."""
     page_T: Tensor
     """Page of every token; 0, the dummy page, where there is no token."""
-    row_4R: Tensor
-    """For every row: number of leading positions that its group attends to together, first entry, distance in entries
-    from one split to the next, number of splits."""
-    piece_6W: Tensor
-    """For every piece: first query among all T * N, number of queries, slot whose table names the prefix, first
-    position, end, entry of the first query."""
-    pieces_1: Tensor
-    """Number of pieces; what follows them in memory is undefined."""
+    splits: RowSplits
+    pieces: Pieces
 
 
 def prepare(
@@ -149,11 +177,13 @@ def prepare(
     first live row."""
     rows, room = len(start_R), Room(start_R.device)
     assert all(x.is_contiguous() for x in (start_R, count_R, *groups))
-    pieces = shape.bound(len(groups.first_G), rows, queries)
     out = PrepareOutputs(
-        room.ints(2, rows * queries), room.ints(ROW_FIELDS, rows), room.ints(PIECE_FIELDS, pieces), room.ints(1)
+        position_T=room.ints(rows * queries),
+        page_T=room.ints(rows * queries),
+        splits=RowSplits(*(room.ints(rows) for _ in RowSplits._fields)),
+        pieces=Pieces.allocate(room, shape.bound(len(groups.first_G), rows, queries)),
     )
-    sizes = PrepareSizes(rows, rows * queries, pieces, queries)
+    sizes = PrepareSizes(rows, rows * queries, queries)
     cut = shape._replace(longest=min(shape.longest, tables.table_SL.shape[1]))
     # One program handles all rows to cut prefixes.
     block_r = next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
@@ -161,18 +191,16 @@ def prepare(
         *tables.arguments(), RowSpans(start_R, count_R), groups, out, sizes, cut,
         BLOCK_T=BLOCK_T, BLOCK_R=block_r, num_warps=min(16, max(4, block_r // 128)),
     )  # fmt: skip
-    position_T, page_T = out.new_2T
-    return Prepared(tables, start_R, count_R, position_T, page_T, out.row_4R, out.piece_6W, out.pieces_1)
+    return Prepared(tables, start_R, count_R, *out)
 
 
 class PrepareOutputs(NamedTuple):
     """Written by `prepare`; see `Prepared`."""
 
-    new_2T: Tensor
-    """Rows of the tensor: position, page."""
-    row_4R: Tensor
-    piece_6W: Tensor
-    pieces_1: Tensor
+    position_T: Tensor
+    page_T: Tensor
+    splits: RowSplits
+    pieces: Pieces
 
 
 class PrepareSizes(NamedTuple):
@@ -180,8 +208,6 @@ class PrepareSizes(NamedTuple):
 
     rows: int
     tokens: int
-    room: int
-    """Number of pieces for which there is memory."""
     queries: int
 
 
@@ -217,15 +243,15 @@ def _prepare(tables, pages, spans, groups, out, sizes, cut, BLOCK_T: tl.constexp
     position = tl.where(exists, tl.load(spans.start_R + r) + query, 0)
     table, tail, tail_start = row_tables(r, tables, pages)
     page = page_at(position, exists, table, tail, tail_start, tables, pages)
-    tl.store(out.new_2T + token, position, mask=inside)
-    tl.store(out.new_2T + sizes.tokens + token, page, mask=inside)
+    tl.store(out.position_T + token, position, mask=inside)
+    tl.store(out.page_T + token, page, mask=inside)
 
 
 @triton.jit
 def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     """Cut prefixes into pieces, with one lane for each row of `each` queries; a group's first live row decides for the
     group."""
-    rows, W, longest, each = sizes.rows, sizes.room, cut.longest, sizes.queries * cut.heads
+    rows, longest, each = sizes.rows, cut.longest, sizes.queries * cut.heads
     block_x, block_p, most_pieces = cut.block_x, cut.block_p, cut.pieces
     r = tl.arange(0, BLOCK_R)
     inside = r < rows
@@ -252,22 +278,22 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     splits = tl.cdiv(reads, chunk)
     pieces = tl.where(speaks, tiles * splits, 0)
     entry = tl.cumsum(tl.where(speaks, x * splits, 0), 0) - x * splits
-    tl.store(out.row_4R + r, shared, mask=inside)
-    tl.store(out.row_4R + rows + r, entry + (r - lead) * each, mask=inside)
-    tl.store(out.row_4R + 2 * rows + r, x, mask=inside)
-    tl.store(out.row_4R + 3 * rows + r, tl.where(live, splits, 0), mask=inside)
-    tl.store(out.pieces_1, tl.sum(pieces, 0))
+    tl.store(out.splits.shared_R + r, shared, mask=inside)
+    tl.store(out.splits.entry_R + r, entry + (r - lead) * each, mask=inside)
+    tl.store(out.splits.step_R + r, x, mask=inside)
+    tl.store(out.splits.count_R + r, tl.where(live, splits, 0), mask=inside)
+    tl.store(out.pieces.count_1, tl.sum(pieces, 0))
     begin, chunk = tl.cumsum(pieces, 0) - pieces, chunk * block_p
     for k in tl.range(0, tl.max(pieces, 0)):
         # Tiles of one split are adjacent, since they read the same keys.
         split, done = k // tl.maximum(tiles, 1), k % tl.maximum(tiles, 1) * block_x
-        at, mine = out.piece_6W + begin + k, k < pieces
-        tl.store(at, lead * each + done, mask=mine)
-        tl.store(at + W, tl.minimum(x - done, block_x), mask=mine)
-        tl.store(at + 2 * W, slot, mask=mine)
-        tl.store(at + 3 * W, split * chunk, mask=mine)
-        tl.store(at + 4 * W, tl.minimum(split * chunk + chunk, shared), mask=mine)
-        tl.store(at + 5 * W, entry + split * x + done, mask=mine)
+        at, mine = begin + k, k < pieces
+        tl.store(out.pieces.query_W + at, lead * each + done, mask=mine)
+        tl.store(out.pieces.queries_W + at, tl.minimum(x - done, block_x), mask=mine)
+        tl.store(out.pieces.slot_W + at, slot, mask=mine)
+        tl.store(out.pieces.begin_W + at, split * chunk, mask=mine)
+        tl.store(out.pieces.end_W + at, tl.minimum(split * chunk + chunk, shared), mask=mine)
+        tl.store(out.pieces.entry_W + at, entry + split * x + done, mask=mine)
 
 
 @triton.jit

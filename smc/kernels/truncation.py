@@ -174,6 +174,17 @@ class SearchAims(NamedTuple):
     low_IR: Tensor
 
 
+class Measured(NamedTuple):
+    """What a measurement finds in every block of a row."""
+
+    above_RS: Tensor
+    """float32 number of entries above the key."""
+    mass_RS: Tensor
+    """Their mass."""
+    equal_RS: Tensor
+    """float32 number of entries that equal the key."""
+
+
 class CutSearch(NamedTuple):
     """The results of searches, and the share of the untruncated distribution."""
 
@@ -199,12 +210,13 @@ class _Search:
         # The beginning of every pass's interval, and the sums that the pass finds there.
         self._low_IR = room.ints(self._passes + 1, rows)
         self._found_IRSP = room.floats(self._passes, rows, splits, 1 << DIGIT)
-        self._measured_3RS = room.floats(3, rows, splits)
+        self._measured = Measured(*(room.floats(rows, splits) for _ in Measured._fields))
+        self._best_RS = room.ints(rows, splits)
 
     def begin(self, top_k_R: Tensor | None, top_p_R: Tensor | None, min_p_R: Tensor | None) -> None:
         """Compute every row's maximum and mass, and the aim of the first search."""
-        # The memory of later measurements holds the blocks' sums for now.
-        sums = (*self._measured_3RS[:2], torch.empty_like(self._measured_3RS[0], dtype=torch.int32))
+        # The memory of later measurements holds the blocks' maxima and sums for now.
+        sums = (self._measured.above_RS, self._measured.mass_RS, self._best_RS)
         options = {"BLOCK": self._block, "num_warps": self._warps}
         sum_block[self._grid](*self._distribution, None, self._vocab, *sums, **options)
         # Placeholders of the types that the processors would have.
@@ -227,7 +239,7 @@ class _Search:
     def measure(self, *, searched: bool) -> None:
         """Measure what lies above the key that was found (without a search, the lowest allowed key), and what equals
         it."""
-        self._over_blocks(_measure, self._passes if searched else 0, self._key_R, self._measured_3RS)
+        self._over_blocks(_measure, self._passes if searched else 0, self._key_R, self._measured)
 
     def turn(self, top_p_R: Tensor) -> None:
         """Turn from counts to mass: top-p keeps a share of the mass that top-k has kept."""
@@ -246,7 +258,7 @@ class _Search:
         kernel[self._grid](*self._distribution, self._vocab, *state, index, *arguments, **options, **self._sizes)
 
     def _over_rows(self, kernel: triton.JITFunction, *arguments: object, **options: object) -> None:
-        state = (self._distribution[2], self._top_R, self._key_R, self._measured_3RS, self._grid[0])
+        state = (self._distribution[2], self._top_R, self._key_R, self._measured, self._grid[0])
         kernel[self._grid[1:]](*state, *arguments, **options, **self._sizes, num_warps=self._warps)
 
 
@@ -343,9 +355,9 @@ def _find(
         tl.store(out + v, tl.sum(tl.where(value >= v, weight, 0.0), 0))
 
 
-@one_variant("logits", "stride", "vocab", "found_IRSP", "measured_3RS")
+@one_variant("logits", "stride", "vocab", "found_IRSP", "measured")
 def _measure(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, index, key_R, measured_3RS,
+    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, index, key_R, measured,
     DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Measure one block of one row: count and mass above the key, and the number of entries that equal it."""
@@ -356,21 +368,21 @@ def _measure(
         tl.store(key_R + row, least)
     inverse, _ = inverse_temperature(temperature_R, row)
     key, mass = order_key(raw), tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
-    exists, out = column < vocab, measured_3RS + row * splits + split
-    tl.store(out, tl.sum(((key > least) & exists).to(tl.float32), 0))
-    tl.store(out + rows * splits, tl.sum(tl.where(key > least, mass, 0.0), 0))
-    tl.store(out + 2 * rows * splits, tl.sum(((key == least) & exists).to(tl.float32), 0))
+    exists, out = column < vocab, row * splits + split
+    tl.store(measured.above_RS + out, tl.sum(((key > least) & exists).to(tl.float32), 0))
+    tl.store(measured.mass_RS + out, tl.sum(tl.where(key > least, mass, 0.0), 0))
+    tl.store(measured.equal_RS + out, tl.sum(((key == least) & exists).to(tl.float32), 0))
 
 
 @triton.jit
-def _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS: tl.constexpr, SPLITS: tl.constexpr):
+def _measured(temperature_R, top_R, key_R, measured, row, splits, BITS: tl.constexpr, SPLITS: tl.constexpr):
     """Return for one row: its key, count and mass above it, the number of entries in every block that equal it, and the
     mass of one of those."""
     split, key = tl.arange(0, SPLITS), tl.load(key_R + row)
-    at, inside = measured_3RS + row * splits + split, split < splits
-    above = tl.sum(tl.load(at, mask=inside, other=0.0), 0)
-    mass = tl.sum(tl.load(at + rows * splits, mask=inside, other=0.0), 0)
-    equal_S = tl.load(at + 2 * rows * splits, mask=inside, other=0.0)
+    at, inside = row * splits + split, split < splits
+    above = tl.sum(tl.load(measured.above_RS + at, mask=inside, other=0.0), 0)
+    mass = tl.sum(tl.load(measured.mass_RS + at, mask=inside, other=0.0), 0)
+    equal_S = tl.load(measured.equal_RS + at, mask=inside, other=0.0)
     inverse, _ = inverse_temperature(temperature_R, row)
     each = tl.where(tl.sum(equal_S, 0) > 0, tl.exp(_raw(key, BITS) * inverse - tl.load(top_R + row)), 0.0)
     return key, above, mass, equal_S, each
@@ -378,12 +390,12 @@ def _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS
 
 @one_variant()
 def _turn(
-    temperature_R, top_R, key_R, measured_3RS, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_IR,
+    temperature_R, top_R, key_R, measured, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_IR,
     BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Record for one row where top-k ends, and aim at a share of the mass up to there."""
-    row, rows = tl.program_id(0), tl.num_programs(0)
-    key, above, mass, _, each = _measured(temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS)
+    row = tl.program_id(0)
+    key, above, mass, _, each = _measured(temperature_R, top_R, key_R, measured, row, splits, BITS, SPLITS)
     ties = tl.load(need_R + row) - above
     tl.store(bound_R + row, key)
     tl.store(ties_R + row, ties)
@@ -391,17 +403,15 @@ def _turn(
     tl.store(low_IR + row, tl.maximum(key, tl.load(floor_R + row)))
 
 
-@one_variant("logits", "stride", "vocab", "measured_3RS")
+@one_variant("logits", "stride", "vocab", "measured")
 def _end(
-    temperature_R, top_R, key_R, measured_3RS, splits, logits, stride, vocab, found, last_R, drop_R, counts, weighs,
+    temperature_R, top_R, key_R, measured, splits, logits, stride, vocab, found, last_R, drop_R, counts, weighs,
     BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Finish one row: how many of the entries that equal the key are kept, the column of the last of them, and what is
     added to the dropped entries."""
-    row, rows = tl.program_id(0), tl.num_programs(0)
-    key, above, mass, equal_S, each = _measured(
-        temperature_R, top_R, key_R, measured_3RS, row, rows, splits, BITS, SPLITS
-    )
+    row = tl.program_id(0)
+    key, above, mass, equal_S, each = _measured(temperature_R, top_R, key_R, measured, row, splits, BITS, SPLITS)
     equal = tl.sum(equal_S, 0)
     ties = equal
     if weighs != 0:

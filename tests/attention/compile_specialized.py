@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from smc.attention.kernels import Tuning
 from smc.attention.specialized import REGISTERS, WARPS, prefix_kernel
+from smc.kernels.packed_rows import Pieces
 
 POINTERS = {"q": "*bf16", "keys": "*bf16", "values": "*bf16", "part": "*fp32", "lse": "*fp32"}
 NUMBERS = ("q_stride", "table_stride", "E")
@@ -36,6 +37,7 @@ def compile_for(rows: int, queries: int, dim: int) -> dict:
     signature = {
         n: "constexpr" if n in constants else POINTERS.get(n, "i32" if n in NUMBERS else "*i32") for n in names
     }
+    signature["pieces"] = Pieces(*("*i32" for _ in Pieces._fields))
     values = {(names.index(n),): value for n, value in constants.items()}
     source = GluonASTSource(
         prefix_kernel, signature, values, {(names.index(n),): [["tt.divisibility", 16]] for n in ALIGNED}

@@ -51,11 +51,11 @@ def test_pieces_cover_each_query_and_position_once(groups, heads, pieces, min_ti
 def assert_cover(built: Built, shape: PieceShape, prepared: Prepared, expected: dict[int, tuple[int, int]]) -> None:
     """Check that the pieces cover each shared prefix once. `expected` maps a group's first live row to the number of
     rows from it on, and to the number of positions that they share."""
-    count, width = int(prepared.pieces_1), built.case.queries * shape.heads
-    assert count <= prepared.piece_6W.shape[1]
+    count, width = int(prepared.pieces.count_1), built.case.queries * shape.heads
+    assert count <= len(prepared.pieces.slot_W)
     seen = np.zeros((built.rows * width, 100), dtype=int)
     entry_of, slots = {}, {int(built.slot_R[lead]): lead for lead in expected}
-    for x, queries, slot, begin, end, entry in prepared.piece_6W[:, :count].T.tolist():
+    for x, queries, slot, begin, end, entry in zip(*(field_W[:count].tolist() for field_W in prepared.pieces[:-1])):
         lead = slots[slot]
         assert 0 < queries <= shape.block_x and begin % shape.block_p == 0
         assert lead * width <= x and x + queries <= (lead + expected[lead][0]) * width, "a tile is of one group"
@@ -68,7 +68,7 @@ def assert_cover(built: Built, shape: PieceShape, prepared: Prepared, expected: 
         wanted[lead * width : (lead + size) * width, :shared] = 1
         for r in range(lead, lead + size):
             assert_row_finds_its_entries(
-                prepared.row_4R[:, r].tolist(), r * width, bool(built.count_R[r]), shared, entry_of
+                [int(field_R[r]) for field_R in prepared.splits], r * width, bool(built.count_R[r]), shared, entry_of
             )
     assert np.array_equal(seen, wanted)
 
@@ -92,7 +92,7 @@ def splits(shared: list[int], sizes: list[int], pieces: int = 16, block_p: int =
     groups = Groups(int32(*np.repeat(np.arange(len(sizes)), sizes)), int32(*first), int32(*sizes), int32(*shared))
     starts = int32(*np.repeat(shared, sizes))
     shape = PieceShape(32, 64, block_p, pieces, min_tiles, 20000)
-    return prepare(tables, starts, int32(*[1] * rows), 1, groups, shape).row_4R[3, first].tolist()
+    return prepare(tables, starts, int32(*[1] * rows), 1, groups, shape).splits.count_R[first].tolist()
 
 
 @pytest.mark.parametrize(
