@@ -31,6 +31,8 @@ RAY = "ray"
 """Name of all processes of Ray itself together."""
 TIMEOUT = 5.0
 PREFIXES = ("smc_", "process_")
+OF_MODELS = ("model_name", "pair")
+"""Labels of series that say which models are served."""
 WORDS = 2000
 """Maximum number of characters of the child's log in the error message if it does not start."""
 COMMAND = (
@@ -171,13 +173,13 @@ def scrape(url: str) -> dict[str, float]:
 
 
 def parse(text: str) -> dict[str, float]:
-    """Parse Prometheus' text format. Returns the service's values by series, without buckets and without the label
-    `model_name`."""
+    """Parse Prometheus' text format. Returns the service's values by series, without buckets and without the labels
+    that name the models."""
     metrics = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             if name.startswith(PREFIXES) and not name.endswith("_bucket"):
-                shown = ",".join(f'{key}="{word}"' for key, word in labels.items() if key != "model_name")
+                shown = ",".join(f'{key}="{word}"' for key, word in labels.items() if key not in OF_MODELS)
                 metrics[f"{name}{{{shown}}}" if shown else name] = value
     return metrics
 

@@ -101,26 +101,36 @@ E2E_BUCKETS = (
 )
 
 
+OF_PAIR = (
+    *("smc_build", "smc_spec_decode", "smc_log_evidence_per_token"),
+    *("smc_ess_share_ratio", "smc_committed_lag_tokens", "smc_collapses"),
+)
+"""How names begin of metrics that say how well a draft fits its target, and of the service's description."""
+
+
 class Page(CollectorRegistry):
-    """The registry that is scraped. It labels every `smc_` series with the name of the served model."""
+    """The registry that is scraped. It labels every `smc_` series with the name of the served model, and those of
+    `OF_PAIR` with `pair`, a fingerprint of both models: a window over a restart does not mix two pairs."""
 
     def __init__(self, registry: Any) -> None:
         super().__init__()
         self._registry = registry
         self.model: str | None = None
+        self.pair = ""
 
     def restricted_registry(self, names: Iterable[str]) -> Any:
         """Return a page of the metrics that a scraper asks for by name."""
         page = Page(self._registry.restricted_registry(names))
-        page.model = self.model
+        page.model, page.pair = self.model, self.pair
         return page
 
     def collect(self) -> Iterator[prom.Metric]:
         for metric in self._registry.collect():
             if self.model is not None and metric.name.startswith(PREFIX):
-                metric.samples = [
-                    sample._replace(labels={**sample.labels, "model_name": self.model}) for sample in metric.samples
-                ]
+                added = {"model_name": self.model}
+                if metric.name.startswith(OF_PAIR):
+                    added["pair"] = self.pair
+                metric.samples = [sample._replace(labels=sample.labels | added) for sample in metric.samples]
             yield metric
 
 
@@ -566,6 +576,7 @@ class Metrics(RequestMetrics, EngineMetrics):
         """Describe this service. Call it once, at the start, while no request holds a slot. `model`: the name under
         which the pair is served; `weights`: fingerprints of both models' weights, by role."""
         self._page.model = model
+        self._page.pair = f"{weights['target'][:8]}-{weights['draft'][:8]}"
         for verification in VERIFICATIONS:
             for position in range(block):
                 self._accepted_at.labels(verification, position)

@@ -179,7 +179,7 @@ def particles() -> Dashboard:
     resampled, collapsed = (ratio(rate(f"smc_{what}_total"), ROUNDS) for what in ("resamples", "collapses"))
     alone, tree_rows = (rate(f"smc_spec_decode_num_{what}_total") for what in ("alone_rounds", "rows"))
     low, kept = (
-        f"max({pick('namespace_job:smc_ess_share_low:ratio_rate30m')})",
+        f"max({pick('namespace_job_pair:smc_ess_share_low:ratio_rate30m')})",
         ratio(ANSWER, f"({ROUNDS} + {DRAFTS} + {alone})"),
     )
     drafted, accepted = (rate(f"smc_spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted"))

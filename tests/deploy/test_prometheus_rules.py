@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import pytest
@@ -75,5 +76,8 @@ def test_an_alert_says_what_it_must(rule):
 def test_recorded_names_tell_their_level_metric_and_operation():
     for rule in rules("rules.yml"):
         level, _, _ = rule["record"].split(":")
-        assert "by (namespace, job)" in rule["expr"], "two releases would mix"
-        assert set(level.split("_")) == {"namespace", "job", *rule.get("labels", {})}
+        levels = {tuple(text.split(", ")) for text in re.findall(r"by \(([^)]*)\)", rule["expr"])}
+        assert len(levels) == 1
+        (labels,) = levels
+        assert labels[:2] == ("namespace", "job"), "two releases would mix"
+        assert level.split("_") == [*labels, *rule.get("labels", {})]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.monitor import parse
 from services.cli.distill import logged_prompts
@@ -27,6 +28,7 @@ from smc.local_engine import local_engine
 from smc.potentials import Prefixes
 from smc.scheduler.stats import EngineStats, RoundTimes
 from tests.deploy.binaries import binary
+from tests.deploy.sources import rules
 from tests.gateway.harness import LONG, serving, until
 from tests.scheduler.harness import CASES, answers, request
 from tests.scheduler.pairs import tiny_pair
@@ -86,6 +88,24 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
     before = series()
     report_everything(metrics)
     assert series() == before
+
+
+def test_metrics_of_a_pair_name_it(metrics):
+    """Windows over a restart with another draft do not mix two drafts: what says how well a draft fits has a label
+    with the weights of both models, which the service's description has, too. No other metric has it."""
+    report_everything(metrics)
+    labelled = set()
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        for sample in family.samples:
+            if "pair" in sample.labels:
+                assert sample.labels["pair"] == "ab-cd" and sample.labels["model_name"] == "big"
+                labelled.add(family.name)
+    assert {"smc_build_info", "smc_log_evidence_per_token", "smc_ess_share_ratio", "smc_collapses"} <= labelled
+    assert {"smc_spec_decode_num_drafts", "smc_spec_decode_num_accepted_tokens_per_pos"} <= labelled
+    assert not {"smc_slots_free", "smc_requests", "smc_e2e_request_latency_seconds"} & labelled
+    recorded = [rule["expr"] for rule in rules("rules.yml") if "_pair:" in rule["record"]]
+    read = {name for expr in recorded for name in re.findall(r"\b(smc_\w+?)(?:_total|_bucket|_count)\b", expr)}
+    assert read and read <= labelled, "rules by pair read only what has the label"
 
 
 def report_everything(metrics: Metrics) -> None:
