@@ -12,12 +12,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.backends import Mode, read_bytes
 from services.coordinator.process import RemoteEngine
@@ -25,6 +23,7 @@ from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.base import failure_text
 from services.link.connect import Rendezvous
+from services.link.store import StoreServer
 from services.workers.process import load_rank, run_rank
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE
@@ -57,8 +56,8 @@ class RankProcesses:
         one. `warm_up`: warm up every engine, as a service does before it serves."""
         self._config, self._incarnation, self._warm_up = config, 0, warm_up
         self._shares_gpu = gpus is not None and bool({*gpus[ModelRole.DRAFT]} & {*gpus[ModelRole.TARGET]})
-        limit = timedelta(seconds=config.start_timeout)
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self._secret = secrets.token_hex(16)
+        self._store = StoreServer(HOST, self._secret, config.start_timeout)
         self._ranks = {
             (role, rank): _Rank(f"{role}{rank}", None if gpus is None else gpus[role][rank])
             for role in ModelRole
@@ -83,7 +82,7 @@ class RankProcesses:
         config = replace(self._config, engine=engine)
         pair = config.serving_pair()
         rendezvous = Rendezvous(
-            HOST, self._store.port, self._incarnation, secrets.token_hex(16), config.link, config.start_timeout
+            HOST, self._store.port, self._incarnation, self._secret, config.link, config.start_timeout
         )
         for (role, number), rank in self._ranks.items():
             rank.pipe.send(

@@ -46,7 +46,7 @@ SERVICES = {
     "protobuf": {"pb", "backend"},
     "errors": {"backend", "protobuf"},
     "client": {"pb", "security", "protobuf"},
-    "link": {"pb"},
+    "link": {"pb", "security"},
     "workers": {"pb", "link"},
     "coordinator": {"pb", "link", "protobuf", "backend"},
     "gateway": {"pb", "protobuf", "errors", "metrics", "prompts", "security", "backend"},

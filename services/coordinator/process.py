@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from services.coordinator.service import CoordinatorServer, EngineLoop
 from services.link.base import LinkError
 from services.link.connect import Rendezvous, coordinator_end
 from services.link.remote_worker import RemotePair, RemoteWorker, WorkerFailed
+from services.link.store import GroupStore
 from services.protobuf.coordinator import EngineStep
 from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import Effort, measure_latency
@@ -132,7 +132,7 @@ class RemoteEngine:
         self.workers[ModelRole.DRAFT] = draft
         self.engine.attach_draft(pages)
 
-    def _worker(self, role: ModelRole, store: dist.TCPStore, timeline: Timeline) -> RemoteWorker:
+    def _worker(self, role: ModelRole, store: GroupStore, timeline: Timeline) -> RemoteWorker:
         """Connect to the leader of the role's current incarnation."""
         rendezvous = self._rendezvous[role]
         end = coordinator_end(rendezvous, store, role)

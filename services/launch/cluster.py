@@ -21,8 +21,10 @@ from typing import Any
 
 import ray
 from ray import PlacementGroupID
+from ray._private import ray_constants
 from ray._private import services as ray_services
 from ray._private.state import available_resources_per_node
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -125,6 +127,12 @@ def connect(address: str | None) -> bool:
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, logging_level=logging.WARNING)
+        if get_authentication_mode() == AuthenticationMode.DISABLED:
+            logger.warning(
+                "the Ray cluster at %s asks for no token: whoever reaches its ports can run programs on its hosts; "
+                "set RAY_AUTH_MODE=token on every host and here",
+                address,
+            )
         return False
     # Ray asks for a token unless RAY_AUTH_MODE says otherwise. Only this process and its children know this one, which
     # keeps other users of this machine from running code as this user.
@@ -135,7 +143,7 @@ def connect(address: str | None) -> bool:
         "logging_level": logging.ERROR,
     }
     start: dict[str, Any] = {"address": "local", "num_cpus": LOCAL_CPUS, "_node_ip_address": "127.0.0.1", **options}
-    with _own_sessions():
+    with _own_sessions(), _on_loopback():
         try:
             ray.init(**start)
         except Exception as error:
@@ -164,6 +172,19 @@ def _own_sessions() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = starter
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Make Ray processes that are started inside this context listen on the loopback interface only, as they do on
+    systems where Ray is for one machine. On Linux Ray replaces `_node_ip_address` by the host's address on the network
+    if it is one of the loopback interface."""
+    constants: Any = ray_constants  # Ray reads this setting from the environment when it is imported.
+    clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = clusters
 
 
 def disconnect() -> None:

@@ -11,10 +11,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 
 import ray
-import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from services.backend import ServingPair, StartProgress
@@ -23,6 +21,7 @@ from services.launch import cluster
 from services.launch.config import WorkerGroupConfig, WorkerGroupError, warn_of_few_gpus
 from services.link.base import LinkError, first_line
 from services.link.connect import Rendezvous
+from services.link.store import GroupStore, StoreServer
 from services.workers.process import RankSpec
 from smc.calibration.latency import BRIEF, THOROUGH
 from smc.model.parallel import Shard
@@ -112,7 +111,7 @@ class WorkerGroup:
         """Last liveness probe of each process."""
         self._waited: dict[str, float] = {}
         """Seconds that `check` has waited since the last probe of each process."""
-        self._store: dist.TCPStore | None = None
+        self._store: StoreServer | None = None
         self._rendezvous: Rendezvous | None = None
         self.address = ""
 
@@ -131,12 +130,12 @@ class WorkerGroup:
     def progress(self) -> StartProgress:
         """Return the progress of the start."""
         with self._guard:
-            store, rendezvous, begun = self._store, self._rendezvous, set(self.actors)
+            server, rendezvous, begun = self._store, self._rendezvous, set(self.actors)
         degrees = {role: self._config.degree(role) for role in ModelRole}
-        if store is None or rendezvous is None or len(begun - {"coordinator"}) < sum(degrees.values()):
+        if server is None or rendezvous is None or len(begun - {"coordinator"}) < sum(degrees.values()):
             return StartProgress("reserve")
         percent = {
-            role.value: min(_percent(store, rendezvous.loaded(role, rank)) for rank in range(degree))
+            role.value: min(_percent(server.store, rendezvous.loaded(role, rank)) for rank in range(degree))
             for role, degree in degrees.items()
         }
         return StartProgress("load" if min(percent.values()) < 100 else "prepare", percent)
@@ -212,7 +211,7 @@ class WorkerGroup:
         deadline = time.monotonic() + rendezvous.start_timeout
         self._start_side(ModelRole.DRAFT, rendezvous)
         runs = {run: name for run, name in self._runs.items() if _is_draft(name)}
-        while (store := self._store) is not None and not store.check([rendezvous.name("draft/pages")]):
+        while (server := self._store) is not None and not server.store.check([rendezvous.name("draft/pages")]):
             self._wait_for(list(runs), runs, LOOK_SECONDS)
             if time.monotonic() > deadline:
                 raise WorkerGroupError(f"the draft was not ready after {rendezvous.start_timeout:g} s")
@@ -231,8 +230,10 @@ class WorkerGroup:
     def kill(self) -> None:
         """End every process now and release its reservation. A start that is under way fails."""
         with self._guard:
-            self._ended, self._store = True, None
+            self._ended, store, self._store = True, self._store, None
             ended = self._take(list(self.actors), list(self._groups))
+        if store is not None:
+            store.close()
         _end(*ended)
 
     def _take(
@@ -264,8 +265,8 @@ class WorkerGroup:
 
     def _start(self) -> None:
         config, host = self._config, ray.util.get_node_ip_address()
-        limit = timedelta(seconds=config.start_timeout)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        with self._adding():
+            self._store = StoreServer(host, self.secret, config.start_timeout)
         self._rendezvous = Rendezvous(
             host, self._store.port, self.incarnation, self.secret, config.link, config.start_timeout
         )
@@ -324,7 +325,7 @@ class WorkerGroup:
         return WorkerGroupError(f"{name} ended", draft=draft)
 
 
-def _percent(store: dist.TCPStore, name: str) -> int:
+def _percent(store: GroupStore, name: str) -> int:
     """Return the percentage that a rank has reported under `name`; 0 if it has not reported yet."""
     return int(store.get(name)) if store.check([name]) else 0
 

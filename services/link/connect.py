@@ -1,5 +1,5 @@
-"""Creates the ends of a link of either kind. Processes find each other through a `TCPStore`, under names that include
-the incarnation. Also defines the ends between the two leaders: messages over any transport, or transfers from GPU to
+"""Creates the ends of a link of either kind. Processes find each other through a store, under names that include the
+incarnation. Also defines the ends between the two leaders: messages over any transport, or transfers from GPU to
 GPU."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import hmac
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from services.link.base import (
     failure_text,
 )
 from services.link.distributed import DistributedEnd, make_group
+from services.link.store import GroupStore, connect_store
 from services.link.streams import StreamCaller, StreamServer, proof
 from services.pb import particles_pb2 as pb
 from smc.types import ModelRole
@@ -105,7 +105,7 @@ class Rendezvous:
 
     host: str
     port: int
-    """Port of the `TCPStore`."""
+    """Port of the store (`services.link.store.StoreServer`)."""
     incarnation: int
     secret: str
     link: str
@@ -113,8 +113,8 @@ class Rendezvous:
     start_timeout: float
     """Seconds to wait for the other processes."""
 
-    def store(self) -> dist.TCPStore:
-        return dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.start_timeout))
+    def store(self) -> GroupStore:
+        return connect_store(self.host, self.port, self.secret, self.start_timeout)
 
     def name(self, what: str) -> str:
         return f"{self.incarnation}/{what}"
@@ -123,20 +123,20 @@ class Rendezvous:
         """Return the name under which a rank reports how many percent of its weights it has loaded."""
         return self.name(f"{role}/loaded/{rank}")
 
-    def report_failure(self, store: dist.TCPStore, role: ModelRole, error: Exception) -> None:
+    def report_failure(self, store: GroupStore, role: ModelRole, error: Exception) -> None:
         """Record in the store why a rank of `role` ends. Call it before closing the links, on which messages in transit
         may be lost. A broken link is not recorded as a cause."""
         if not isinstance(error, LinkError):
             with suppress(RuntimeError):  # the store has gone with the rest of the worker group
                 store.set(self.name(f"{role}/failure"), failure_text(error))
 
-    def failure_report(self, store: dist.TCPStore, role: ModelRole) -> str | None:
+    def failure_report(self, store: GroupStore, role: ModelRole) -> str | None:
         """Return why a rank of `role` ended, or None if it is not recorded."""
         name = self.name(f"{role}/failure")
         return store.get(name).decode() if store.check([name]) else None
 
 
-def coordinator_end(rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRole) -> CoordinatorEnd:
+def coordinator_end(rendezvous: Rendezvous, store: GroupStore, role: ModelRole) -> CoordinatorEnd:
     """Return the coordinator's end of the link to the leader of `role`."""
     if rendezvous.link == "grpc":
         return StreamCaller(_address(rendezvous, store, role), rendezvous.secret, "Work")
@@ -161,7 +161,7 @@ class LeaderEnds:
 
 
 def leader_ends(
-    rendezvous: Rendezvous, store: dist.TCPStore, role: ModelRole, host: str, between: torch.device
+    rendezvous: Rendezvous, store: GroupStore, role: ModelRole, host: str, between: torch.device
 ) -> LeaderEnds:
     """Return the ends of the leader of `role`. `between`: device of the tensors between the leaders; on a GPU they go
     over NCCL."""
@@ -175,7 +175,7 @@ def leader_ends(
 
 def peer_end(
     rendezvous: Rendezvous,
-    store: dist.TCPStore,
+    store: GroupStore,
     role: ModelRole,
     between: torch.device,
     server: StreamServer | None = None,
@@ -200,14 +200,14 @@ def peer_end(
     return MessagePeer(DistributedEnd(group("pair"), pb.ExchangeRequest), rendezvous.incarnation, pb.ExchangeRequest)
 
 
-def _publish(rendezvous: Rendezvous, store: dist.TCPStore, who: str, address: str) -> None:
+def _publish(rendezvous: Rendezvous, store: GroupStore, who: str, address: str) -> None:
     """Publish the address where `who` listens. It is signed, since any process that reaches the store can write to
     it."""
     name = rendezvous.name(f"{who}/address")
     store.set(name, f"{address} {proof(rendezvous.secret, f'{name} {address}')}")
 
 
-def _address(rendezvous: Rendezvous, store: dist.TCPStore, who: str) -> str:
+def _address(rendezvous: Rendezvous, store: GroupStore, who: str) -> str:
     """Return the address where `who` listens. Raises LinkError if the signature is wrong."""
     name = rendezvous.name(f"{who}/address")
     address, _, signature = store.get(name).decode().partition(" ")

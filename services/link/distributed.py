@@ -1,11 +1,18 @@
 """Process groups of torch.distributed, and the link over gloo.
 
-Every pair of ends is a process group of two, made over a `TCPStore` that outlives them: when one end dies, only its
-groups are lost, and the next incarnation makes new ones. A message is one frame of fixed size; if it is larger, the
-rest follows in a second send."""
+Every pair of ends is a process group of two, made over a store that outlives them: when one end dies, only its groups
+are lost, and the next incarnation makes new ones. A message is one frame of fixed size; if it is larger, the rest
+follows in a second send.
+
+Gloo takes whoever connects for a member, so the members of its groups prove to each other that they know the worker
+group's secret before anything else is sent. NCCL's connections carry a random number that its members learn from the
+store. Neither encrypts what it sends."""
 
 from __future__ import annotations
 
+import hmac
+import os
+import secrets
 import socket
 import time
 from collections import deque
@@ -20,22 +27,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.link.base import CLOSE_SECONDS, LinkError, Message, first_line
+from services.link.store import GroupStore
+from services.security import is_loopback
 
 Received = TypeVar("Received", bound=Message)
 
 FRAME = 8192
 """Bytes of a frame; the first 8 hold the message's size. A round of one request with N = 8 fits."""
 _HEAD = 8
+NONCE_BYTES = 32
 _KEPT = 64
 """Maximum number of sends in progress, whose buffers are kept: a buffer that is released before it has been received is
 lost silently."""
 
 
 def make_group(
-    store: dist.TCPStore, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu"
+    store: GroupStore, name: str, rank: int, size: int, timeout: float, device: torch.device | str = "cpu"
 ) -> dist.ProcessGroup:
-    """Create a separate process group: gloo on a CPU, NCCL on a GPU. `timeout`: seconds for joining and for every
-    collective.
+    """Create a separate process group: gloo on a CPU, NCCL on a GPU. It listens on the network of the store only.
+    `timeout`: seconds for joining and for every collective. Raises LinkError if a member does not know the secret.
 
     torch's type hints cover neither the creation of these groups nor that they are ProcessGroups, hence `Any`.
     """
@@ -44,12 +54,47 @@ def make_group(
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         # By default gloo listens at the address of the host's own name, on many machines the loopback interface.
-        options._timeout, options._devices = limit, [gloo.create_device(hostname=_address_towards(store.host))]
-        return gloo(prefix, rank, size, options)
+        options._timeout, options._devices = limit, [gloo.create_device(hostname=_address_towards(store.network))]
+        group = gloo(prefix, rank, size, options)
+        _prove_membership(group, store.secret, name, limit)
+        return group
+    if is_loopback(store.network):
+        # NCCL has no option for this. By default it prefers every other interface to this one.
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = limit
     return nccl(prefix, rank, size, options)
+
+
+def _prove_membership(group: dist.ProcessGroup, secret: str, name: str, limit: timedelta) -> None:
+    """Exchange proofs with every other member that both know the secret. Raises LinkError."""
+    rank = group.rank()
+    others = [other for other in range(group.size()) if other != rank]
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    nonces = _exchanged(group, dict.fromkeys(others, nonce), limit)
+
+    def proof(sender: int, receiver: int, nonces: bytes) -> bytes:
+        return hmac.digest(secret.encode(), f"{name} {sender} {receiver} ".encode() + nonces, "sha256")
+
+    proofs = _exchanged(group, {other: proof(rank, other, nonces[other] + nonce) for other in others}, limit)
+    for other in others:
+        if not hmac.compare_digest(proofs[other], proof(other, rank, nonce + nonces[other])):
+            raise LinkError(f"member {other} of {name} does not know the secret of this worker group")
+
+
+def _exchanged(group: dist.ProcessGroup, sent: dict[int, bytes], limit: timedelta) -> dict[int, bytes]:
+    """Send each member its bytes; return those that the members sent, of which there are as many."""
+    here = {other: torch.empty(len(data), dtype=torch.uint8) for other, data in sent.items()}
+    there = {other: torch.frombuffer(bytearray(data), dtype=torch.uint8) for other, data in sent.items()}
+    try:
+        works = [group.recv([tensor], other, 0) for other, tensor in here.items()]
+        works += [group.send([tensor], other, 0) for other, tensor in there.items()]
+        for work in works:
+            work.wait(limit)
+    except RuntimeError as error:
+        raise LinkError(f"a member of the group was lost while it joined: {first_line(error)}") from error
+    return {other: tensor.numpy().tobytes() for other, tensor in here.items()}
 
 
 def _address_towards(host: str) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor
 from services.link import codec
 from services.link.base import LAYOUT_VERSION, LeaderEnd, LinkError, check_envelope, failure_text
 from services.link.distributed import FRAME, frames, make_group, message_in
+from services.link.store import GroupStore
 from services.pb import particles_pb2 as pb
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
@@ -137,7 +138,7 @@ class TensorParallel:
     symmetric memory, large ones NCCL; commands always go over gloo."""
 
     def __init__(
-        self, store: dist.TCPStore, name: str, rank: int, degree: int, device: torch.device, timeout: float
+        self, store: GroupStore, name: str, rank: int, degree: int, device: torch.device, timeout: float
     ) -> None:
         self._commands = make_group(store, f"{name}/commands", rank, degree, timeout)
         self._device, on_cpu = device, device.type == "cpu"

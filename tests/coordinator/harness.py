@@ -6,15 +6,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from services.coordinator.process import Coordinator, CoordinatorSpec
 from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.connect import Rendezvous
+from services.link.store import StoreServer
 from services.workers.process import RankSpec, run_rank
 from smc.api.engine_config import EngineConfig
 from smc.model.parallel import Shard
@@ -34,7 +32,7 @@ def coordinator(
         engine=engine, **{"start_timeout": 30.0, "link_timeout": 20.0, "heartbeat": 0.2, **settings}
     )
     pair = config.serving_pair()
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = StoreServer(HOST, SECRET, 30.0)
     rendezvous = Rendezvous(HOST, store.port, 1, SECRET, config.link, config.start_timeout)
     shards = [(side, Shard(rank, config.degree(side))) for side in SIDES for rank in range(config.degree(side))]
     specs = [rank_spec(config, pair, rendezvous, side, shard) for side, shard in shards]

@@ -4,16 +4,15 @@ coordinator waits for. A target outlives its draft."""
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
 from services.coordinator.process import RemoteEngine
 from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.base import LinkError
 from services.link.connect import Rendezvous
+from services.link.store import StoreServer
 from services.workers.process import run_rank
 from services.workers.rank import ResponseSender
 from smc.api.engine_config import EngineConfig
@@ -54,7 +53,7 @@ def fails(monkeypatch, link: str, side: str, what: str) -> None:
         engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link
     )
     pair = config.serving_pair()
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = StoreServer(HOST, SECRET, 30.0)
     rendezvous = Rendezvous(HOST, store.port, 1, SECRET, link, config.start_timeout)
     errors = {}
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from services.link.store import StoreServer
+
+SECRET = "secret"
 SHAPES = [(1, 2048), (8, 2048), (32, 2048), (1, 8192), (8, 8192), (40, 8192), (72, 8192), (32, 1)]
 
 
 def summed(rank: int, degree: int, port: int, results: multiprocessing.Queue) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     from services.link.distributed import make_group
+    from services.link.store import connect_store
     from services.workers.rank import SymmetricSum
 
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = connect_store("127.0.0.1", port, SECRET, 60.0)
     few = SymmetricSum.between(store, "few", rank, degree)
     group = make_group(store, "many", rank, degree, 60.0, torch.device("cuda"))
     for shape in SHAPES:
@@ -69,7 +71,7 @@ def test_sums_are_those_of_nccl_and_the_same_on_every_rank(degree):
     if torch.cuda.device_count() < degree:
         pytest.skip(f"needs {degree} GPUs")
     context = multiprocessing.get_context("spawn")
-    store, results = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), context.Queue()
+    store, results = StoreServer("127.0.0.1", SECRET, 60.0), context.Queue()
     ranks = [
         context.Process(target=summed, args=(rank, degree, store.port, results), daemon=True) for rank in range(degree)
     ]

@@ -1,4 +1,4 @@
-"""Starting a Ray cluster of this process's own on a busy machine: a start that times out is tried once more."""
+"""Starting a Ray cluster, and joining one. A start that times out on a busy machine is tried once more."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def test_other_start_errors_are_raised(starts, errors, left):
     with pytest.raises(RuntimeError, match=errors[0]):
         cluster.connect(None)
     assert len(starts) == left
+
+
+@pytest.mark.parametrize("mode", ["DISABLED", "TOKEN"])
+def test_a_cluster_that_asks_for_no_token_is_reported(starts, monkeypatch, caplog, mode):
+    monkeypatch.setattr(cluster, "get_authentication_mode", lambda: getattr(cluster.AuthenticationMode, mode))
+    starts += [""]
+    assert not cluster.connect("10.0.0.1:6379")
+    said = "the Ray cluster at 10.0.0.1:6379 asks for no token: whoever reaches its ports can run programs on its hosts"
+    assert (said in caplog.text) == (mode == "DISABLED")

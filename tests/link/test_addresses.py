@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from services.link import distributed
+from services.link.store import StoreServer, connect_store
 
 
 def test_gloo_listens_on_the_network_of_the_store(monkeypatch):
@@ -16,8 +17,8 @@ def test_gloo_listens_on_the_network_of_the_store(monkeypatch):
     monkeypatch.setattr(
         dist.ProcessGroupGloo, "create_device", lambda hostname: asked.append(hostname) or create(hostname=hostname)
     )
-    first = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [first, dist.TCPStore("127.0.0.1", first.port, is_master=False)]
+    server = StoreServer("127.0.0.1", "secret", 30.0)
+    stores = [server.store, connect_store("127.0.0.1", server.port, "secret", 30.0)]
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(lambda rank: distributed.make_group(stores[rank], "group", rank, 2, 30), range(2)))
         got = torch.zeros(3)

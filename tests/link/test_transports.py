@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from services.link.base import LAYOUT_VERSION, LinkError, check_envelope
 from services.link.connect import LeaderEnds, MessagePeer, Rendezvous, coordinator_end, leader_ends, peer_end
 from services.link.distributed import FRAME
+from services.link.store import StoreServer
 from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.pb import particles_pb2 as pb
 from services.workers.process import PeerChannel
@@ -35,7 +34,7 @@ def link(request) -> str:
 @contextmanager
 def connected(link: str) -> Iterator[tuple[dict, dict[str, LeaderEnds]]]:
     """The coordinator's ends and the leaders' ends, by model role, in threads instead of processes."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = StoreServer("127.0.0.1", "secret", 20.0)
     ends, leaders = connect(Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 20.0), ("draft", "target"))
     try:
         yield ends, leaders
@@ -156,7 +155,7 @@ def meet(channel: PeerChannel, incarnation: int, make) -> None:
 def test_a_target_outlives_one_draft_after_the_other(link):
     """Messages expected from a lost draft are read as zeros until another draft is connected; a draft that never
     arrives counts as lost, too."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = StoreServer("127.0.0.1", "secret", 20.0)
     where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 20.0)
     ends, leaders = connect(where, ("draft", "target"))
     target, draft = leaders["target"], leaders.pop("draft")
@@ -213,9 +212,9 @@ def test_cluster_requires_token():
 def test_forged_addresses_reveal_no_secret():
     """Any process that reaches the store may write to it, so forged addresses are refused. A call that reaches a wrong
     server reveals no secret, and its proof is invalid at any other server."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = StoreServer("127.0.0.1", "secret", 20.0)
     where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", "grpc", 20.0)
-    store.set(where.name("draft/address"), "127.0.0.1:1")
+    store.store.set(where.name("draft/address"), "127.0.0.1:1")
     with pytest.raises(LinkError, match=r"'127.0.0.1:1', was not written by this worker group"):
         coordinator_end(where, where.store(), "draft")
     heard = []
