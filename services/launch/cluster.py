@@ -129,8 +129,8 @@ def connect(address: str | None) -> bool:
         ray.init(address=address, logging_level=logging.WARNING)
         if get_authentication_mode() == AuthenticationMode.DISABLED:
             logger.warning(
-                "the Ray cluster at %s asks for no token: whoever reaches its ports can run programs on its hosts; "
-                "set RAY_AUTH_MODE=token on every host and here",
+                "the Ray cluster at %s asks for no token: every program that reaches its ports can run code on its "
+                "hosts; set RAY_AUTH_MODE=token on every host and here",
                 address,
             )
         return False

@@ -4,7 +4,7 @@ Every pair of ends is a process group of two, made over a store that outlives th
 are lost, and the next incarnation makes new ones. A message is one frame of fixed size; if it is larger, the rest
 follows in a second send.
 
-Gloo takes whoever connects for a member, so the members of its groups prove to each other that they know the worker
+Gloo takes any connection for a member, so the members of its groups prove to each other that they know the worker
 group's secret before anything else is sent. NCCL's connections carry a random number that its members learn from the
 store. Neither encrypts what it sends."""
 

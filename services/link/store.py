@@ -70,8 +70,8 @@ class StoreServer:
 
 
 def connect_store(host: str, port: int, secret: str, timeout: float) -> GroupStore:
-    """Connect to the store that a `StoreServer` serves at this address. Raises LinkError if whoever listens there does
-    not know the secret."""
+    """Connect to the store that a `StoreServer` serves at this address. Raises LinkError if the listener does not know
+    the secret."""
     if not is_loopback(host):
         port = _tunnel(host, port, secret, timeout)
     store = GroupStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))

@@ -129,11 +129,12 @@ def test_other_servers_of_dns_and_rules_of_ones_own():
         assert not cluster.reaches_pod(pod, *DNS_POD, 53, "UDP")
 
 
-def test_nothing_is_closed_unless_asked():
-    """A release that has a policy today keeps its traffic."""
-    cluster = Cluster({"networkPolicy": {"enabled": True}}, DOWNLOADED)
+def test_the_ways_out_are_open_unless_asked():
+    """By default a release has a policy for what comes in: ports between its pods are not encrypted."""
+    cluster = Cluster(DOWNLOADED)
     assert [policy["policyTypes"] for policy in cluster.policies] == [["Ingress"]]
     assert all(cluster.reaches_address(pod, "198.51.100.1", 443) for pod in cluster.labels)
+    assert not Cluster({"networkPolicy": {"enabled": False}}, DOWNLOADED).policies
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,10 @@ def test_nothing_is_closed_unless_asked():
             {"networkPolicy": {"enabled": True, "egress": {"rules": [{"ports": [{"port": 80}]}]}}},
             "has no effect with networkPolicy.egress.enabled=false",
         ),
-        ({"networkPolicy": {"egress": {"enabled": True}}}, "has no effect with networkPolicy.enabled=false"),
+        (
+            {"networkPolicy": {"enabled": False, "egress": {"enabled": True}}},
+            "networkPolicy.egress.enabled=true has no effect with networkPolicy.enabled=false",
+        ),
         (closed(models=[{"cidr": "models.example"}]), "/networkPolicy/egress/models/0/cidr"),
         (closed(models=[{"cidr": "10.0.0.0/33"}]), "/networkPolicy/egress/models/0/cidr"),
         (closed(models=[{"cidr": "10.0.0.0/8", "ports": [0]}]), "/networkPolicy/egress/models/0/ports/0"),

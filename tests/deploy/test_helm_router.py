@@ -172,6 +172,9 @@ def test_calls_come_to_it_and_to_the_replicas_only_from_it():
         for rule in of_kind(objects, "NetworkPolicy")["spec"]["ingress"]
     ]
     assert ports == [[], [30000], [9400, 29000]]
+    direct = render(ROUTER, CLOSED, {"route": {"enabled": True, "kind": "GRPCRoute", "parentRefs": [{"name": "edge"}]}})
+    calls = of_kind(direct, "NetworkPolicy")["spec"]["ingress"][1]["ports"]
+    assert [port["port"] for port in calls] == [30000, 50051]
     (rule,) = of_kind(objects, "Ingress")["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "demo-smcserve-router", "port": {"name": "http"}}
     route = {"route": {"enabled": True, "parentRefs": [{"name": "edge"}]}}

@@ -47,5 +47,5 @@ def test_a_cluster_that_asks_for_no_token_is_reported(starts, monkeypatch, caplo
     monkeypatch.setattr(cluster, "get_authentication_mode", lambda: getattr(cluster.AuthenticationMode, mode))
     starts += [""]
     assert not cluster.connect("10.0.0.1:6379")
-    said = "the Ray cluster at 10.0.0.1:6379 asks for no token: whoever reaches its ports can run programs on its hosts"
+    said = "the Ray cluster at 10.0.0.1:6379 asks for no token: every program that reaches its ports"
     assert (said in caplog.text) == (mode == "DISABLED")

@@ -245,9 +245,14 @@
 {{- if $v.hpa.enabled -}}
 {{- include "smcserve.unused" (dict "root" . "paths" (list "pod.replicas") "where" "hpa.enabled=true: use hpa.minReplicas") -}}
 {{- end -}}
-{{- range $part := list "batch" "keda" "hpa" "networkPolicy" "ingress" "route" "router" -}}
+{{- range $part := list "batch" "keda" "hpa" "ingress" "route" "router" -}}
 {{- if not (index $v $part "enabled") -}}
 {{- include "smcserve.unused" (dict "root" $ "paths" (list $part) "where" (printf "%s.enabled=false" $part)) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $v.networkPolicy.enabled -}}
+{{- range $key, $_ := omit $v.networkPolicy "enabled" -}}
+{{- include "smcserve.unused" (dict "root" $ "paths" (list (printf "networkPolicy.%s" $key)) "where" "networkPolicy.enabled=false") -}}
 {{- end -}}
 {{- end -}}
 {{- if not $v.monitoring.rules -}}
