@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-PROTOS := $(wildcard proto/smc/v1/*.proto proto/smc/internal/v1/*.proto)
+PROTOS := $(wildcard proto/smc/v1/*.proto)
 
 .PHONY: help install proto demo test test-kernels test-deploy test-benchmarks test-all lint format clean
 help:            ## Show the targets

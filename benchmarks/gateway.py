@@ -24,6 +24,7 @@ import psutil
 
 from services.backend import Model, ServingPair
 from services.coordinator.client import Dispatcher
+from services.coordinator.messages import EngineStep
 from services.coordinator.service import EngineLoop
 from services.gateway.config import GatewayConfig
 from services.gateway.request_handler import ServiceStatus
@@ -33,7 +34,6 @@ from services.metrics import Metrics
 from services.openai.bodies import CHAT
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc
-from services.protobuf.coordinator import EngineStep
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, FinishReason, Output, Request, Statistics

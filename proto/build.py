@@ -9,8 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 OUT = ROOT.parent / "services" / "pb"
-PACKAGES = ("smc/v1", "smc/internal/v1")
-"""The public API, and what our own processes tell each other."""
 
 
 def build(out: Path = OUT) -> list[Path]:
@@ -22,7 +20,7 @@ def build(out: Path = OUT) -> list[Path]:
     import grpc_tools
     from grpc_tools import protoc
 
-    protos = sorted(proto for package in PACKAGES for proto in (ROOT / package).glob("*.proto"))
+    protos = sorted((ROOT / "smc" / "v1").glob("*.proto"))
     out.mkdir(parents=True, exist_ok=True)
     include = Path(grpc_tools.__file__).parent / "_proto"
     outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]

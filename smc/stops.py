@@ -62,8 +62,6 @@ class StopMachine:
     """Stop tokens, ascending."""
     strings: tuple[bytes, ...]
     """Stop strings, ascending."""
-    next_XB: np.ndarray | None = field(compare=False, repr=False)
-    """State after a byte, int16 [X, 256]; None without strings."""
     biases: tuple[tuple[int, float], ...] = ()
     """Numbers added to logits: pairs of token and number, ascending. They are part of the machine because the models
     store them with it."""
@@ -71,6 +69,11 @@ class StopMachine:
     """The constraint on the answer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the answer must not contain, ascending."""
+    next_XB: np.ndarray | None = field(init=False, compare=False, repr=False)
+    """State after a byte, int16 [X, 256]; None without strings."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "next_XB", _byte_machine(self.strings) if self.strings else None)
 
     @staticmethod
     def of(
@@ -84,14 +87,8 @@ class StopMachine:
         together."""
         if (size := sum(map(len, strings))) > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
-        different = tuple(sorted(set(strings)))
         return StopMachine(
-            tuple(sorted(set(stop_ids))),
-            different,
-            _byte_machine(different) if different else None,
-            biases,
-            constraint,
-            tuple(sorted(set(bad_words))),
+            tuple(sorted(set(stop_ids))), tuple(sorted(set(strings))), biases, constraint, tuple(sorted(set(bad_words)))
         )
 
     @property

@@ -17,11 +17,8 @@ from typing import Protocol
 import grpc
 
 from services.backend import RequestFailed, Unavailable
-from services.link.streams import OPTIONS, PROOF_KEY, proof
-from services.pb import coordinator_pb2 as pb
-from services.pb import coordinator_pb2_grpc as pb_grpc
-from services.protobuf.coordinator import EngineStep, from_response
-from services.protobuf.generation import from_sampling
+from services.coordinator.messages import REQUESTS, STEPS, Abort, EngineStep, Submission
+from services.link.streams import ATTACH, OPTIONS, PROOF_KEY, proof
 from smc.api.request import Answer, Output, Request
 
 logger = logging.getLogger(__name__)
@@ -69,9 +66,9 @@ class Dispatcher:
         for output in step.outputs:
             if (call := self._calls.get(output.request_id)) is not None:
                 call.add(output)
-        for request_id, error in step.refusals.items():
-            if (call := self._calls.get(request_id)) is not None:
-                call.fail(error)
+        for refusal in step.refusals:
+            if (call := self._calls.get(refusal.request_id)) is not None:
+                call.fail(refusal.error)
 
     def fail_all(self, error: Exception) -> None:
         """End every call with this error."""
@@ -131,7 +128,7 @@ class _PendingUpdates:
 
     def _complete(self, answer: Answer | None) -> Answer | None:
         """Add to the answer the tokens of earlier updates, and its seconds by this process's clock. Updates carry only
-        new tokens, and clocks differ between processes: see `services.protobuf.generation.from_update`."""
+        new tokens, and clocks differ between processes: see `EngineStep.to_send`."""
         if answer is None:
             return None
         seconds = time.monotonic() - self._submitted if math.isnan(answer.seconds) else answer.seconds
@@ -155,15 +152,15 @@ class CoordinatorClient(Dispatcher):
         """`on_step` is called with every engine step, `on_lost` once the coordinator is lost."""
         super().__init__(port=self)
         self._on_step, self._on_lost = on_step, on_lost
-        self._outbox: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Messages to the coordinator; None ends the stream."""
         self.lost: Unavailable | None = None
         """Why the coordinator is lost; None: it is not."""
         self.interrupted: list[Request] = []
         """Requests that were in flight when the coordinator was lost."""
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
-        stub = pb_grpc.CoordinatorServiceStub(self._channel)
-        self._call = stub.Attach(self._messages(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True)
+        attach = self._channel.stream_stream(ATTACH)
+        self._call = attach(self._messages(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True)
         self._reader = asyncio.create_task(self._read())
 
     async def attached(self, timeout: float) -> None:
@@ -180,19 +177,10 @@ class CoordinatorClient(Dispatcher):
     def submit(self, request: Request) -> None:
         if self.lost is not None:
             raise self.lost
-        submission = pb.Submission(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            **from_sampling(request.params),
-            cache_salt=request.cache_salt,
-            waited=request.waited,
-            negative_prompt=request.negative_prompt or (),
-            priority=request.priority,
-        )
-        self._outbox.put_nowait(pb.AttachRequest(submit=submission))
+        self._outbox.put_nowait(REQUESTS.encode(Submission(request)))
 
     def abort(self, request_id: str) -> None:
-        self._outbox.put_nowait(pb.AttachRequest(abort=request_id))
+        self._outbox.put_nowait(REQUESTS.encode(Abort(request_id)))
 
     def fail(self, why: str) -> None:
         """End every call with UNAVAILABLE, and refuse later ones."""
@@ -210,14 +198,14 @@ class CoordinatorClient(Dispatcher):
         self._call.cancel()
         await self._channel.close()
 
-    async def _messages(self) -> AsyncIterator[pb.AttachRequest]:
+    async def _messages(self) -> AsyncIterator[bytes]:
         while (message := await self._outbox.get()) is not None:
             yield message
 
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                step = from_response(response)
+                step = STEPS.decode(response)
                 self.deliver(step)
                 self._on_step(step)
             self.fail("the coordinator has stopped; the service is starting again")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from services.coordinator.messages import EngineStep
 from services.coordinator.service import CoordinatorServer, EngineLoop
 from services.link.base import LinkError
 from services.link.connect import Rendezvous, coordinator_end
 from services.link.remote_worker import RemotePair, RemoteWorker, WorkerFailed
 from services.link.store import GroupStore
-from services.protobuf.coordinator import EngineStep
 from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import Effort, measure_latency
 from smc.calibration.warm_up import first_request, rare_requests, warm_up, warm_up_plans

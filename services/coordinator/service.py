@@ -16,16 +16,13 @@ from typing import Any, TypeVar
 import grpc
 
 from services.backend import RequestFailed, Unavailable
-from services.link.streams import OPTIONS, is_proven
-from services.pb import coordinator_pb2 as pb
-from services.pb import coordinator_pb2_grpc as pb_grpc
-from services.protobuf.coordinator import EngineStep, to_response
-from services.protobuf.generation import to_sampling
+from services.coordinator.messages import REQUESTS, STEPS, EngineStep, RefusedRequest, Submission
+from services.link.streams import ATTACH, OPTIONS, is_proven
 from smc.api.request import Output, Request
 from smc.executor.messages import ModelLost
 from smc.scheduler.admission import NoDraft, QueueFull
 from smc.scheduler.engine import Engine
-from smc.scheduler.stats import EngineStats, RoundTimes, Timeline
+from smc.scheduler.stats import RoundTimes, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +143,8 @@ class EngineLoop:
 
     def _deliver_step(self, outputs: list[Output], times: RoundTimes | None) -> None:
         refusals, self._refusals = self._refusals, {}
-        step = EngineStep(outputs, refusals, self._engine.take_stats(), times)
+        refused = tuple(RefusedRequest.of(request_id, error) for request_id, error in refusals.items())
+        step = EngineStep(outputs, refused, self._engine.take_stats(), times)
         self._outliving_draft(lambda: self._deliver(step))
 
     def _outliving_draft(self, work: Callable[[], Any]) -> Any:
@@ -182,7 +180,7 @@ class EngineLoop:
             )
 
 
-class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
+class CoordinatorServer:
     """Passes submissions to the engine's loop, and the engine's steps to the gateway."""
 
     def __init__(self, host: str, secret: str, loop: EngineLoop) -> None:
@@ -191,7 +189,9 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         self._outbox: queue.SimpleQueue[EngineStep | None] | None = None
         self._turn = threading.Lock()
         self._server = grpc.server(ThreadPoolExecutor(4, "attach"), options=OPTIONS)
-        pb_grpc.add_CoordinatorServiceServicer_to_server(self, self._server)
+        service, _, method = ATTACH[1:].partition("/")
+        handlers = {method: grpc.stream_stream_rpc_method_handler(self.Attach)}
+        self._server.add_registered_method_handlers(service, handlers)
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
         self._server.start()
 
@@ -205,9 +205,7 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             self._outbox = None
             outbox.put(None)
 
-    def Attach(
-        self, request_iterator: Iterator[pb.AttachRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.AttachResponse]:
+    def Attach(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         if not is_proven(context.invocation_metadata(), self._secret, self.address):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this coordinator belongs to another worker group")
         if not self._turn.acquire(blocking=False):
@@ -215,11 +213,11 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
         outbox = self._outbox = queue.SimpleQueue()
         context.send_initial_metadata(())  # from now on updates reach the gateway
         submissions = _Submissions()
-        threading.Thread(target=self._take_all, args=(request_iterator, outbox, submissions), daemon=True).start()
+        threading.Thread(target=self._take_all, args=(messages, outbox, submissions), daemon=True).start()
         try:
             for step in iter(outbox.get, None):
                 submissions.end(step)
-                yield to_response(step)
+                yield STEPS.encode(step.to_send())
         finally:
             self._outbox = None
             self._turn.release()
@@ -229,32 +227,20 @@ class CoordinatorServer(pb_grpc.CoordinatorServiceServicer):
             outbox.put(None)
         self._server.stop(grace=0.5)
 
-    def _take_all(
-        self, requests: Iterator[pb.AttachRequest], outbox: queue.SimpleQueue, submissions: _Submissions
-    ) -> None:
+    def _take_all(self, messages: Iterator[bytes], outbox: queue.SimpleQueue, submissions: _Submissions) -> None:
         """Pass on all submissions and aborts of the gateway. When its stream ends, abort its remaining requests."""
         try:
-            for request in requests:
-                if request.WhichOneof("command") == "abort":
-                    self._loop.abort(request.abort)
-                    continue
-                submissions.add(request.submit.request_id)
-                self._submit(request.submit)
+            for command in map(REQUESTS.decode, messages):
+                if isinstance(command, Submission):
+                    submissions.add(command.request.request_id)
+                    self._loop.submit(command.request)
+                else:
+                    self._loop.abort(command.request_id)
         except Exception as error:  # gRPC raises a bare Exception if the other side is gone
             logger.debug("the gateway is gone: %s", error)
         for request_id in submissions.take():
             self._loop.abort(request_id)
         outbox.put(None)
-
-    def _submit(self, submission: pb.Submission) -> None:
-        try:
-            params = to_sampling(submission)
-        except ValueError as error:
-            self.deliver(EngineStep(refusals={submission.request_id: error}, stats=EngineStats()))
-            return
-        prompt, negative = tuple(submission.prompt), tuple(submission.negative_prompt) or None
-        salt, waited, priority = submission.cache_salt, submission.waited, submission.priority
-        self._loop.submit(Request(submission.request_id, prompt, params, salt, waited, negative, priority))
 
 
 class _Submissions:
@@ -270,7 +256,8 @@ class _Submissions:
 
     def end(self, step: EngineStep) -> None:
         with self._guard:
-            self._ids.difference_update(step.refusals, (o.request_id for o in step.outputs if o.answer is not None))
+            ended = (output.request_id for output in step.outputs if output.answer is not None)
+            self._ids.difference_update(ended, (refusal.request_id for refusal in step.refusals))
 
     def take(self) -> set[str]:
         """Return all ids, and forget them."""

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 
 from services import vllm
+from services.coordinator.messages import EngineStep
 from services.gateway import generation
 from services.gateway.config import GatewayConfig
 from services.gateway.request_handler import ServiceStatus
@@ -17,7 +18,6 @@ from services.launch.config import WorkerGroupConfig
 from services.launch.supervisor import Supervisor
 from services.metrics import Metrics
 from services.openai import server as openai_server
-from services.protobuf.coordinator import EngineStep
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from dataclasses import replace
 
 from services.backend import RequestFailed, ServingPair, StartProgress, Unavailable
 from services.coordinator.client import CoordinatorClient
+from services.coordinator.messages import EngineStep
 from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import WorkerGroup
-from services.protobuf.coordinator import EngineStep
 from smc.api.request import Answer, FinishReason, Output, Particle, Request
 from smc.api.sampling_params import Method
 from smc.scheduler.stats import EngineStats

@@ -1,12 +1,10 @@
 """The link's interface: the ends that the coordinator and the leaders of both models use, whatever the transport.
 
-All transports carry the messages of proto/smc/internal/v1/particles.proto. Every wait has a deadline."""
+An end carries bytes; `services.link.messages` says what they mean. Every wait has a deadline."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-from services.pb import particles_pb2 as pb
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,14 +12,12 @@ if TYPE_CHECKING:
 LINKS = ("nccl", "grpc")
 """Kinds of links."""
 
-LAYOUT_VERSION = 22
-"""Version of particles.proto and its arrays; raised with every change that an older peer would misread."""
 CLOSE_SECONDS = 3.0
 """Time for sent messages to be received when an end is closed."""
 
 
 class LinkError(RuntimeError):
-    """The other side is gone, silent past the deadline, or of another incarnation."""
+    """The other side is gone, silent past the deadline, of another incarnation or of another version of smcserve."""
 
     began_here = False
     """Whether a worker reports an error of its own, not a consequence of the other worker's error."""
@@ -38,29 +34,18 @@ def failure_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-Message = pb.WorkRequest | pb.WorkResponse | pb.ExchangeRequest | pb.ExchangeResponse
-Sent = TypeVar("Sent", bound=Message, contravariant=True)
-Received = TypeVar("Received", bound=Message, covariant=True)
-
-
-class End(Protocol[Sent, Received]):
+class End(Protocol):
     """One end of a link. Messages arrive in the order in which they were sent."""
 
-    def send(self, message: Sent) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message; does not wait for the other side."""
         ...
 
-    def receive(self, timeout: float) -> Received:
+    def receive(self, timeout: float) -> bytes:
         """Return the next message. Raises LinkError after `timeout` seconds, or when the other side is gone."""
         ...
 
     def close(self) -> None: ...
-
-
-CoordinatorEnd = End[pb.WorkRequest, pb.WorkResponse]
-"""The coordinator's end of the link to one leader."""
-LeaderEnd = End[pb.WorkResponse, pb.WorkRequest]
-"""The leader's end of the same link."""
 
 
 class PeerEnd(Protocol):
@@ -81,11 +66,3 @@ class PeerEnd(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def check_envelope(message: Message, incarnation: int) -> None:
-    """Refuse a message of another layout or of another incarnation of the worker group. Raises LinkError."""
-    if message.version != LAYOUT_VERSION:
-        raise LinkError(f"a message of layout version {message.version} arrived; this side speaks {LAYOUT_VERSION}")
-    if message.incarnation != incarnation:
-        raise LinkError(f"a message of incarnation {message.incarnation} arrived in incarnation {incarnation}")

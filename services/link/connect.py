@@ -13,30 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link.base import (
-    LAYOUT_VERSION,
-    CoordinatorEnd,
-    End,
-    LeaderEnd,
-    LinkError,
-    PeerEnd,
-    check_envelope,
-    failure_text,
-)
+from services.link.base import End, LinkError, PeerEnd, failure_text
 from services.link.distributed import DistributedEnd, make_group
+from services.link.messages import TRANSFERS, Transfer, check_incarnation
 from services.link.store import GroupStore, connect_store
 from services.link.streams import StreamCaller, StreamServer, proof
-from services.pb import particles_pb2 as pb
 from smc.types import ModelRole
-
-Exchange = pb.ExchangeRequest | pb.ExchangeResponse
 
 
 class MessagePeer:
     """A `services.link.base.PeerEnd` that sends each tensor as a message with incarnation, name and number."""
 
-    def __init__(self, end: End[Exchange, Exchange], incarnation: int, sends: type[Exchange]) -> None:
-        self._end, self._incarnation, self._sends = end, incarnation, sends
+    def __init__(self, end: End, incarnation: int) -> None:
+        self._end, self._incarnation = end, incarnation
         self._sent: Counter[str] = Counter()
         """Number of the last message of each name."""
         self._received: Counter[str] = Counter()
@@ -44,14 +33,13 @@ class MessagePeer:
     def send(self, name: str, tensor: Tensor) -> None:
         data = tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         self._sent[name] += 1
-        envelope = {"version": LAYOUT_VERSION, "incarnation": self._incarnation}
-        self._end.send(self._sends(**envelope, name=name, sequence=self._sent[name], data=data))
+        self._end.send(TRANSFERS.encode(Transfer(self._incarnation, name, self._sent[name], data)))
 
     def receive(self, name: str, here: Tensor, timeout: float) -> None:
         self._received[name] += 1
         sequence = self._received[name]
-        message = self._end.receive(timeout)
-        check_envelope(message, self._incarnation)
+        message = TRANSFERS.decode(self._end.receive(timeout))
+        check_incarnation(message, self._incarnation)
         if (message.name, message.sequence) != (name, sequence):
             raise LinkError(f"{message.name}, number {message.sequence}, came; expected {name}, number {sequence}")
         here.copy_(torch.frombuffer(bytearray(message.data), dtype=here.dtype).view(here.shape))
@@ -136,19 +124,19 @@ class Rendezvous:
         return store.get(name).decode() if store.check([name]) else None
 
 
-def coordinator_end(rendezvous: Rendezvous, store: GroupStore, role: ModelRole) -> CoordinatorEnd:
+def coordinator_end(rendezvous: Rendezvous, store: GroupStore, role: ModelRole) -> End:
     """Return the coordinator's end of the link to the leader of `role`."""
     if rendezvous.link == "grpc":
         return StreamCaller(_address(rendezvous, store, role), rendezvous.secret, "Work")
     group = make_group(store, rendezvous.name(f"{role}/link"), 0, 2, rendezvous.start_timeout)
-    return DistributedEnd(group, pb.WorkResponse)
+    return DistributedEnd(group)
 
 
 @dataclass(frozen=True)
 class LeaderEnds:
     """A leader's ends of its links to the coordinator and to the other leader."""
 
-    coordinator: LeaderEnd
+    coordinator: End
     peer: PeerEnd
     server: StreamServer | None = None
 
@@ -170,7 +158,7 @@ def leader_ends(
         _publish(rendezvous, store, role, server.address)
         return LeaderEnds(server.coordinator, peer_end(rendezvous, store, role, between, server), server)
     group = make_group(store, rendezvous.name(f"{role}/link"), 1, 2, rendezvous.start_timeout)
-    return LeaderEnds(DistributedEnd(group, pb.WorkRequest), peer_end(rendezvous, store, role, between))
+    return LeaderEnds(DistributedEnd(group), peer_end(rendezvous, store, role, between))
 
 
 def peer_end(
@@ -185,10 +173,10 @@ def peer_end(
     if server is not None and role == ModelRole.TARGET:
         end = server.renew_peer()
         _publish(rendezvous, store, PEER, server.address)
-        return MessagePeer(end, rendezvous.incarnation, pb.ExchangeResponse)
+        return MessagePeer(end, rendezvous.incarnation)
     if server is not None:
         caller = StreamCaller(_address(rendezvous, store, PEER), rendezvous.secret, "Exchange")
-        return MessagePeer(caller, rendezvous.incarnation, pb.ExchangeRequest)
+        return MessagePeer(caller, rendezvous.incarnation)
     rank = 0 if role == ModelRole.DRAFT else 1
 
     def group(name: str, at: torch.device | str = "cpu") -> dist.ProcessGroup:
@@ -197,7 +185,7 @@ def peer_end(
     if between.type == "cuda":
         by_sender = [group(f"from {name}", between) for name in (ModelRole.DRAFT, ModelRole.TARGET)]
         return DevicePeer(by_sender[rank], by_sender[1 - rank])
-    return MessagePeer(DistributedEnd(group("pair"), pb.ExchangeRequest), rendezvous.incarnation, pb.ExchangeRequest)
+    return MessagePeer(DistributedEnd(group("pair")), rendezvous.incarnation)
 
 
 def _publish(rendezvous: Rendezvous, store: GroupStore, who: str, address: str) -> None:

@@ -19,18 +19,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link.base import CLOSE_SECONDS, LinkError, Message, first_line
+from services.link.base import CLOSE_SECONDS, LinkError, first_line
 from services.link.store import GroupStore
 from services.security import is_loopback
-
-Received = TypeVar("Received", bound=Message)
 
 FRAME = 8192
 """Bytes of a frame; the first 8 hold the message's size. A round of one request with N = 8 fits."""
@@ -104,23 +102,23 @@ def _address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-class DistributedEnd(Generic[Received]):
-    """Either end of a link; `receives` is the message type that arrives here.
+class DistributedEnd:
+    """Either end of a link, a `services.link.base.End`.
 
     A receive is always posted: gloo sends nothing before the receiver has posted one, and posting it only then would
     cost a round trip that waits for a thread of a busy process."""
 
-    def __init__(self, group: dist.ProcessGroup, receives: type[Received]) -> None:
-        self._other, self._receives = 1 - group.rank(), receives
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._other = 1 - group.rank()
         self._group: dist.ProcessGroup | None = group
         """None once the end is closed."""
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: tuple[dist.Work, Tensor] | None = self._post(FRAME)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message; waits only if the other side is more than `_KEPT` sends behind."""
         assert self._group is not None
-        for frame in frames(message.SerializeToString()):
+        for frame in frames(message):
             try:
                 if len(self._sends) == _KEPT:
                     self._sends.popleft()[0].wait()
@@ -128,12 +126,12 @@ class DistributedEnd(Generic[Received]):
             except RuntimeError as error:
                 raise LinkError(f"the link broke while sending: {error}") from error
 
-    def receive(self, timeout: float) -> Received:
+    def receive(self, timeout: float) -> bytes:
         assert self._posted is not None
         frame = self._wait(self._posted, timeout)
         data = message_in(frame, lambda size: self._wait(self._post(size), timeout))
         self._posted = self._post(FRAME)
-        return self._receives.FromString(data)
+        return data
 
     def close(self) -> None:
         """Close the end once sent messages have been received, or after `CLOSE_SECONDS`: the last message of a worker

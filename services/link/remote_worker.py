@@ -5,16 +5,29 @@ A result is read when the engine asks for it; the begin and end times that the w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from services.link import codec
-from services.link.base import LAYOUT_VERSION, CoordinatorEnd, LinkError, check_envelope
-from services.pb import particles_pb2 as pb
+from services.link.base import End, LinkError
+from services.link.messages import (
+    REQUESTS,
+    RESPONSES,
+    SILENT,
+    Command,
+    Failure,
+    MemoryQuery,
+    MemoryUse,
+    Ping,
+    Reconnect,
+    ReconnectResult,
+    Stop,
+    WorkRequest,
+    WorkResponse,
+    check_incarnation,
+)
 from smc.executor.messages import DraftReport, ModelLost, PromptBatch, PromptResult, RoundResult
 from smc.executor.model_runner import LocalRound
 from smc.executor.plan import Program, RoundPlan, SequenceHandoff
@@ -22,9 +35,6 @@ from smc.scheduler.stats import Timeline
 from smc.types import ModelRole
 
 CLOCK_PINGS = 5
-SILENT = frozenset({"join", "stop"})
-"""Commands that have no response."""
-
 
 Result = TypeVar("Result")
 
@@ -49,7 +59,6 @@ class RemotePending(Generic[Result]):
 
     worker: RemoteWorker
     sequence: int
-    decode: Callable[[pb.WorkResponse], Result]
     _received: tuple[Result, dict[str, tuple[int, int]]] | None = None
 
     def result(self) -> Result:
@@ -65,7 +74,7 @@ class RemotePending(Generic[Result]):
     def _receive(self) -> tuple[Result, dict[str, tuple[int, int]]]:
         if self._received is None:
             response = self.worker.response(self.sequence)
-            self._received = self.decode(response), self.worker.spans(response)
+            self._received = cast(Result, response.result), self.worker.spans(response)
         return self._received
 
 
@@ -76,7 +85,7 @@ class RemoteWorker:
     def __init__(
         self,
         role: ModelRole,
-        end: CoordinatorEnd,
+        end: End,
         incarnation: int,
         timeout: float,
         timeline: Timeline,
@@ -91,7 +100,7 @@ class RemoteWorker:
         self._sequence = 0
         self._unanswered = 0
         self._last_sent = time.monotonic()
-        self._arrived: dict[int, pb.WorkResponse] = {}
+        self._arrived: dict[int, WorkResponse] = {}
         self._pending: WeakValueDictionary[int, RemotePending] = WeakValueDictionary()
         """Results that may still be read."""
         self._awaited = 0
@@ -99,44 +108,38 @@ class RemoteWorker:
         self._clock_offset_ns = 0
 
     def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
-        return self._ask(lambda response: codec.to_prompt_result(response.prompt), prompt=codec.prompt_command(batch))
+        return self._ask(batch)
 
     def join(self, group: SequenceHandoff) -> None:
-        self._send(join=codec.join_command(group))
+        self._send(group)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> RemotePending[RoundResult[np.ndarray] | DraftReport[np.ndarray]]:
         """Request a round. Its result is a RoundResult, or a DraftReport from the draft in a round of both models."""
-        decode: Callable[[pb.RoundOutcome], RoundResult[np.ndarray] | DraftReport[np.ndarray]]
-        decode = (
-            codec.to_draft_report if plan.program is Program.PAIR and self.role == ModelRole.DRAFT else codec.to_result
-        )
-        return self._ask(lambda response: decode(response.round), round=codec.round_command(plan))
+        return self._ask(plan)
 
     def ping(self) -> None:
         """Wait for a sign of life from the worker. Raises LinkError or ModelLost if it does not answer in time."""
-        self.response(self._send(ping=pb.Ping()))
+        self.response(self._send(Ping()))
 
     def keep_alive(self, silence: float) -> None:
         """Ping the worker if it has nothing to do and has been sent nothing for `silence` seconds. Raises as `ping`."""
         if not self._unanswered and time.monotonic() - self._last_sent >= silence:
             self.ping()
 
-    def status(self) -> pb.StatusOutcome:
+    def status(self) -> MemoryUse:
         """Return the worker's memory use."""
-        return self.response(self._send(status=pb.StatusCommand())).status
+        return cast(MemoryUse, self.response(self._send(MemoryQuery())).result)
 
     def stop(self) -> None:
-        self._send(stop=pb.StopCommand())
+        self._send(Stop())
 
     def reconnect(self, incarnation: int, seconds: float) -> bool:
         """Make the worker open a link to the other model's leader of this incarnation within `seconds`. Called again,
         checks the link. Returns whether it is up. Raises LinkError if that leader does not connect."""
-        outcome = self.response(
-            self._send(reconnect=pb.ReconnectCommand(incarnation=incarnation, seconds=seconds))
-        ).reconnect
-        if outcome.error:
-            raise LinkError(f"the {self.role} has no link to the other side: {outcome.error}")
-        return outcome.connected
+        result = cast(ReconnectResult, self.response(self._send(Reconnect(incarnation, seconds))).result)
+        if result.error:
+            raise LinkError(f"the {self.role} has no link to the other side: {result.error}")
+        return result.connected
 
     @property
     def lost(self) -> bool:
@@ -157,12 +160,12 @@ class RemoteWorker:
         samples = []
         for _ in range(CLOCK_PINGS):
             before = time.monotonic_ns()
-            response = self.response(self._send(ping=pb.Ping()))
+            response = self.response(self._send(Ping()))
             after = time.monotonic_ns()
             samples.append((after - before, (before + after - response.begin_ns - response.end_ns) // 2))
         _, self._clock_offset_ns = min(samples)
 
-    def response(self, sequence: int) -> pb.WorkResponse:
+    def response(self, sequence: int) -> WorkResponse:
         """Wait for the response to command `sequence`. Other responses that arrive meanwhile are kept as long as they
         may still be read."""
         try:
@@ -174,20 +177,19 @@ class RemoteWorker:
             self._lost = error
         raise ModelLost(self.role, str(self._lost)) from self._lost
 
-    def _response(self, sequence: int) -> pb.WorkResponse:
+    def _response(self, sequence: int) -> WorkResponse:
         self._awaited = sequence
         if sequence not in self._arrived:
             begin = time.monotonic_ns()
             while sequence not in self._arrived:
-                self._take(self._end.receive(self.timeout))
+                self._take(RESPONSES.decode(self._end.receive(self.timeout)))
             self.timeline.waited(begin, time.monotonic_ns())
         return self._arrived.pop(sequence)
 
-    def _take(self, response: pb.WorkResponse) -> None:
-        check_envelope(response, self.incarnation)
-        kind = response.WhichOneof("result")
-        if kind == "failure":
-            raise WorkerFailed(self.role, response.failure.message)
+    def _take(self, response: WorkResponse) -> None:
+        check_incarnation(response, self.incarnation)
+        if isinstance(response.result, Failure):
+            raise WorkerFailed(self.role, response.result.message)
         if response.sequence in self._pending or response.sequence == self._awaited:
             self._arrived[response.sequence] = response
         for sequence in [s for s in self._arrived if s not in self._pending and s != self._awaited]:
@@ -196,29 +198,27 @@ class RemoteWorker:
         for name, span in self.spans(response).items():
             self.timeline.worked(self.role, name, *span)
 
-    def spans(self, response: pb.WorkResponse) -> dict[str, tuple[int, int]]:
+    def spans(self, response: WorkResponse) -> dict[str, tuple[int, int]]:
         """Return the work that a response reports, in times of this process's clock."""
-        work = {span.name: (span.begin_ns, span.end_ns) for span in response.work}
-        if response.WhichOneof("result") == "prompt":
+        work = response.work
+        if isinstance(response.result, PromptResult):
             work = {"prompt": (response.begin_ns, response.end_ns)}
         offset = self._clock_offset_ns
         return {name: (begin + offset, end + offset) for name, (begin, end) in work.items()}
 
-    def _ask(self, decode: Callable[[pb.WorkResponse], Result], **command) -> RemotePending[Result]:
-        pending = RemotePending(self, self._send(**command), decode)
+    def _ask(self, command: PromptBatch | RoundPlan) -> RemotePending:
+        pending: RemotePending = RemotePending(self, self._send(command))
         self._pending[pending.sequence] = pending
         return pending
 
-    def _send(self, **command) -> int:
+    def _send(self, command: Command) -> int:
         self._sequence += 1
         self._last_sent = time.monotonic()
-        self._unanswered += not command.keys() & SILENT
+        self._unanswered += not isinstance(command, SILENT)
         if self._lost is not None:
             return self._sequence
         try:
-            self._end.send(
-                pb.WorkRequest(version=LAYOUT_VERSION, incarnation=self.incarnation, sequence=self._sequence, **command)
-            )
+            self._end.send(REQUESTS.encode(WorkRequest(self.incarnation, self._sequence, command)))
         except LinkError as error:
             if not self._may_be_lost:
                 raise

@@ -1,8 +1,8 @@
 """The link over gRPC streams, for hosts that torch.distributed does not reach. Messages and deadlines are the same.
 
-Each leader runs a `WorkerService`; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the
-target's. Calls carry a proof of the worker group's secret: other processes cannot command a worker, and a listener at a
-forged address does not learn the secret."""
+Each leader runs a server; the coordinator calls `Work` on both, the draft's leader calls `Exchange` on the target's.
+Both are streams of bytes in both directions. Calls carry a proof of the worker group's secret: other processes cannot
+command a worker, and a listener at a forged address does not learn the secret."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 
-from services.link.base import CLOSE_SECONDS, LinkError, Message
-from services.pb import particles_pb2 as pb
-from services.pb import particles_pb2_grpc as pb_grpc
+from services.link.base import CLOSE_SECONDS, LinkError
 
 OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -33,6 +30,9 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 PROOF_KEY = "smc-group-proof"
+SERVICE = "smc.internal.Worker"
+ATTACH = "/smc.internal.Coordinator/Attach"
+"""The stream between gateway and coordinator."""
 
 
 def proof(secret: str, what: str) -> str:
@@ -54,10 +54,10 @@ class StreamEnd:
         self.outbox: queue.SimpleQueue = queue.SimpleQueue()
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: bytes) -> None:
         self.outbox.put(message)
 
-    def receive(self, timeout: float) -> Any:
+    def receive(self, timeout: float) -> bytes:
         try:
             item = self.inbox.get(timeout=timeout)
         except queue.Empty:
@@ -76,15 +76,14 @@ class StreamCaller(StreamEnd):
     def __init__(self, address: str, secret: str, method: str) -> None:
         super().__init__()
         self._channel = grpc.insecure_channel(address, OPTIONS)
-        stream = getattr(pb_grpc.WorkerServiceStub(self._channel), method)
-        self._call = stream(
+        self._call = self._channel.stream_stream(f"/{SERVICE}/{method}")(
             iter(self.outbox.get, None), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True
         )
         source = self._call, self.inbox, f"the leader at {address}"
         self._reader = threading.Thread(target=_pump, args=source, daemon=True)
         self._reader.start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: bytes) -> None:
         if not self._call.is_active():
             raise LinkError(f"the link broke: {self._call.details()}")
         super().send(message)
@@ -97,7 +96,7 @@ class StreamCaller(StreamEnd):
         self._channel.close()
 
 
-class StreamServer(pb_grpc.WorkerServiceServicer):
+class StreamServer:
     """A leader's server: its ends of the link to the coordinator and, at the target, of the link between the
     leaders."""
 
@@ -106,19 +105,16 @@ class StreamServer(pb_grpc.WorkerServiceServicer):
         self.coordinator, self.peer = StreamEnd(), StreamEnd()
         # Work and Exchange each hold a thread for as long as they run; the third thread refuses other callers.
         self._server = grpc.server(ThreadPoolExecutor(3, "link"), options=OPTIONS)
-        pb_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        streams = {name: grpc.stream_stream_rpc_method_handler(getattr(self, name)) for name in ("Work", "Exchange")}
+        self._server.add_registered_method_handlers(SERVICE, streams)
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
         self._server.start()
 
-    def Work(
-        self, request_iterator: Iterator[pb.WorkRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.WorkResponse]:
-        yield from self._join(self.coordinator, request_iterator, context, "the coordinator")
+    def Work(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from self._join(self.coordinator, messages, context, "the coordinator")
 
-    def Exchange(
-        self, request_iterator: Iterator[pb.ExchangeRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.ExchangeResponse]:
-        yield from self._join(self.peer, request_iterator, context, "the draft")
+    def Exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from self._join(self.peer, messages, context, "the draft")
 
     def renew_peer(self) -> StreamEnd:
         """Return an end for another peer, whose call arrives later. The end for the earlier peer is closed."""

@@ -1,26 +1,19 @@
-"""Converts sampling settings, requests and answers between protobuf messages and the library's types. Imports no model
-code, so that clients start quickly.
-
-Nothing is sent twice: an update carries only what is new. So the answer in the last update holds only that update's
-tokens, log-probabilities and text until `services.coordinator.client` joins all updates. `Answer.seconds` is not sent,
-because clocks differ."""
+"""Converts sampling settings, requests and answers between messages of the public API and the library's types. Imports
+no model code, so that clients start quickly."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from services.pb import coordinator_pb2
 from services.pb import generation_pb2 as pb
-from services.pb.coordinator_pb2 import Submission
 from smc.api.constraint import check_constraint
-from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Statistics, Times
+from smc.api.request import Alternatives, Answer, FinishReason, Particle, PromptToken
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.api.settings import Biases, Items, OneOf
 
@@ -158,9 +151,6 @@ def _set(message: pb.SamplingParams, name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}; allowed: {kind}") from error
 
 
-SECONDS_UNKNOWN = math.nan
-
-
 def data_of(kind: type[Data], message: Any, **known: Any) -> Data:
     """Build the dataclass `kind` from a message's fields with the same names. `known`: fields that have other
     values."""
@@ -169,7 +159,7 @@ def data_of(kind: type[Data], message: Any, **known: Any) -> Data:
 
 
 def to_sampling(
-    message: pb.GenerateRequest | Submission, defaults: Mapping[str, Any] = MappingProxyType({}), **own: Any
+    message: pb.GenerateRequest, defaults: Mapping[str, Any] = MappingProxyType({}), **own: Any
 ) -> SamplingParams:
     """Return the library's settings from a message with sampling settings and reports. An absent setting has its value
     in `own`, else in `defaults`, else the library's default. A value of `defaults` that contradicts the message is left
@@ -188,19 +178,8 @@ def _given(message: Any, name: str) -> Any:
     return getattr(message, name)
 
 
-def from_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of a message with sampling settings and reports. They include every setting, so that the
-    message does not depend on the reader's defaults.
-
-    Raises ValueError for an integer that the message cannot hold.
-    """
-    sampling = sampling_message({name: getattr(params, name) for name in SAMPLING})
-    return {"sampling": sampling} | {name: getattr(params, name) for name in REPORTS}
-
-
 def to_finish(answer: Answer, *, statistics: bool = True) -> pb.Finish:
-    """Return the message that ends an answer. `statistics`: include them. The API has none for plain decoding; messages
-    between our own processes always include them."""
+    """Return the message that ends an answer. `statistics`: include them. The API has none for plain decoding."""
     finish = pb.Finish(
         reason=FINISH_REASONS.get(answer.finish_reason.value, pb.FINISH_REASON_UNSPECIFIED),
         usage=pb.Usage(
@@ -256,50 +235,3 @@ def _from_prompt_tokens(tokens: tuple[PromptToken, ...]) -> pb.PromptLogprobs:
 def to_prompt_tokens(message: pb.PromptLogprobs) -> tuple[PromptToken, ...]:
     likeliest = map(to_alternatives, message.top_logprobs)
     return tuple(map(PromptToken, message.logprobs, message.ranks, likeliest))
-
-
-def to_update(output: Output) -> coordinator_pb2.Update:
-    """Return the message of a request's update for the stream between coordinator and gateway."""
-    update = coordinator_pb2.Update(
-        request_id=output.request_id, text=output.text, token_ids=output.tokens, logprobs=output.logprobs
-    )
-    answer = output.answer
-    if answer is not None:
-        update.finish.CopyFrom(to_finish(replace(answer, logprobs=None)))
-        if answer.finish_reason is FinishReason.ERROR:
-            update.error = answer.error or ""
-        elif answer.finish_reason is FinishReason.CANCELLED:
-            update.cancelled = True
-    return update
-
-
-def from_update(update: coordinator_pb2.Update) -> Output:
-    """Return the contents of an update. An answer in it holds the tokens, log-probabilities and text of this update
-    only, not of earlier ones.
-
-    The answer's `seconds` is NaN, because it is not known here. Its `logprobs`, `top_logprobs` and `particles` are None
-    if they are empty, even if they were requested."""
-    tokens, logprobs, answer = tuple(update.token_ids), tuple(update.logprobs), None
-    if update.HasField("finish"):
-        finish, ending = update.finish, update.WhichOneof("ending")
-        reason = {"error": FinishReason.ERROR, "cancelled": FinishReason.CANCELLED}.get(ending)
-        matched = finish.WhichOneof("matched")
-        answer = Answer(
-            request_id=update.request_id,
-            tokens=tokens,
-            text=update.text,
-            finish_reason=reason or FinishReason(name_of(FINISH_REASONS, finish.reason, "finish.reason")),
-            matched=getattr(finish, matched) if matched else None,
-            seed=finish.seed,
-            prompt_tokens=finish.usage.prompt_tokens,
-            statistics=data_of(Statistics, finish.statistics),
-            seconds=SECONDS_UNKNOWN,
-            logprobs=logprobs or None,
-            error=update.error if ending == "error" else None,
-            cached_tokens=finish.usage.cached_tokens,
-            times=data_of(Times, finish.times),
-            particles=tuple(map(to_particle, finish.particles)) or None,
-            top_logprobs=tuple(map(to_alternatives, finish.top_logprobs)) or None,
-            prompt_logprobs=to_prompt_tokens(finish.prompt_logprobs) if finish.HasField("prompt_logprobs") else None,
-        )
-    return Output(update.request_id, tokens, update.text, answer, logprobs)

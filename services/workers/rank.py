@@ -23,12 +23,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link import codec
-from services.link.base import LAYOUT_VERSION, LeaderEnd, LinkError, check_envelope, failure_text
+from services.link.base import End, LinkError, failure_text
 from services.link.distributed import FRAME, frames, make_group, message_in
+from services.link.messages import (
+    REQUESTS,
+    RESPONSES,
+    Failure,
+    MemoryQuery,
+    MemoryUse,
+    Ping,
+    Pong,
+    Reconnect,
+    ReconnectResult,
+    Result,
+    Stop,
+    WorkRequest,
+    WorkResponse,
+    check_incarnation,
+)
 from services.link.store import GroupStore
-from services.pb import particles_pb2 as pb
+from smc.executor.messages import PromptBatch
 from smc.executor.model_runner import DraftRunner, TargetRunner
+from smc.executor.plan import RoundPlan, SequenceHandoff
 from smc.executor.worker import ModelWorker
 
 ROOM = 8 << 20
@@ -42,9 +58,9 @@ _FROM_LEADER.rootRank = 0
 _FROM_LEADER.rootTensor = 0
 CLOSE_SECONDS = 5.0
 logger = logging.getLogger(__name__)
-Respond = Callable[[], pb.WorkResponse]
+Respond = Callable[[], WorkResponse]
 """Waits for the results of a command, and returns its response."""
-Reconnect = Callable[[int, float], bool]
+Reconnection = Callable[[int, float], bool]
 """Opens a link to the other model's leader in the background. Arguments: its incarnation, and the timeout in seconds.
 Returns whether the link is up. Raises RuntimeError if the leader does not connect."""
 
@@ -196,15 +212,15 @@ class ResponseSender:
     """Sends responses to the coordinator in order. `waits`: responses have to wait for results of the device; a thread
     does so, and the next command can be executed meanwhile."""
 
-    def __init__(self, end: LeaderEnd, incarnation: int, *, waits: bool) -> None:
+    def __init__(self, end: End, incarnation: int, *, waits: bool) -> None:
         self._end, self._incarnation = end, incarnation
         self._turn = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[int, Callable[[], pb.WorkResponse]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Respond] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True) if waits else None
         if self._thread is not None:
             self._thread.start()
 
-    def put(self, sequence: int, respond: Callable[[], pb.WorkResponse]) -> None:
+    def put(self, sequence: int, respond: Respond) -> None:
         """Send the response that `respond` returns for command `sequence`, after all earlier responses."""
         if self._thread is None:
             self._send(respond())
@@ -213,10 +229,7 @@ class ResponseSender:
 
     def fail(self, sequence: int, error: Exception) -> None:
         """Report that the worker could not execute a command and stops; other queued responses may never be sent."""
-        failure = pb.Failure(message=failure_text(error))
-        self._send(
-            pb.WorkResponse(version=LAYOUT_VERSION, incarnation=self._incarnation, sequence=sequence, failure=failure)
-        )
+        self._send(WorkResponse(self._incarnation, sequence, Failure(failure_text(error))))
 
     def close(self) -> None:
         """Wait until all responses have been sent, at most `CLOSE_SECONDS`."""
@@ -233,11 +246,11 @@ class ResponseSender:
                 self.fail(sequence, error)
                 return
 
-    def _send(self, response: pb.WorkResponse) -> None:
+    def _send(self, response: WorkResponse) -> None:
         """Send under a lock: `fail` may be called in another thread than `_run`, and an end takes one message at a
         time."""
         with self._turn:
-            self._end.send(response)
+            self._end.send(RESPONSES.encode(response))
 
 
 class Rank:
@@ -249,97 +262,88 @@ class Rank:
         side: DraftRunner | TargetRunner,
         incarnation: int,
         timeout: float,
-        reconnect: Reconnect | None = None,
+        reconnect: Reconnection | None = None,
     ) -> None:
         """`side`: runs the worker's part of rounds. `timeout`: seconds to wait for a command. `reconnect`: given to
         leaders only."""
         self.worker, self.side, self.incarnation, self.timeout = worker, side, incarnation, timeout
         self._reconnect_to = reconnect
 
-    def carry_out(self, request: pb.WorkRequest, answers: ResponseSender | None = None) -> None:
+    def carry_out(self, request: WorkRequest, answers: ResponseSender | None = None) -> None:
         """Execute a command, and pass its response, if it has one, to `answers`. Raises LinkError for a message of
         another incarnation."""
-        check_envelope(request, self.incarnation)
-        kind = request.WhichOneof("command")
-        if kind == "join":
-            self.side.join(codec.to_join(request.join))
-            return
-        begin = time.monotonic_ns()
-        carry_out = {
-            "round": self._round,
-            "prompt": self._prompt,
-            "status": self._status,
-            "ping": self._ping,
-            "reconnect": self._reconnect,
-        }
-        respond = carry_out[kind](request, begin)
+        check_incarnation(request, self.incarnation)
+        command, begin = request.command, time.monotonic_ns()
+        respond: Respond
+        match command:
+            case SequenceHandoff():
+                self.side.join(command)
+                return
+            case RoundPlan():
+                respond = self._round(request.sequence, command)
+            case PromptBatch():
+                respond = self._prompt(request.sequence, command)
+            case MemoryQuery():
+                respond = self._at_once(request.sequence, begin, self._status())
+            case Reconnect():
+                respond = self._at_once(request.sequence, begin, self._reconnect(command))
+            case Ping():
+                respond = self._at_once(request.sequence, begin, Pong())
+            case _:
+                raise AssertionError(f"a worker cannot carry out {command}")
         if answers is not None:
             answers.put(request.sequence, respond)
 
-    def _response(self, request: pb.WorkRequest, begin: int, end: int, **result) -> pb.WorkResponse:
-        return pb.WorkResponse(
-            version=LAYOUT_VERSION,
-            incarnation=self.incarnation,
-            sequence=request.sequence,
-            begin_ns=begin,
-            end_ns=end,
-            **result,
-        )
+    def _at_once(self, sequence: int, begin: int, result: Result) -> Respond:
+        response = WorkResponse(self.incarnation, sequence, result, begin, time.monotonic_ns())
+        return lambda: response
 
-    def _round(self, request: pb.WorkRequest, _begin: int) -> Respond:
-        reading = self.side.round(codec.to_plan(request.round))
+    def _round(self, sequence: int, plan: RoundPlan) -> Respond:
+        pending = self.side.round(plan)
 
-        def respond() -> pb.WorkResponse:
-            outcome = codec.round_outcome(reading.result())
-            work = [pb.Span(name=name, begin_ns=begin, end_ns=end) for name, (begin, end) in reading.spans().items()]
-            begin, end = min(span.begin_ns for span in work), max(span.end_ns for span in work)
-            return self._response(request, begin, end, work=work, round=outcome)
+        def respond() -> WorkResponse:
+            result = pending.result()
+            work = pending.spans()
+            begin, end = min(begin for begin, _ in work.values()), max(end for _, end in work.values())
+            return WorkResponse(self.incarnation, sequence, result, begin, end, work)
 
         return respond
 
-    def _prompt(self, request: pb.WorkRequest, _begin: int) -> Respond:
-        pending = self.worker.run_prompts(codec.to_prompt_batch(request.prompt))
+    def _prompt(self, sequence: int, batch: PromptBatch) -> Respond:
+        pending = self.worker.run_prompts(batch)
 
-        def respond() -> pb.WorkResponse:
-            outcome = codec.prompt_outcome(pending.result())
+        def respond() -> WorkResponse:
+            result = pending.result()
             ((begin, end),) = pending.spans().values()
-            return self._response(request, begin, end, prompt=outcome)
+            return WorkResponse(self.incarnation, sequence, result, begin, end)
 
         return respond
 
-    def _status(self, request: pb.WorkRequest, begin: int) -> Respond:
+    def _status(self) -> MemoryUse:
         device, stages = self.worker.device, self.side.stages
         device_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        outcome = pb.StatusOutcome(
-            device_bytes=device_bytes, recorded_rounds=stages.recorded_keys, recorded_bytes=stages.recorded_bytes
-        )
-        return lambda: self._response(request, begin, time.monotonic_ns(), status=outcome)
+        return MemoryUse(device_bytes, stages.recorded_keys, stages.recorded_bytes)
 
-    def _reconnect(self, request: pb.WorkRequest, begin: int) -> Respond:
-        outcome = pb.ReconnectOutcome()
+    def _reconnect(self, command: Reconnect) -> ReconnectResult:
+        if self._reconnect_to is None:
+            return ReconnectResult()
         try:
-            if self._reconnect_to is not None:
-                outcome.connected = self._reconnect_to(request.reconnect.incarnation, request.reconnect.seconds)
+            return ReconnectResult(connected=self._reconnect_to(command.incarnation, command.seconds))
         except RuntimeError as what:
-            outcome.error = failure_text(what)
-        response = self._response(request, begin, time.monotonic_ns(), reconnect=outcome)
-        return lambda: response
-
-    def _ping(self, request: pb.WorkRequest, begin: int) -> Respond:
-        response = self._response(request, begin, time.monotonic_ns(), pong=pb.Pong())
-        return lambda: response
+            return ReconnectResult(error=failure_text(what))
 
 
-def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> None:
+def lead(rank: Rank, end: End, spread: Callable[[bytes], None] | None) -> None:
     """Serve the coordinator until it sends a stop command. `spread` sends a command to the other ranks. Reports errors
     to the coordinator, then raises them."""
     answers = ResponseSender(end, rank.incarnation, waits=rank.worker.device.type == "cuda")
     try:
         while True:
-            request = end.receive(rank.timeout)
+            message = end.receive(rank.timeout)
             if spread is not None:
-                spread(request.SerializeToString())
-            if request.WhichOneof("command") == "stop":
+                spread(message)
+            request = REQUESTS.decode(message)
+            if isinstance(request.command, Stop):
                 return
             try:
                 rank.carry_out(request, answers)
@@ -353,7 +357,7 @@ def lead(rank: Rank, end: LeaderEnd, spread: Callable[[bytes], None] | None) -> 
 def follow(rank: Rank, receive: Callable[[], bytes]) -> None:
     """Execute the commands that the leader passes on, until a stop command."""
     while True:
-        request = pb.WorkRequest.FromString(receive())
-        if request.WhichOneof("command") == "stop":
+        request = REQUESTS.decode(receive())
+        if isinstance(request.command, Stop):
             return
         rank.carry_out(request)

@@ -98,7 +98,7 @@ class SamplingParams:
     """`smc`, `exact`, `target` or `draft`. Default: `smc`, and at temperature 0 `exact`."""
     max_tokens: int = setting(
         DEFAULT_MAX_TOKENS,
-        integer(lambda value: value >= 1, ">= 1"),
+        integer(lambda value: 1 <= value < 2**31, ">= 1, < 2**31"),
         option=Option(
             "Maximum number of answer tokens. Default: 256, or the rest of the context if that is less.", "TOKENS"
         ),
@@ -148,7 +148,7 @@ class SamplingParams:
     """Strings that end the answer; its text ends before the earliest of them."""
     stop_token_ids: tuple[int, ...] = setting(
         (),
-        Items(is_token, "token ids >= 0", MAX_STOP_IDS, "ids"),
+        Items(is_token, "token ids >= 0, < 2**31", MAX_STOP_IDS, "ids"),
         option=Option("A token id that ends the answer; may be repeated.", "ID", ("--stop-token-id",)),
     )
     """Token ids that end the answer, besides the model's own EOS."""
@@ -156,7 +156,7 @@ class SamplingParams:
     """Treat EOS as a token like any other."""
     min_tokens: int = setting(
         0,
-        integer(lambda value: value >= 0, ">= 0"),
+        integer(lambda value: 0 <= value < 2**31, ">= 0, < 2**31"),
         option=Option(
             "Minimum number of answer tokens: until then stop tokens are not drawn, and stop strings have no effect.",
             "TOKENS",

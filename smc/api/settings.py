@@ -169,7 +169,7 @@ class Biases:
             if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10:
                 token = int(token)
             if not is_token(token) or token in found:
-                raise ValueError(f"{name} contains token {token!r}; allowed: token ids >= 0, each once")
+                raise ValueError(f"{name} contains token {token!r}; allowed: token ids >= 0, < 2**31, each once")
             if not is_number(bias) or abs(bias) > self.largest:
                 raise ValueError(
                     f"{name} contains {bias!r} for token {token}; allowed: -{self.largest:g} to {self.largest:g}"
@@ -184,4 +184,5 @@ def is_number(value: object) -> bool:
 
 
 def is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Whether the value may be a token id of some vocabulary."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31

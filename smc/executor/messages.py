@@ -10,18 +10,16 @@ tokens that are scored, K top_logprobs."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from smc.distributions import DistributionSpec
+from smc.philox import Purpose
+from smc.stops import StopMachine
 from smc.types import Array, ModelRole
-
-if TYPE_CHECKING:
-    from smc.distributions import DistributionSpec
-    from smc.philox import Purpose
-    from smc.stops import StopMachine
 
 
 class Stream(NamedTuple):
@@ -88,15 +86,14 @@ class Draws:
 @dataclass(frozen=True)
 class TopLogprobsSpec:
     """Request for the likeliest tokens after each of the last tokens of rows, under the distribution of the next token.
-    Axis R covers the first rows of the batch, which are scored; the rows after them only guide. Axis Y covers the
-    scored tokens, row after row."""
+    Axis R covers the first rows of the batch, which are scored; the rows after them only guide. Axis B covers all
+    rows of the batch, axis Y the scored tokens, row after row."""
 
     distribution: DistributionSpec[np.ndarray]
     count: int
     """K; the whole vocabulary if that has fewer tokens."""
-    scored_R: np.ndarray
-    """int32 number of the row's last tokens that are scored, for all rows of the batch. It is the same for a row and
-    the row that guides it."""
+    scored_B: np.ndarray
+    """int32 number of the row's last tokens that are scored. It is the same for a row and the row that guides it."""
     least_R: np.ndarray
     """int32: the token at a position below this must not end the answer."""
     machines: tuple[StopMachine | None, ...]

@@ -54,7 +54,7 @@ def likeliest(
     """Return the likeliest tokens int32 [Y, K] and their log p [Y, K], then log p and ranks of the given tokens, as in
     `PromptResult`. `ends_R`: number of positions of every row after this pass."""
     device, rows = hidden_XE.device, len(spec.distribution.temperature_R)
-    scored_R, ends_R = spec.scored_R[:rows], ends_R[:rows]
+    scored_R, ends_R = spec.scored_B[:rows], ends_R[:rows]
     row_Y = np.repeat(np.arange(rows), scored_R)
     next_Y = ends_R[row_Y] - scored_R[row_Y] + offsets(scored_R) + 1
     unconditional_Y = _unconditional_tokens(spec, row_Y, offsets(scored_R))
@@ -92,8 +92,8 @@ def _unconditional_tokens(spec: TopLogprobsSpec, row_Y: np.ndarray, offset_Y: np
     index if no row does. None: no row is guided."""
     if spec.unconditional_R is None:
         return None
-    begin_R = np.cumsum(spec.scored_R) - spec.scored_R
-    return begin_R[spec.unconditional_R[row_Y]] + offset_Y
+    begin_B = np.cumsum(spec.scored_B) - spec.scored_B
+    return begin_B[spec.unconditional_R[row_Y]] + offset_Y
 
 
 def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTables | None:
@@ -158,7 +158,7 @@ class ModelWorker:
                 logits_RV = self._guided(batch.draws, self.model.logits(self._forward(batch, last_R)))
                 drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[: len(batch.draws.seed_R)])
             elif batch.top_logprobs is not None:
-                hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_R))
+                hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_B))
                 top_logprobs = likeliest(
                     self.model.logits,
                     Sampling(self.vocab_size),

@@ -373,7 +373,7 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
     return TopLogprobsSpec(
         distribution=_plain_where(distribution, of_prompt_R) if of_prompt_R.any() else distribution,
         count=max(1, *(max(g.params.top_logprobs, g.params.prompt_logprobs or 0) for g in groups)),
-        scored_R=np.array(
+        scored_B=np.array(
             [*(part.count for part in scored), *(part.count for part in scored if part.guided)], np.int32
         ),
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),

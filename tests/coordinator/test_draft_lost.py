@@ -11,10 +11,10 @@ import pytest
 
 from services.backend import Unavailable
 from services.coordinator.client import CoordinatorClient
+from services.coordinator.messages import EngineStep
 from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import rank_spec
 from services.link import connect
-from services.protobuf.coordinator import EngineStep
 from services.workers import process
 from services.workers.process import run_rank
 from smc.api.engine_config import EngineConfig

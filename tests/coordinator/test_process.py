@@ -13,8 +13,8 @@ import pytest
 
 from services.backend import RequestFailed
 from services.coordinator.client import CoordinatorClient
+from services.coordinator.messages import EngineStep
 from services.coordinator.process import EngineStuck
-from services.protobuf.coordinator import EngineStep
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ def test_load_on_one_model_does_not_starve_the_other():
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         heard, send = [], made._remote.workers["draft"]._send
-        made._remote.workers["draft"]._send = lambda **command: (heard.append(time.monotonic()), send(**command))[1]
+        made._remote.workers["draft"]._send = lambda command: (heard.append(time.monotonic()), send(command))[1]
         end = time.monotonic() + 1.0
 
         async def load(name: str) -> None:

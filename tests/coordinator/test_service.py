@@ -16,9 +16,9 @@ from services.backend import Unavailable
 from services.client import Client, ServiceError
 from services.coordinator import service
 from services.coordinator.client import CoordinatorClient
+from services.coordinator.messages import EngineStep, RefusedRequest
 from services.coordinator.service import CoordinatorServer
 from services.link.streams import StreamCaller, StreamServer
-from services.protobuf.coordinator import EngineStep
 from smc.api.request import Answer, FinishReason, Output, Request, Statistics
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import QueueFull
@@ -39,10 +39,10 @@ class FakeLoop:
         self.priorities.add(request.priority)
         number = int(request.request_id)
         if number % 3 == 0:
-            self.server.deliver(EngineStep([], {request.request_id: QueueFull("later")}, STATS))
+            self.server.deliver(EngineStep([], [RefusedRequest.of(request.request_id, QueueFull("later"))], STATS))
         elif number % 2 == 0:
             answer = Answer(request.request_id, (1,), "x", FinishReason.LENGTH, None, 1, 1, Statistics(1), 0.0)
-            self.server.deliver(EngineStep([Output(request.request_id, (1,), "x", answer)], {}, STATS))
+            self.server.deliver(EngineStep([Output(request.request_id, (1,), "x", answer)], [], STATS))
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(int(request_id))
@@ -110,7 +110,7 @@ def test_slow_gateway_is_disconnected(monkeypatch):
     server = CoordinatorServer("127.0.0.1", "secret", FakeLoop())
     server._outbox = outbox = SimpleQueue()
     for _ in range(100):
-        server.deliver(EngineStep([], {}, STATS))
+        server.deliver(EngineStep(stats=STATS))
     assert outbox.qsize() == 7 and [outbox.get() for _ in range(7)][-1] is None
     server.close()
 

@@ -15,6 +15,7 @@ from services import vllm
 from services.backend import Model, ServingPair
 from services.client import Client
 from services.coordinator.client import Dispatcher
+from services.coordinator.messages import EngineStep
 from services.coordinator.service import EngineLoop
 from services.gateway import generation
 from services.gateway.config import GatewayConfig
@@ -23,7 +24,6 @@ from services.gateway.server import Gateway
 from services.metrics import Metrics
 from services.openai import server as openai_server
 from services.pb import generation_pb2_grpc
-from services.protobuf.coordinator import EngineStep
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Output, Request

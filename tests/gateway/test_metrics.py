@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtest.monitor import parse
 from services.cli.distill import logged_prompts
 from services.client import Message, ServiceError
+from services.coordinator.messages import STEPS, EngineStep
 from services.launch import supervisor as launch
 from services.launch.config import WorkerGroupConfig
 from services.metrics import Metrics
-from services.protobuf.coordinator import EngineStep, from_response, to_response
 from smc.api.request import Answer, FinishReason, Statistics, Times
 from smc.local_engine import local_engine
 from smc.potentials import Prefixes
@@ -410,7 +410,7 @@ def test_calls_of_potentials_are_counted(metrics):
     found = answers(engine, asked)
     end.set()
     calls = 2 + 2 * (1 + found["same 0"].statistics.rounds)
-    stats = from_response(to_response(EngineStep(stats=engine.take_stats()))).stats
+    stats = STEPS.decode(STEPS.encode(EngineStep(stats=engine.take_stats()))).stats
     metrics.observe_step(stats)
     assert value(metrics, "smc_potential_errors_total") == value(metrics, "smc_potential_timeouts_total") == 2
     assert value(metrics, "smc_potential_call_seconds_count") == calls == len(stats.potentials.seconds)

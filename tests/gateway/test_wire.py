@@ -13,28 +13,23 @@ from hypothesis import strategies as st
 
 from services.backend import RequestFailed, Unavailable
 from services.coordinator.client import Dispatcher
-from services.pb import coordinator_pb2
+from services.coordinator.messages import REQUESTS, STEPS, EngineStep, RefusedRequest, Submission
 from services.pb import generation_pb2 as pb
-from services.protobuf.coordinator import EngineStep, from_response, to_response
 from services.protobuf.generation import (
     FINISH_REASONS,
     REPORTS,
     SAMPLING,
-    from_sampling,
-    from_update,
     sampling_message,
     sampling_settings,
     to_finish,
     to_sampling,
-    to_update,
 )
 from smc.api.limits import SCHEME_NAMES
 from smc.api.request import Answer, FinishReason, Output, Particle, PromptToken, Request, Statistics
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
+from smc.scheduler.admission import QueueFull
 from smc.scheduler.stats import EngineStats, PotentialStats, SpecStats
 
-CARRIERS = (pb.GenerateRequest, coordinator_pb2.Submission)
-"""Messages that carry sampling settings and reports."""
 POPULATIONS = SETTINGS["population"].check.names
 positive = st.floats(1e-6, 1e6)
 share = st.floats(0.0, 1.0)
@@ -106,10 +101,10 @@ def test_settings_round_trip(settings, logprobs, particles, prompt):
     reports = {"logprobs": logprobs, "top_logprobs": top, "return_particles": particles}
     reports["prompt_logprobs"] = None if settings["method"] == "draft" else prompt
     params = SamplingParams(**settings, **reports)
-    for kind in CARRIERS:
-        assert to_sampling(sent(kind(**from_sampling(params)))) == params
-        left_out = to_sampling(sent(kind(sampling=sampling_message(settings), **reports)))
-        assert left_out == params, "what is left out has the library's default"
+    message = pb.GenerateRequest(sampling=sampling_message(settings), **reports)
+    assert to_sampling(sent(message)) == params, "what is left out has the library's default"
+    request = Request("7", (1, 2**17), params, "salt", 0.5, (3,) if prompt else None, -7)
+    assert REQUESTS.decode(REQUESTS.encode(Submission(request))) == Submission(request)
 
 
 def sent(message):
@@ -119,13 +114,8 @@ def sent(message):
 def test_every_sampling_field_has_its_line_in_the_messages():
     """The messages have a field for every sampling setting, and no others."""
     assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == set(SAMPLING)
-    beside = [
-        set(kind.DESCRIPTOR.fields_by_name) - {"request_id", "sampling", "cache_salt", "priority", "waited"}
-        for kind in CARRIERS
-    ]
-    assert [names - {"text", "token_ids", "chat", "prompt", "negative_prompt"} for names in beside] == [
-        set(REPORTS)
-    ] * 2
+    beside = {"request_id", "sampling", "cache_salt", "priority", "text", "token_ids", "chat", "negative_prompt"}
+    assert set(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - beside == set(REPORTS)
     assert [field.name for field in fields(SamplingParams)] == list(SETTINGS)
 
 
@@ -268,16 +258,22 @@ def outputs(draw) -> Output:
 
 
 def same(found: Output, expected: Output) -> bool:
-    """Whether two outputs are equal. NaN equals itself; the time is not sent, so it is not compared."""
+    """Whether two outputs are equal. NaN equals itself; the seconds are not sent, so they are not compared."""
     if expected.answer is not None:
         assert math.isnan(found.answer.seconds)
         expected = replace(expected, answer=replace(expected.answer, seconds=found.answer.seconds))
     return repr(found) == repr(expected)
 
 
+def over_the_stream(step: EngineStep) -> EngineStep:
+    """Return a step as the gateway gets it."""
+    return STEPS.decode(STEPS.encode(step.to_send()))
+
+
 @given(outputs())
 def test_outputs_round_trip(output):
-    assert same(from_update(sent(to_update(output))), output)
+    (found,) = over_the_stream(EngineStep([output])).outputs
+    assert same(found, output)
 
 
 @given(outputs().filter(lambda o: o.answer and o.answer.finish_reason.value in FINISH_REASONS))
@@ -286,9 +282,6 @@ def test_the_end_of_an_answer_round_trips(output):
     finish = sent(to_finish(answer))
     assert (finish.usage.completion_tokens, finish.usage.cached_tokens) == (len(answer.tokens), answer.cached_tokens)
     assert repr(tuple(finish.logprobs)) == repr(answer.logprobs or ())  # NaN included
-    update = coordinator_pb2.Update(request_id="id", text=output.text, token_ids=output.tokens, finish=finish)
-    update.logprobs.extend(output.logprobs)
-    assert same(from_update(update), output)
     assert not to_finish(answer, statistics=False).HasField("statistics")
 
 
@@ -303,27 +296,15 @@ def test_the_state_of_the_engine_round_trips(stats):
     stats.ess_shares, stats.committed_lags = [0.5, 1.0], [0, 7]
     stats.spec = {"walk": SpecStats(1, 2, 3, [3, 2, 0], 4, 5, 6), "rejection": SpecStats(7, 8, 9, [1], 10, 11, 12)}
     stats.potentials = PotentialStats([0.25, 2.0], 1, 2)
-    assert from_response(sent(to_response(EngineStep(stats=stats)))).stats == stats
+    assert over_the_stream(EngineStep(stats=stats)).stats == stats
 
 
-def test_the_loss_of_the_draft_round_trips():
-    step = from_response(
-        sent(
-            to_response(EngineStep(refusals={"1": Unavailable("the draft is lost")}, stats=EngineStats(), lost_draft=7))
-        )
-    )
-    assert (
-        step.lost_draft == 7
-        and isinstance(step.refusals["1"], Unavailable)
-        and str(step.refusals["1"]) == "the draft is lost"
-    )
-
-
-def test_a_finish_reason_that_nobody_knows():
-    """An unset finish reason is refused; an update without an end has no answer."""
-    with pytest.raises(ValueError, match=r"finish.reason=0; allowed: 1 \(eos\)"):
-        from_update(coordinator_pb2.Update(finish=pb.Finish()))
-    assert from_update(coordinator_pb2.Update(request_id="id", text="a")).answer is None
+@pytest.mark.parametrize("kind", [ValueError, QueueFull, RequestFailed, Unavailable])
+def test_refusals_and_the_loss_of_the_draft_round_trip(kind):
+    step = over_the_stream(EngineStep(refusals=[RefusedRequest.of("1", kind("the draft is lost"))], lost_draft=7))
+    (refusal,) = step.refusals
+    assert step.lost_draft == 7 and refusal.request_id == "1"
+    assert type(refusal.error) is kind and str(refusal.error) == "the draft is lost"
 
 
 class Port:
@@ -333,10 +314,10 @@ class Port:
         self.pieces, self.aborted = pieces, []
 
     def submit(self, request: Request) -> None:
-        updates = [sent(to_update(replace(piece, request_id=request.request_id))) for piece in self.pieces]
+        steps = [EngineStep([replace(piece, request_id=request.request_id)]) for piece in self.pieces]
         loop = asyncio.get_running_loop()
-        for update in updates:
-            loop.call_soon(lambda update=update: self.dispatcher.deliver(EngineStep([from_update(update)])))
+        for step in map(over_the_stream, steps):
+            loop.call_soon(self.dispatcher.deliver, step)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -10,10 +10,10 @@ from typing import ClassVar
 import pytest
 
 from services.backend import RequestFailed, StartProgress
+from services.coordinator.messages import EngineStep
 from services.launch import supervisor as module
 from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.supervisor import Supervisor
-from services.protobuf.coordinator import EngineStep
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.stats import EngineStats

@@ -1,15 +1,28 @@
-"""Messages cross the link unchanged, shapes and dtypes included."""
+"""Messages cross the link unchanged, shapes and dtypes included; what is not of the declared types is refused."""
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from enum import StrEnum
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.link import codec
-from services.pb import particles_pb2 as pb
+from services.link.base import LinkError
+from services.link.codec import Codec
+from services.link.messages import (
+    REQUESTS,
+    RESPONSES,
+    MemoryUse,
+    Ping,
+    Pong,
+    Reconnect,
+    WorkRequest,
+    WorkResponse,
+)
 from smc.algorithm.expansion import PopulationKind
 from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
@@ -42,9 +55,17 @@ def equal(a: object, b: object) -> bool:
     return a == b
 
 
-def over_the_wire(message):
-    """Serialise and parse a message, as a link does."""
-    return type(message).FromString(message.SerializeToString())
+def received(content):
+    """Return a command, or a result, as the other process of a link gets it."""
+    if isinstance(content, (PromptResult, RoundResult, DraftReport, Pong, MemoryUse)):
+        response = WorkResponse(3, 7, content, 1, 2**62, {"draft": (5, 9)})
+        found = RESPONSES.decode(RESPONSES.encode(response))
+        assert replace(found, result=None) == replace(response, result=None)
+        return found.result
+    request = WorkRequest(3, 7, content)
+    found = REQUESTS.decode(REQUESTS.encode(request))
+    assert replace(found, command=None) == replace(request, command=None)
+    return found.command
 
 
 @st.composite
@@ -114,7 +135,7 @@ def test_prompts(drawn, asking):
         "nothing": {},
     }[asking]
     batch = PromptBatch(pages, starts, counts, rng.integers(0, 2**17, int(counts.sum())), **asked)
-    assert equal(codec.to_prompt_batch(over_the_wire(codec.prompt_command(batch))), batch)
+    assert equal(received(batch), batch)
 
 
 @examples
@@ -139,7 +160,7 @@ def test_prompt_result(drawn, drew):
             *given,
         )
     )
-    assert equal(codec.to_prompt_result(over_the_wire(codec.prompt_outcome(result))), result)
+    assert equal(received(result), result)
 
 
 @examples
@@ -170,7 +191,7 @@ def test_a_group_joins(drawn, shared, stopping):
         else None,
         tokens_XL=ints(1 if shared else n, 7) if stopping else None,
     )
-    found = codec.to_join(over_the_wire(codec.join_command(join)))
+    found = received(join)
     assert equal(found, join)
     if stopping:
         assert np.array_equal(found.machine.next_XB, join.machine.next_XB)
@@ -226,7 +247,7 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         penalties=Penalties(*rng.random((3, a), dtype=np.float32), ints(a)) if rng.random() < 0.5 else None,
         constraints=constrained if rng.random() < 0.5 else None,
     )
-    found = codec.to_plan(over_the_wire(codec.round_command(plan)))
+    found = received(plan)
     assert equal(found, plan) and found.key == plan.key
 
 
@@ -254,13 +275,110 @@ def test_round_result(drawn, w):
         },
         lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), *rng.integers(0, 9, (2, a), dtype=np.int32)),
     )
-    assert equal(codec.to_result(over_the_wire(codec.round_outcome(result))), result)
+    assert equal(received(result), result)
     report = DraftReport(result.lineage, rng.random((3, a), dtype=np.float32))
-    assert equal(codec.to_draft_report(over_the_wire(codec.round_outcome(report))), report)
+    assert equal(received(report), report)
 
 
 def test_arrays_can_be_written_to():
     """With a read-only view of the message torch would warn, and in-place writes would fail."""
-    pages = codec.to_prompt_batch(pb.PromptCommand(pages=b"\x01\x00\x00\x00")).pages_X
+    numbers = np.arange(3, dtype=np.int32)
+    pages = received(PromptBatch(numbers, numbers, numbers, numbers.astype(np.int64))).pages_X
     pages[0] = 5
-    assert pages.tolist() == [5]
+    assert pages.tolist() == [5, 1, 2] and numbers[0] == 0
+
+
+@pytest.mark.parametrize("message", [Ping(), Reconnect(4, 0.5), Pong(), MemoryUse(1, 2, 2**40)])
+def test_messages_without_arrays(message):
+    assert received(message) == message
+
+
+@dataclass(frozen=True)
+class Held:
+    """One message of each kind of type."""
+
+    number: int
+    share: float
+    name: str | int | None
+    ids: tuple[int, ...] = ()
+    counts: dict[str, float] = field(default_factory=dict)
+    one_A: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    two_AQ: np.ndarray | None = None
+    size: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ids))
+
+
+HELD = Codec[Held](Held)
+
+
+def test_what_is_computed_is_not_sent():
+    held = Held(1, 2.0, None, (3, 4), {"a": 0.5})
+    assert equal(HELD.decode(HELD.encode(held)), held) and held.size == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"number": 1.5},
+        {"number": "1"},
+        {"number": None},
+        {"share": "x"},
+        {"name": 1.5},
+        {"ids": (1, "2")},
+        {"ids": 7},
+        {"counts": {1: 0.5}},
+        {"counts": {"a": []}},
+        {"one_A": 3},
+        {"one_A": np.zeros((2, 2))},
+        {"one_A": np.zeros(3), "two_AQ": np.zeros((2, 4))},
+    ],
+)
+def test_values_of_other_types_are_refused(wrong):
+    """A value of another type, a wrong number of axes, or axes that disagree: refused, and never read as another
+    value."""
+    given = {"number": 1, "share": 2.0, "name": None, "one_A": np.ones(3)} | wrong
+    with pytest.raises((LinkError, TypeError)):
+        HELD.decode(HELD.encode(Held(**given)))
+
+
+def test_numbers_of_numpy_arrive_as_numbers():
+    found = HELD.decode(HELD.encode(Held(np.int64(2**40), np.float32(0.5), np.int32(7), (np.int64(3),))))
+    assert (found.number, found.share, found.name, found.ids) == (2**40, 0.5, 7, (3,))
+    assert type(found.number) is int and type(found.ids[0]) is int
+
+
+def test_damaged_messages_are_refused():
+    data = HELD.encode(Held(1, 2.0, "three", (4,), {"five": 6.0}, np.ones(7)))
+    for size in range(len(data)):
+        with pytest.raises(LinkError):
+            HELD.decode(data[:size])
+
+
+def test_another_build_is_refused():
+    """A type that differs anywhere, however deep, has another hash: a field's name, type or place, a value of an
+    enum."""
+
+    def made(**types: Any) -> bytes:
+        return Codec(make_dataclass("Message", list(types.items()))).hash
+
+    colours = [StrEnum("Colour", names) for names in (["RED"], ["RED", "BLUE"])]
+    inner = [make_dataclass("Inner", [(name, int)]) for name in ("a", "b")]
+    hashes = [
+        *(made(a=int, b=str), made(b=str, a=int), made(a=int, b=bytes), made(a=int), made(a=int | None, b=str)),
+        *(made(a=colour) for colour in colours),
+        *(made(a=tuple[one, ...]) for one in inner),
+        *(made(a=kind) for kind in (list[int], tuple[int, ...], frozenset[int], dict[str, int], np.ndarray)),
+    ]
+    assert len(set(hashes)) == len(hashes)
+    with pytest.raises(LinkError, match=r"this side has .*same version of smcserve"):
+        REQUESTS.decode(RESPONSES.encode(WorkResponse(3, 7, Pong())))
+
+
+def test_only_declared_types_can_be_sent():
+    for kind in (object, Any, set[int], complex):
+        with pytest.raises(TypeError, match="messages cannot hold"):
+            Codec(make_dataclass("Message", [("a", kind)]))
+    with pytest.raises(TypeError, match="messages cannot hold arrays of complex128"):
+        HELD.encode(Held(1, 2.0, None, one_A=np.zeros(2, complex)))

@@ -191,8 +191,8 @@ def test_first_tokens_that_are_certain():
     [
         ({"min_tokens": -1}, "min_tokens=-1; allowed: >= 0"),
         ({"min_tokens": 8, "max_tokens": 7}, "min_tokens=8; allowed: 0..7, the max_tokens"),
-        ({"logit_bias": {"a": 1}}, "logit_bias contains token 'a'; allowed: token ids >= 0, each once"),
-        ({"logit_bias": {1: 1, "1": 2}}, "logit_bias contains token 1; allowed: token ids >= 0, each once"),
+        ({"logit_bias": {"a": 1}}, "logit_bias contains token 'a'; allowed: token ids >= 0, < 2.*31, each once"),
+        ({"logit_bias": {1: 1, "1": 2}}, "logit_bias contains token 1; allowed: token ids >= 0, < 2.*31, each once"),
         ({"logit_bias": {1: 101}}, "logit_bias contains 101 for token 1; allowed: -100 to 100"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias contains nan for token 1"),
         ({"logit_bias": [5]}, "logit_bias contains None for token 5"),

@@ -1,0 +1,127 @@
+"""Messages on the links between the coordinator and the leaders of both models, and between the leaders. The content of
+prompts, joins and rounds is the library's own (`smc.executor`). Encoded by `services.link.codec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.link.base import LinkError
+from services.link.codec import Codec
+from smc.executor.messages import DraftReport, PromptBatch, PromptResult, RoundResult
+from smc.executor.plan import RoundPlan, SequenceHandoff
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Asks for a sign of life."""
+
+
+@dataclass(frozen=True)
+class MemoryQuery:
+    """Asks what memory is in use."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ends the worker."""
+
+
+@dataclass(frozen=True)
+class Reconnect:
+    """Makes the leader open a link to another leader of the other model, beside its other work. Sent again, it asks
+    whether that link is up."""
+
+    incarnation: int
+    """Of the other model, and of the link."""
+    seconds: float
+    """Time limit until the other leader has connected."""
+
+
+Command = Ping | MemoryQuery | Stop | Reconnect | PromptBatch | SequenceHandoff | RoundPlan
+SILENT = (SequenceHandoff, Stop)
+"""Commands that have no response."""
+
+
+@dataclass(frozen=True)
+class WorkRequest:
+    """From the coordinator to a leader. Commands are carried out in order, and each has one response, in the same
+    order, except those of a `SILENT` type."""
+
+    incarnation: int
+    """Incarnation of the worker group, or of its draft; messages of another one are refused."""
+    sequence: int
+    """Counts up by one."""
+    command: Command
+
+
+@dataclass(frozen=True)
+class Pong:
+    """Answers a ping."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory that a worker uses."""
+
+    device_bytes: int
+    """Maximum bytes of the device's memory that were in use; 0 on a CPU."""
+    recorded_rounds: int
+    """Kinds of rounds that are recorded."""
+    recorded_bytes: int
+    """Bytes of the device's memory that these recordings take."""
+
+
+@dataclass(frozen=True)
+class ReconnectResult:
+    error: str = ""
+    """Why there will be no link; empty if there is one, or may be."""
+    connected: bool = False
+    """The link is up, and everything that is requested from now on uses it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The worker could not carry out a command, and has stopped."""
+
+    message: str
+
+
+Result = Pong | MemoryUse | ReconnectResult | Failure | PromptResult | RoundResult | DraftReport
+
+
+@dataclass(frozen=True)
+class WorkResponse:
+    """From a leader to the coordinator."""
+
+    incarnation: int
+    sequence: int
+    """That of the command."""
+    result: Result
+    begin_ns: int = 0
+    """When the worker began the command, by its own monotonic clock."""
+    end_ns: int = 0
+    work: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of a round: when the model, and what follows its pass, began and ended to work, by the same clock, without waits
+    for the other model. See `smc.executor.messages.Pending.spans`."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor from one leader to the other."""
+
+    incarnation: int
+    name: str
+    sequence: int
+    """Counts the messages of this name."""
+    data: bytes
+
+
+REQUESTS = Codec[WorkRequest](WorkRequest)
+RESPONSES = Codec[WorkResponse](WorkResponse)
+TRANSFERS = Codec[Transfer](Transfer)
+
+
+def check_incarnation(message: WorkRequest | WorkResponse | Transfer, incarnation: int) -> None:
+    """Refuse a message of another incarnation of the worker group. Raises LinkError."""
+    if message.incarnation != incarnation:
+        raise LinkError(f"a message of incarnation {message.incarnation} arrived in incarnation {incarnation}")
