@@ -261,6 +261,25 @@ class ServeOptions(WorkerGroupOptions):
         ),
     ] = None
 
+    min_priority: Annotated[
+        int | None,
+        option(
+            LISTEN,
+            "Lowest `priority` that callers may give, -1000000..0; requests with lower numbers are admitted first. "
+            "Default: 0, so that no caller passes others.",
+        ),
+        FILE_ONLY,
+    ] = None
+    max_priority: Annotated[
+        int | None,
+        option(
+            LISTEN,
+            "Highest `priority` that callers may give, 0..1000000. With min-priority and max-priority 0, callers "
+            "cannot set it. Default: 1000000.",
+        ),
+        FILE_ONLY,
+    ] = None
+
     max_queue: Annotated[
         int | None,
         option(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.security import TokenFile, check_tls, is_loopback
+from smc.api.request import MAX_PRIORITY
 from smc.api.sampling_params import Method
 
 DEFAULT_PORT = 50051
@@ -84,6 +85,11 @@ class GatewayConfig:
     default_method: str | None = None
     """Method of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
+    min_priority: int = 0
+    """Lowest `priority` that callers may give; a lower number is admitted first. 0: nobody passes others."""
+    max_priority: int = MAX_PRIORITY
+    """Highest `priority` that callers may give. With both 0, callers cannot set it."""
+
     def __post_init__(self) -> None:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
             if getattr(self, name) is not None:
@@ -103,6 +109,11 @@ class GatewayConfig:
     def method(self) -> str | None:
         """Method of requests that name none; None: the library's default, which is `smc` where possible."""
         return None if self.default_method == Method.SMC else self.default_method
+
+    @property
+    def priorities(self) -> tuple[int, int]:
+        """Lowest and highest `priority` that callers may give."""
+        return self.min_priority, self.max_priority
 
     def name_of(self, target: str) -> str:
         """Return the name under which the pair is served. `target`: name of its target model."""
@@ -128,6 +139,8 @@ class GatewayConfig:
             ("max_message_bytes", 1024, 2**31 - 1),
             ("max_concurrent_streams", 1, 2**31 - 1),
             ("max_calls", 1, 2**31 - 1),
+            ("min_priority", -MAX_PRIORITY, 0),
+            ("max_priority", 0, MAX_PRIORITY),
         ):
             value = getattr(self, name)
             if name in ("http_port", "metrics_port", "max_message_bytes") and value is None:

@@ -87,7 +87,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def _request(self, request_id: str, message: pb.GenerateRequest) -> Request:
         """Return the request of a message. Raises ValueError naming the field, the value and what is allowed."""
         check_cache_salt(message.cache_salt)
-        check_priority(message.priority)
+        check_priority(message.priority, *self._handler.config.priorities)
         # Settings before the prompt: checking them is fast, while encoding a long prompt takes time.
         method, defaults = self._handler.config.method, self._pair.sampling
         has_negative = message.HasField("negative_prompt")

@@ -42,7 +42,7 @@ from services.openai.tool_calls import ToolFormat
 from services.prompts import Prompt, of_negative
 from smc.api.constraint import Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS
-from smc.api.request import check_guidance, check_priority
+from smc.api.request import MAX_PRIORITY, check_guidance, check_priority
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 
@@ -225,6 +225,8 @@ class Served:
     """Values of other settings that a body leaves out."""
     unknown: UnknownFields | None = None
     """Ignores unknown fields; None: they are refused."""
+    priorities: tuple[int, int] = (0, MAX_PRIORITY)
+    """Lowest and highest `priority` that a body may have."""
 
 
 def understood(document: Any, chat: bool, served: Served) -> CompletionRequest:
@@ -248,7 +250,7 @@ def _understood(body: AnyBody, settings: dict[str, Any], served: Served) -> Comp
         if only_prompts:
             settings |= {"max_tokens": 1}
         check_cache_salt(body.cache_salt)
-        check_priority(body.priority)
+        check_priority(body.priority, *served.priorities)
         settings = _in_the_librarys_terms(settings, body)
         if served.method is not None:
             settings.setdefault("method", served.method)

@@ -46,10 +46,13 @@ class Request:
         return 0 if not self.params.guided else 1 if self.negative_prompt is None else len(self.negative_prompt)
 
 
-def check_priority(priority: int) -> None:
-    """Raise ValueError if the priority is out of range."""
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise ValueError(f"priority={priority}; allowed: {-MAX_PRIORITY} to {MAX_PRIORITY}, the lowest is first")
+def check_priority(priority: int, least: int = 0, most: int = MAX_PRIORITY) -> None:
+    """Raise ValueError if the priority is not one that callers of the service may give: `least` to `most`."""
+    if not least <= priority <= most:
+        raise ValueError(
+            f"priority={priority}; allowed: {least} to {most}, the lowest is first "
+            "(min-priority and max-priority of the service)"
+        )
 
 
 def check_guidance(params: SamplingParams, has_negative: bool) -> None:
