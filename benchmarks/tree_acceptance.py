@@ -2,7 +2,6 @@
 
     python -m benchmarks.tree_acceptance --target DIR --draft DIR [--temperature 1 ...] [-n 8] [-k 5] [--texts 16]
         [--draft-dtype bfloat16 --draft-dtype fp8 --draft-dtype int4]
-        [--rounds [--prompts-file FILE] [--pass-steps 11.25 --plain-steps 10.2]]
 
 The target writes conversations: user turns from its chat template's opening, then the answers to them. The demo target
 answers problems. Contexts are taken from the answers at equal distances; `smc.distill.measure` describes what is
@@ -14,12 +13,6 @@ served answers: a round begins where the last one ended, so text that the draft 
 token. Second, the temperature at which the contexts, including user turns, were written matters as much as that of the
 draws: text that a small model wrote at temperature 1 drifts to where both models are uncertain. Contexts are written at
 the temperature of the draws, but at most at 0.7.
-
-`--rounds` instead walks through the answers as rounds in lockstep do: with every depth up to K, and with the best depth
-of each round, which no rule can know in advance. So the last line is a bound for all rules that choose depths up to K.
-The answers are written at the temperature of the draws, to the target's own prompts or those of a file. The speeds
-assume that a pass over a tree takes as long as `--pass-steps` steps of the draft, and a pass of plain decoding as long
-as `--plain-steps` steps.
 
 Knows models, and an engine that writes the text."""
 
@@ -33,7 +26,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.load import problem_prompts
-from benchmarks.problem_file import read_problems
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
@@ -106,24 +98,6 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, help="write the contexts, and how many tokens each tree contains, to this file"
     )
-    parser.add_argument("--rounds", action="store_true", help="walk through the answers as rounds do; see above")
-    parser.add_argument(
-        "--prompts-file",
-        type=Path,
-        help="for --rounds: file of prompts, as for `smcserve bench`; default: written by the target",
-    )
-    parser.add_argument(
-        "--pass-steps",
-        type=float,
-        default=11.25,
-        help="for --rounds: time of a pass over a tree, in steps of the draft; default: %(default)s",
-    )
-    parser.add_argument(
-        "--plain-steps",
-        type=float,
-        default=10.2,
-        help="for --rounds: time of a plain pass, in steps of the draft; default: %(default)s",
-    )
     parser.add_argument(
         "--draft-dtype",
         action="append",
@@ -142,20 +116,11 @@ def main() -> None:
     for temperature in given.temperature or (1.0, 0.7, 0.4):
         found = record[f"{temperature:g}"] = []
         held: dict[str, list[int]] = {name: [] for name in trees}
-        written_at = temperature if given.rounds else min(temperature, MOST_TEXT_TEMPERATURE)
-        if given.prompts_file:
-            prompts = [each.tokens(pair.tokenizer, raw=False) for each in read_problems(given.prompts_file)]
-            texts = write_answers(pair, prompts, written_at)
-        elif given.target.resolve() == demo.TARGET.resolve():
+        written_at = min(temperature, MOST_TEXT_TEMPERATURE)
+        if given.target.resolve() == demo.TARGET.resolve():
             texts = write_answers(pair, problem_prompts(pair.tokenizer, given.texts, seed=0), written_at)
         else:
             texts = write_texts(pair, given.texts, written_at)
-        if given.rounds:
-            for name, tree in trees.items():
-                held_T = held_along(tree, texts, given.k, temperature)
-                for line in lines_of_rounds(held_T, given.k, given.pass_steps, given.plain_steps):
-                    print(f"temperature {temperature:g}, {name}, {line}", flush=True)
-            continue
         for text in texts:
             seed = sum(len(each["held"]) for each in found)
             contexts = text.contexts(given.distance)
@@ -168,39 +133,6 @@ def main() -> None:
             print(f"temperature {temperature:g}, {line}, tokens of {given.k}", flush=True)
         if given.json:
             given.json.write_text(json.dumps(record))
-
-
-def held_along(
-    tree: TreeDraft, texts: Sequence[OwnText], block: int, temperature: float, seed: int = 0
-) -> list[list[int]]:
-    """Return, for every token of each text's answer, how many of the answer's tokens from this one on are in the tree
-    that is drafted before it. `seed`: seed of the first text in `write_answers`."""
-    found = []
-    for number, text in enumerate(texts, seed):
-        contexts = range(text.answer_from, len(text.tokens) - block)
-        drawn = [DrawnContinuation(c, text.tokens[c : c + block], number) for c in contexts]
-        found += tree.held([text], [drawn], temperature)
-    return found
-
-
-def rounds_along(held: Sequence[int], depth: int | None) -> tuple[int, int, int]:
-    """Count the rounds of an answer, the tokens that they add, and the steps that they draft. `held`: as returned by
-    `held_along`; `depth`: steps of every round; None: as many as it confirms."""
-    rounds = tokens = steps = 0
-    while tokens < len(held):
-        confirmed = held[tokens] if depth is None else min(held[tokens], depth)
-        rounds, tokens, steps = rounds + 1, tokens + confirmed + 1, steps + (confirmed if depth is None else depth)
-    return rounds, tokens, steps
-
-
-def lines_of_rounds(
-    held_T: Sequence[Sequence[int]], block: int, pass_steps: float, plain_steps: float
-) -> Iterator[str]:
-    for depth in (*range(1, block + 1), None):
-        rounds, tokens, steps = map(sum, zip(*(rounds_along(held, depth) for held in held_T if held)))
-        speed = tokens * plain_steps / (rounds * pass_steps + steps)
-        name = "the best depth" if depth is None else f"depth {depth}"
-        yield f"{name}: {tokens / rounds:.2f} tokens a round, {steps / rounds:.1f} steps, {speed:.2f} times plain"
 
 
 def lines_of(held: Mapping[str, Sequence[int]]) -> Iterator[str]:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LOSS = {"fp8": 0.05, "int4": 0.25}
 """Minimum gain, as a share of a step, for which a narrower type is chosen, because fewer drafted tokens are accepted:
 the share of tokens that a lockstep round loses, divided by the share of its time that the draft's steps take, one half.
-On a real pair, int4 loses an eighth of a round's tokens and FP8 about a hundredth (benchmarks/notes/distill.md)."""
+On a real pair, int4 loses an eighth of a round's tokens and FP8 about a hundredth (benchmarks/notes/drafts.md)."""
 ROWS = 8
 """Rows of the step that is measured."""
 EFFORT = Effort(seconds=5.0, factor=8, repeats=3, untimed=3, crowd=1, context=64)
