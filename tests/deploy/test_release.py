@@ -1,10 +1,12 @@
-"""The release workflow: valid by GitHub's schema, its scripts pass shellcheck, its references exist, and it has no more
-rights than it needs."""
+"""The workflows: valid by GitHub's schema, their scripts pass shellcheck, their references exist, and they have no more
+rights than they need. What is published is signed; pull requests run the gate."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.deploy.test_docker_bake import targets
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 RELEASE = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+GATE = yaml.safe_load((ROOT / ".github/workflows/gate.yml").read_text())
 JOBS = RELEASE["jobs"]
 BIN = Path(sys.executable).parent
 
@@ -26,9 +29,11 @@ def schema_says(path: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def steps() -> list[tuple[str, dict]]:
-    """Return all steps with the names of their jobs."""
-    return [(name, step) for name, job in JOBS.items() for step in job["steps"]]
+def steps(*workflows: dict) -> list[tuple[str, dict]]:
+    """Return all steps with the names of their jobs; without arguments those of the release."""
+    return [
+        (name, step) for each in workflows or (RELEASE,) for name, job in each["jobs"].items() for step in job["steps"]
+    ]
 
 
 def test_it_is_a_workflow(tmp_path):
@@ -40,7 +45,7 @@ def test_it_is_a_workflow(tmp_path):
     assert schema_says(wrong).returncode == 1
 
 
-@pytest.mark.parametrize(("job", "step"), [each for each in steps() if "run" in each[1]])
+@pytest.mark.parametrize(("job", "step"), [each for each in steps(RELEASE, GATE) if "run" in each[1]])
 def test_its_scripts_are_sound(job, step):
     """Scripts are checked as bash. They use variables of GitHub and of the step only, and no expression is pasted into
     them."""
@@ -50,15 +55,19 @@ def test_its_scripts_are_sound(job, step):
     assert linted.returncode == 0, linted.stdout
     used = set(re.findall(r"\$\{?([A-Z][A-Z_]+)\b", step["run"]))
     known = {"GITHUB_REF_NAME", "GITHUB_OUTPUT", "GITHUB_ACTOR", "GITHUB_REPOSITORY", "GITHUB_REPOSITORY_OWNER"}
-    assert used <= known | {"RUNNER_TEMP"} | step.get("env", {}).keys()
+    assert used <= known | {"RUNNER_TEMP", "GITHUB_WORKFLOW_REF"} | step.get("env", {}).keys()
 
 
 def test_what_it_uses_is_pinned_and_its_rights_are_few():
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]) for _, step in steps() if "uses" in step)
-    assert RELEASE["permissions"] == {"contents": "read"}
+    assert all(
+        re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"]) for _, step in steps(RELEASE, GATE) if "uses" in step
+    )
+    assert RELEASE["permissions"] == GATE["permissions"] == {"contents": "read"}
+    assert not [name for name, job in GATE["jobs"].items() if "permissions" in job]
     writing = {name for name, job in JOBS.items() if "write" in job.get("permissions", {}).values()}
     assert writing == {"images", "chart"}
-    assert all(job["permissions"] == {"contents": "read", "packages": "write"} for job in map(JOBS.get, writing))
+    rights = {"contents": "read", "packages": "write", "id-token": "write"}
+    assert all(JOBS[name]["permissions"] == rights for name in writing)
 
 
 def test_jobs_run_in_order_and_read_outputs_that_there_are():
@@ -89,3 +98,57 @@ def test_a_tag_must_be_the_version(tag, fits, tmp_path):
     ran = subprocess.run(["bash", "-eo", "pipefail", "-c", script], env=environment, cwd=ROOT, capture_output=True)
     assert (ran.returncode == 0) is fits
     assert not fits or output.read_text() == f"version={version}\n"
+
+
+def test_pull_requests_run_the_gate_with_every_python_that_is_supported():
+    """With the oldest Python that pyproject.toml accepts, and that of the images."""
+    # YAML reads the key `on` as true.
+    assert "pull_request" in GATE[True] and "pull_request_target" not in GATE[True], "a fork's code gets no rights"
+    (job,) = GATE["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    (python,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    assert python == "${{ matrix.python }}"
+    oldest = re.search(r'requires-python = ">=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    image = re.search(r"python:(\d+\.\d+)", (ROOT / "deploy/docker/Dockerfile.cpu").read_text())
+    assert job["strategy"]["matrix"]["python"] == [oldest[1], image[1]]
+
+
+def commands(job: str) -> str:
+    return "\n".join(step.get("run", "") for step in JOBS[job]["steps"])
+
+
+@pytest.mark.parametrize(("job", "name"), [("images", "image"), ("chart", "chart")])
+def test_what_is_published_is_signed_by_its_digest(job, name, tmp_path):
+    """Runs the signing lines of each job with a stand-in for cosign: they sign and verify the digest of what was
+    pushed, not a tag, which could have been moved."""
+    if not shutil.which("jq"):
+        pytest.skip("the workflow's machine has jq, this one has not")
+    assert any("cosign-installer@" in step.get("uses", "") for step in JOBS[job]["steps"])
+    lines = commands(job).splitlines()
+    first = next(number for number, line in enumerate(lines) if re.match(r"(digest|chart)=", line))
+    script = "\n".join(["charts=ghcr.io/someone/charts", *lines[first:]])
+    digest = f"sha256:{'7' * 64}"
+    (tmp_path / "built.json").write_text(json.dumps({"cpu": {"containerimage.digest": digest}}))
+    (tmp_path / "pushed").write_text(f"Pushed: ghcr.io/someone/charts/smcserve:0.1.0\nDigest: {digest}\n")
+    (tmp_path / "cosign").write_text('#!/bin/bash\nprintf "%s\\n" "$*" >> "$RUNNER_TEMP/calls"\n')
+    (tmp_path / "cosign").chmod(0o755)
+    workflow = "Someone/Smcserve/.github/workflows/release.yml@refs/tags/v0.1.0"
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "RUNNER_TEMP": str(tmp_path),
+        "KIND": "cpu",
+        "GITHUB_REPOSITORY": "Someone/Smcserve",
+        "GITHUB_WORKFLOW_REF": workflow,
+    }
+    ran = subprocess.run(["bash", "-eo", "pipefail", "-c", script], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    there = {"image": "ghcr.io/someone/smcserve", "chart": "ghcr.io/someone/charts/smcserve"}[name]
+    sign, verify = (tmp_path / "calls").read_text().splitlines()
+    assert sign == f"sign --yes {there}@{digest}"
+    assert verify.startswith("verify ") and f"--certificate-identity https://github.com/{workflow} " in verify
+    assert verify.endswith(f" {there}@{digest}")
+
+
+def test_the_published_chart_names_the_images_of_its_release():
+    script = commands("chart")
+    assert script.index("set_repository.sh") < script.index("helm package") < script.index("helm push")
