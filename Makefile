@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
+LOCKS := deploy/docker/locks
 PROTOS := $(wildcard proto/smc/v1/*.proto)
 
 .PHONY: help install proto demo test test-kernels test-deploy test-benchmarks test-all lint format clean
@@ -11,13 +12,15 @@ help:            ## Show the targets
 
 install: $(STAMP)  ## Create .venv with the pinned dependencies
 
+# Every file that is installed has a hash in a lock. torch's is checked unless there are local wheels: its wheel for CPUs is none of PyPI's.
 # uv resolves and unpacks several times faster than pip; UV_FIND_LINKS lets it use the same local wheels as pip, if any. Bytecode: every
 # process of a service imports torch, in half the time if it is there, and nothing else writes it where PYTHONDONTWRITEBYTECODE is set.
-$(STAMP): pyproject.toml constraints.txt setup.py proto/build.py $(PROTOS)
+$(STAMP): pyproject.toml constraints.txt setup.py proto/build.py $(PROTOS) $(wildcard $(LOCKS)/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ..."'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q uv
-	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --require-hashes -r $(LOCKS)/uv.txt
+	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt \
+		-c $(LOCKS)/install.txt $(if $(PIP_FIND_LINKS),,-c $(LOCKS)/torch.txt) -b $(LOCKS)/build.txt -e '.[dev]'
 	@touch $@
 
 proto: install   ## Generate services/pb from proto/

@@ -1,4 +1,5 @@
-"""Writes the lock files of the images: every package with its version and hashes, within constraints.txt.
+"""Writes the lock files of the images and of `make install`: every package with its version and hashes, within
+constraints.txt.
 
 Packages keep their locked versions unless constraints.txt requires another one. To upgrade all packages, delete the
 lock files first.
@@ -22,9 +23,13 @@ HEADER = "# Made by deploy/docker/lock.py; not to be changed by hand.\n"
 OLDEST_PYTHON = PROJECT["project"]["requires-python"].removeprefix(">=")
 
 
+APART = {"install": "torch"}
+"""Lock -> package with a lock of its own: `make install` with local wheels takes a file of it that is not on PyPI."""
+
+
 def inputs() -> dict[str, list[str]]:
     """Direct requirements of each lock file. PyTorch for CPUs is not on PyPI, so the cpu lock contains its dependencies
-    but not PyTorch itself."""
+    but not PyTorch itself. `install` is what `make install` installs, with `uv`."""
     extras = PROJECT["project"]["optional-dependencies"]
     serving = PROJECT["project"]["dependencies"] + extras["batch"]
     torch = [
@@ -37,6 +42,8 @@ def inputs() -> dict[str, list[str]]:
         "cpu": [need for need in serving if not need.startswith("torch")] + torch,
         "router": ["smg"],
         "cuda": serving + extras["gpu"],
+        "uv": ["uv"],
+        "install": PROJECT["project"]["dependencies"] + extras["dev"],
     }
 
 
@@ -66,7 +73,13 @@ def write(name: str, needs: list[str]) -> None:
     ]
     subprocess.run(command, input="\n".join(needs), text=True, check=True)
     lock = LOCKS / f"{name}.txt"
-    lock.write_text(HEADER + lock.read_text().removeprefix(HEADER))
+    text = lock.read_text().removeprefix(HEADER)
+    if name in APART:
+        own = re.search(rf"^{APART[name]}==(?:.*\\\n)*.*\n", text, re.MULTILINE)
+        assert own is not None
+        (LOCKS / f"{APART[name]}.txt").write_text(HEADER + own[0])
+        text = text.replace(own[0], "")
+    lock.write_text(HEADER + text)
 
 
 if __name__ == "__main__":

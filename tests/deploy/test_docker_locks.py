@@ -1,4 +1,5 @@
-"""Lock files of the images: complete, checked by hash, and with the tested versions; releases use pinned bases only."""
+"""Lock files of the images and of `make install`: complete, checked by hash, and with the tested versions; releases use
+pinned bases only."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ import importlib.metadata
 import os
 import re
 import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -64,7 +67,7 @@ def needs(requirements: list[str]) -> set[tuple[str, str]]:
 
 
 def test_a_lock_has_hashes_and_nothing_but_packages():
-    assert LOCKS.keys() == {"build", "cpu", "cuda", "router"}
+    assert LOCKS.keys() == {"build", "cpu", "cuda", "router", "uv", "install", "torch"}
     for name in LOCKS:
         for requirement, hashes in locked(name):
             assert requirement.url is None and re.fullmatch(r"==[^*]+", str(requirement.specifier))
@@ -92,8 +95,9 @@ def test_locks_are_whole():
         "cpu": serving,
         "cuda": serving + PROJECT["project"]["optional-dependencies"]["gpu"],
     }
-    asked["router"] = ["smg"]
-    apart = {"cpu": {"torch"}}
+    asked |= {"router": ["smg"], "uv": ["uv"], "torch": ["torch"]}
+    asked["install"] = serving + PROJECT["project"]["optional-dependencies"]["dev"]
+    apart = {"cpu": {"torch"}, "install": {"torch"}, "torch": everything_but("torch")}
     for name, requirements in asked.items():
         found, waiting, seen = installed(name), needs(requirements), set()
         while waiting - seen:
@@ -112,7 +116,66 @@ def test_locks_are_whole():
                 if not (marker := Requirement(each).marker) or marker.evaluate(IMAGE | {"extra": extra})
             ]
             waiting |= needs([re.sub(r";.*", "", each) for each in chosen])
+    assert installed("torch").keys() == {"torch"} and installed("uv").keys() == {"uv"}
     assert not {"matplotlib", "pytest", "transformers", "ruff"} & (installed("cpu").keys() | installed("cuda").keys())
+
+
+def everything_but(name: str) -> set[str]:
+    """Return the packages that the lock of `make install` holds, without one."""
+    return installed("install").keys() - {name}
+
+
+def test_what_make_installed_is_locked():
+    """torch may be a local build of the locked version."""
+    here = default_environment() | {"extra": ""}
+    expected = {
+        canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")
+        for lock in ("install", "torch", "uv")
+        for requirement, _ in locked(lock)
+        if not requirement.marker or requirement.marker.evaluate(here)
+    }
+    found = {canonicalize_name(each.metadata["Name"]): each.version for each in importlib.metadata.distributions()}
+    both = found.keys() & expected.keys()
+    assert len(both) > 100
+    assert {name: found[name].split("+")[0] for name in both} == {name: expected[name] for name in both}, (
+        "run python deploy/docker/lock.py, then make install"
+    )
+
+
+@pytest.mark.parametrize("wheels", ["", "/srv/wheels"])
+def test_make_installs_by_the_locks(wheels):
+    """torch's own lock is left out where there are local wheels: the one for CPUs is another file than PyPI's."""
+    environment = os.environ | {"PIP_FIND_LINKS": wheels}
+    shown = subprocess.run(["make", "-n", "-B", "install"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = re.sub(r"\s*\\\n\s*", " ", shown.stdout).splitlines()
+    pip, uv = ([line for line in lines if f"{name} install" in line] for name in ("bin/python -m pip", "bin/uv pip"))
+    assert len(pip) == len(uv) == 1
+    assert pip[0].endswith("--require-hashes -r deploy/docker/locks/uv.txt")
+    given = set(re.findall(r"-[bc] \S+/locks/(\w+)\.txt", uv[0]))
+    assert given == {"install", "build"} | (set() if wheels else {"torch"})
+
+
+def test_a_file_with_another_hash_is_not_installed(tmp_path):
+    """`make install` gives the locks as constraints."""
+    right = wheel(tmp_path / "found", "smc_first")
+    for sha256, code in ((right, 0), ("0" * 64, 1)):
+        (tmp_path / "lock.txt").write_text(f"smc-first==1 --hash=sha256:{sha256}\n")
+        (tmp_path / "plain.txt").write_text("smc-first==1\n")
+        command = [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "install",
+            "--no-index",
+            "--no-cache",
+            "--find-links",
+            tmp_path / "found",
+        ]
+        command += ["--target", tmp_path / f"to{code}", "-c", tmp_path / "plain.txt", "-c", tmp_path / "lock.txt"]
+        ran = subprocess.run([*command, "smc-first"], capture_output=True, text=True)
+        assert ran.returncode == code, ran.stderr
+    assert "Hash mismatch" in ran.stderr
 
 
 def test_the_generator_is_no_newer_than_the_oldest_grpc_that_is_accepted():
