@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from services.openai.tool_calls import Delta, ToolCallReader, ToolFormat, before_mark, call
+from services.openai.call_reader import Delta, ToolCallReader
+from services.openai.tool_calls import CallSyntax, call
 from smc.model.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
@@ -67,7 +68,7 @@ class ReasoningReader:
                 self._kept, self._state = rest, _ReasoningState.ENDED
             else:
                 # An end of the text that may become the mark is kept back.
-                reasoning = before_mark(reasoning, END)
+                reasoning = _before_mark(reasoning, END)
                 self._kept = self._kept[len(reasoning) :]
         if self._state is _ReasoningState.ENDED:
             self._kept = self._kept.lstrip()
@@ -84,12 +85,18 @@ class ReasoningReader:
         return (kept, "") if self._state is _ReasoningState.REASONING else ("", kept)
 
 
+def _before_mark(text: str, mark: str) -> str:
+    """Return the text without an end that is the beginning of `mark`."""
+    size = next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+    return text[: len(text) - size]
+
+
 class MessageReader:
     """Reads the message of one answer from its text, as it comes."""
 
-    def __init__(self, tool_format: ToolFormat | None, reasoning: Reasoning | None) -> None:
+    def __init__(self, syntax: CallSyntax | None, reasoning: Reasoning | None) -> None:
         self._reasoning = None if reasoning is None else ReasoningReader(reasoning.is_open)
-        self._calls = None if tool_format is None else ToolCallReader(tool_format)
+        self._calls = None if syntax is None else ToolCallReader(syntax)
 
     @property
     def has_calls(self) -> bool:
@@ -111,9 +118,9 @@ class MessageReader:
         return found + ([Delta(content=text)] if text else [])
 
 
-def message_of(text: str, tool_format: ToolFormat | None, reasoning: Reasoning | None, call_id: str) -> dict[str, Any]:
+def message_of(text: str, syntax: CallSyntax | None, reasoning: Reasoning | None, call_id: str) -> dict[str, Any]:
     """Return a whole answer as a chat's message. `call_id`: prefix of the ids of its calls."""
-    reader = MessageReader(tool_format, reasoning)
+    reader = MessageReader(syntax, reasoning)
     content = thoughts = ""
     calls: list[dict[str, Any]] = []
     for delta in (*reader.push(text), *reader.finish()):
@@ -172,8 +179,8 @@ class PartReader:
     """Reads the parts of one answer from its text, as it comes; one part is open at a time. An answer without any part
     gets an empty text part."""
 
-    def __init__(self, tool_format: ToolFormat | None, reasoning: Reasoning | None) -> None:
-        self._reader = MessageReader(tool_format, reasoning)
+    def __init__(self, syntax: CallSyntax | None, reasoning: Reasoning | None) -> None:
+        self._reader = MessageReader(syntax, reasoning)
         self.parts: list[MessagePart] = []
 
     @property

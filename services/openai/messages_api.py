@@ -274,8 +274,8 @@ class MessagesWriter:
     ) -> None:
         self._heading = heading
         (self._request,) = requests
-        self._tool_format = completion.tool_format
-        self._reader = PartReader(completion.tool_format, reasoning)
+        self._syntax = completion.syntax
+        self._reader = PartReader(completion.syntax, reasoning)
         self._begun = False
 
     def update(self, index: int, output: Output) -> bytes:
@@ -338,8 +338,8 @@ class MessagesWriter:
             return {"type": "text", "text": part.text}
         given = _arguments(part.text, is_cut)
         if given is None:
-            assert self._tool_format is not None, "only a request with tools has calls"
-            return {"type": "text", "text": self._tool_format.written(part.name, part.text)}
+            assert self._syntax is not None, "only a request with tools has calls"
+            return {"type": "text", "text": self._syntax.format.written(part.name, part.text)}
         return {"type": "tool_use", "id": f"toolu_{self._heading.id}_{index}", "name": part.name, "input": given}
 
 

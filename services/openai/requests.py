@@ -38,7 +38,7 @@ from services.openai.bodies import (
     validated,
 )
 from services.openai.messages import Reasoning
-from services.openai.tool_calls import ToolFormat
+from services.openai.tool_calls import CallSyntax, ToolFormat
 from services.prompts import Prompt, of_negative
 from smc.api.constraint import Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS
@@ -107,7 +107,7 @@ class CompletionRequest:
     timeout: float | None
     """Seconds from the call's arrival after which it is aborted."""
     tools: ToolUse | None = None
-    tool_format: ToolFormat | None = None
+    syntax: CallSyntax | None = None
     """How the model writes calls; None: everything that it writes is text."""
     prompt_logprobs: int | None = None
     """Number of likeliest tokens to list for each token of the prompt; None: the prompt's tokens are not listed."""
@@ -155,8 +155,11 @@ class CompletionRequest:
             raise BadRequest(
                 "tool_choice requires a call, and another constraint is given; leave one out", "tool_choice"
             )
-        if form is None or "constraint" in self.settings or not self.tools.limits_calls:
-            return replace(self, tool_format=form)
+        if form is None:
+            return self
+        names = frozenset(tool["function"]["name"] for tool in prompt.tools)
+        if "constraint" in self.settings or not self.tools.limits_calls:
+            return replace(self, syntax=CallSyntax(form, names))
         for name in ("top_logprobs", "ignore_eos"):
             if value := self.settings.get(name):
                 raise BadRequest(
@@ -170,7 +173,8 @@ class CompletionRequest:
             constraint = Constraint("grammar", grammar)
         except ValueError as error:
             raise BadRequest(f"tools: {error}", "tools") from error
-        return replace(self, tool_format=form, settings=self.settings | {"constraint": constraint})
+        syntax = CallSyntax(form, names, constrained=True, required=tools.required)
+        return replace(self, syntax=syntax, settings=self.settings | {"constraint": constraint})
 
     def after_reasoning(self, reasoning: Reasoning | None) -> CompletionRequest:
         """Return the request with its constraint, if it has one, beginning where the reasoning ends."""

@@ -12,9 +12,10 @@ from functools import cache
 from typing import Any, Protocol
 
 from services.openai.bodies import BadRequest
+from services.openai.call_reader import Delta
 from services.openai.messages import MessageReader, Reasoning, message_of
 from services.openai.requests import CompletionRequest
-from services.openai.tool_calls import Delta, call
+from services.openai.tool_calls import call
 from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Request
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
@@ -153,7 +154,7 @@ def response(
         ending = _ending(answer, request.params, logprobs)
         content: dict[str, Any]
         if heading.chat:
-            message = message_of(answer.text, completion.tool_format, reasoning, f"{heading.id}_{index}")
+            message = message_of(answer.text, completion.syntax, reasoning, f"{heading.id}_{index}")
             content = {"message": message}
             ending |= _finish(ending, "tool_calls" in message)
         else:
@@ -307,10 +308,10 @@ class CompletionWriter:
 
     def _new_text(self, index: int, text: str, logprobs: dict[str, Any] | None) -> bytes:
         """Return the events of new text. The first of them has the `logprobs`."""
-        tool_format, reasoning = self._completion.tool_format, self._reasoning
-        if tool_format is None and reasoning is None:
+        syntax, reasoning = self._completion.syntax, self._reasoning
+        if syntax is None and reasoning is None:
             return self._text(index, text, logprobs)
-        reader = self._readers.setdefault(index, MessageReader(tool_format, reasoning))
+        reader = self._readers.setdefault(index, MessageReader(syntax, reasoning))
         return self._deltas(index, reader.push(text), logprobs)
 
     def _deltas(self, index: int, deltas: Sequence[Delta], logprobs: dict[str, Any] | None = None) -> bytes:

@@ -285,7 +285,7 @@ class ResponsesWriter:
     ) -> None:
         self._heading, self._tokenizer, self._reasoning = heading, tokenizer, reasoning
         (self._request,) = requests
-        self._reader = PartReader(completion.tool_format, reasoning)
+        self._reader = PartReader(completion.syntax, reasoning)
         self._items: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens that no event has had."""

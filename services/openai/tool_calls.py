@@ -1,5 +1,5 @@
-"""Calls of tools: the formats in which chat templates have models write them, the grammars that make calls valid, and a
-reader that finds calls in the text of an answer as it comes. Knows nothing about requests and how answers are sent.
+"""Calls of tools: the formats in which chat templates have models write them, and the grammars that make calls valid.
+Knows nothing about requests and how answers are sent.
 
     Hermes (Qwen)   <tool_call>{"name": .., "arguments": {..}}</tool_call>, once for each call, with text before it
     Llama 3         {"name": .., "parameters": {..}}, and further calls after a semicolon
@@ -8,8 +8,7 @@ reader that finds calls in the text of an answer as it comes. Knows nothing abou
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -23,17 +22,12 @@ BLANK, BLANKS = " ?", r"[ \t\n\r]*"
 """Regular expressions of blanks between tokens of JSON: as models write calls, and as calls are read."""
 ANY = "/(?s:.*)/"
 """A regular expression of any text."""
-_NAME = r'"(?:[^"\\]|\\.)*"'
-_HEAD = re.compile(
-    rf'{BLANKS}\{{{BLANKS}"name"{BLANKS}:{BLANKS}({_NAME}){BLANKS},{BLANKS}"(?:arguments|parameters)"{BLANKS}:{BLANKS}'
-    r"(?=\{)"
-)
-_BEGINS = {
-    "llama": re.compile(rf'{BLANKS}\{{{BLANKS}"name"'),
-    "mistral": re.compile(rf'{BLANKS}\[{BLANKS}\{{{BLANKS}"name"'),
-}
-_MAY_BEGIN = re.compile(r'[\s\[{"name]*')
-"""Text that may become the beginning of a call."""
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_KEY = rf'"(id|type|call_id)"{BLANKS}:{BLANKS}'
+FURTHER = rf'({_KEY}"[^"\\\x00-\x1F]*"{BLANKS},{BLANKS})*'
+"""A regular expression of members of a call without effect, as they may be written before its name."""
+_ANY_FURTHER = rf"({_KEY}({_STRING}|[-+.\w]+){BLANKS},{BLANKS})*"
+"""The same as they are read, and more."""
 
 
 class ToolFormat(StrEnum):
@@ -99,10 +93,12 @@ class _Rules:
     def add(self, name: str, body: str) -> None:
         self._lines.append(f"{name}: {body}")
 
-    def head(self, name: str, number: int, begin: str, blank: str) -> None:
+    def head(self, name: str, number: int, begin: str, blank: str, further: str = "") -> None:
         """Add the terminal for the part of a call before its arguments. It is read as one token of the grammar, so the
-        function is certain at its end. `begin`: what may precede the call; `blank`: blanks between tokens of JSON."""
-        before, after = rf'{begin}\{{{blank}"name"{blank}:{blank}', f'{blank},{blank}"{self._arguments}"{blank}:{blank}'
+        function is certain at its end. `begin`: what may precede the call; `blank`: blanks between tokens of JSON;
+        `further`: members that may precede the name."""
+        before = rf'{begin}\{{{blank}{further}"name"{blank}:{blank}'
+        after = f'{blank},{blank}"{self._arguments}"{blank}:{blank}'
         self.add(f"{name}_{number}", f"/{before}/ NAME_{number} /{after}/")
 
     def calls(self, head: str) -> str:
@@ -112,7 +108,8 @@ class _Rules:
     def text(self, begin: str) -> None:
         """Add the terminal of any text, except text that would be read as a call. `begin`: what may precede a call."""
         key = '"(arguments|parameters)"'
-        call = rf'{begin}\{{{BLANKS}"name"{BLANKS}:{BLANKS}{_NAME}{BLANKS},{BLANKS}{key}{BLANKS}:{BLANKS}'
+        name = f'"name"{BLANKS}:{BLANKS}{_STRING}{BLANKS},{BLANKS}'
+        call = rf"{begin}\{{{BLANKS}{_ANY_FURTHER}{name}{_ANY_FURTHER}{key}{BLANKS}:{BLANKS}"
         self.add("TEXT", rf"{ANY} & ~/(?s:{call}(\{{.*)?)/")
 
     def hermes(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
@@ -138,7 +135,7 @@ class _Rules:
             return
         more = f" (/{BLANK};{BLANK}/ call)*" if parallel else ""
         for number in range(self._count):
-            self.head("FIRST", number, BLANKS, BLANKS)
+            self.head("FIRST", number, BLANKS, BLANKS, FURTHER)
         self.add("first", self.calls("FIRST"))
         self.text(BLANKS)
         tag = _literal(PYTHON_TAG, tokenizer)
@@ -146,16 +143,22 @@ class _Rules:
         self.add("start", f"{tagged}(TEXT | first{more})")
 
     def mistral(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
-        mark, blank = _literal(MISTRAL_MARK, tokenizer), BLANK if required else BLANKS
+        mark = _literal(MISTRAL_MARK, tokenizer)
         more = (f" (/{BLANK},{BLANK}/ call)*" if parallel else "") + rf" /{BLANK}\]/"
+        if required:
+            begin, blank, further = rf"{BLANK}\[{BLANK}", BLANK, ""
+        else:
+            is_token = mark.startswith("<")
+            begin = rf"{BLANKS}\[{BLANKS}" if is_token else rf"{BLANKS}(\[TOOL_CALLS\]{BLANKS})?\[{BLANKS}"
+            blank, further = BLANKS, FURTHER
+            self.text(begin)
         for number in range(self._count):
-            self.head("FIRST", number, rf"{blank}\[{blank}", blank)
+            self.head("FIRST", number, begin, blank, further)
         self.add("first", self.calls("FIRST"))
         if required:
             self.add("start", f"{mark} first{more}")
-            return
-        self.text(rf"{BLANKS}\[{BLANKS}")
-        self.add("start", f"TEXT | {mark}? first{more}" if mark.startswith("<") else f"TEXT | first{more}")
+        else:
+            self.add("start", f"TEXT | {mark}? first{more}" if is_token else f"TEXT | first{more}")
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -194,131 +197,16 @@ def _literal(mark: str, tokenizer: Tokenizer) -> str:
 
 
 @dataclass(frozen=True)
-class Delta:
-    """An addition to an answer's message: content, reasoning, a call that begins (`name`), or more of the last call's
-    arguments."""
+class CallSyntax:
+    """How the calls of an answer are written."""
 
-    content: str = ""
-    reasoning: str = ""
-    name: str | None = None
-    arguments: str = ""
-
-
-class ToolCallReader:
-    """Reads content and calls from the text of one answer. The arguments of a call are passed on as they are written,
-    so they are JSON only once they are complete."""
-
-    def __init__(self, format: ToolFormat) -> None:
-        self._format = format
-        self._state = self._content if format is ToolFormat.HERMES else self._beginning
-        self._kept = self._before = ""
-        """Text not read yet; and the text before the head of a call, which becomes content if no head follows."""
-        self._depth, self._in_string, self._escaped = 0, False, False
-        self.calls = 0
-        """Number of calls that have begun."""
-
-    def push(self, text: str) -> list[Delta]:
-        """Add text. Returns the additions to the message that are certain now."""
-        self._kept += text
-        return list(self._read())
-
-    def finish(self) -> list[Delta]:
-        """Return the remaining additions, at the end of the text."""
-        kept, self._kept = self._kept, ""
-        is_text = self._state in (self._content, self._beginning, self._head)
-        kept = self._before + kept if self._state == self._head else kept
-        blank = self.calls and not kept.strip()
-        return [Delta(content=kept)] if kept and is_text and not blank else []
-
-    def _read(self) -> Iterator[Delta]:
-        while True:
-            before = (self._state, self._kept)
-            yield from self._state()
-            if (self._state, self._kept) == before:
-                return
-
-    def _content(self) -> Iterator[Delta]:
-        text, mark, self._kept = self._kept.partition(HERMES_MARK)
-        if mark:
-            self._state, self._before = self._head, text[len(text.rstrip()) :] + mark
-        else:
-            # An end of the text that may become the mark is kept back, with the blanks before it.
-            certain = before_mark(text, HERMES_MARK).rstrip()
-            text, self._kept = certain, text[len(certain) :]
-        if text.strip():
-            yield Delta(content=text.rstrip() if mark else text)
-
-    def _beginning(self) -> Iterator[Delta]:
-        """Find out whether the whole answer is calls or text."""
-        if _BEGINS[self._format].match(self._kept):
-            if self._format is ToolFormat.MISTRAL:
-                at = self._kept.index("[") + 1
-                self._before, self._kept = self._kept[:at], self._kept[at:]
-            self._state = self._head
-        elif not _MAY_BEGIN.fullmatch(self._kept):
-            self._state = self._text
-        yield from ()
-
-    def _text(self) -> Iterator[Delta]:
-        text, self._kept = self._kept, ""
-        if text:
-            yield Delta(content=text)
-
-    def _head(self) -> Iterator[Delta]:
-        found = _HEAD.match(self._kept)
-        name = None if found is None else _name(found[1])
-        if found is not None and name is not None:
-            self._before, self._kept = "", self._kept[found.end() :]
-            self.calls += 1
-            self._depth, self._in_string, self._escaped = 0, False, False
-            self._state = self._arguments
-            yield Delta(name=name)
-
-    def _arguments(self) -> Iterator[Delta]:
-        """Yield the arguments, up to the brace that closes them."""
-        end = len(self._kept)
-        for at, character in enumerate(self._kept):
-            if self._in_string:
-                self._in_string = self._escaped or character != '"'
-                self._escaped = character == "\\" and not self._escaped
-            elif character == '"':
-                self._in_string = True
-            else:
-                self._depth += (character in "{[") - (character in "}]")
-                if not self._depth:
-                    end, self._state = at + 1, self._after
-                    break
-        text, self._kept = self._kept[:end], self._kept[end:]
-        if text:
-            yield Delta(arguments=text)
-
-    def _after(self) -> Iterator[Delta]:
-        """Skip the text between calls."""
-        if self._format is ToolFormat.HERMES:
-            _, mark, rest = self._kept.partition(HERMES_END)
-            if mark:
-                self._kept, self._state = rest, self._content
-        else:
-            found = re.match(r"[\s}]*[,;]", self._kept)
-            if found is not None:
-                self._kept, self._state = self._kept[found.end() :], self._head
-        yield from ()
-
-
-def before_mark(text: str, mark: str) -> str:
-    """Return the text without an end that is the beginning of `mark`."""
-    size = next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
-    return text[: len(text) - size]
-
-
-def _name(written: str) -> str | None:
-    """Return the text of a JSON string; None if it is not valid, or holds half of a surrogate pair."""
-    try:
-        name: str = json.loads(written)
-        name.encode()
-    except ValueError:
-        return None
-    return name
+    format: ToolFormat
+    names: frozenset[str] = frozenset()
+    """Names of the offered functions."""
+    constrained: bool = False
+    """Whether a grammar (`ToolFormat.grammar`) says where calls begin and how they are written."""
+    required: bool = False
+    """Whether the answer consists of calls alone."""
 
 
 def call(call_id: str, index: int, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from services.openai.bodies import BadRequest
 from services.openai.messages import PartBegins, PartEnds, PartGrows, PartReader, Reasoning
 from services.openai.requests import Served
 from services.openai.responses_api import ResponsesDialect
-from services.openai.tool_calls import ToolFormat
+from services.openai.tool_calls import CallSyntax, ToolFormat
 from tests.openai.asking import ADD, LONG, QUESTIONS, post
 
 pytestmark = pytest.mark.xdist_group("tools")
@@ -205,7 +205,7 @@ def test_parts_are_the_same_however_the_text_is_cut():
     text = 'a < b</think>\nLet me see.<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>'
     dice = random.Random(1)
     for _ in range(30):
-        reader, left, events = PartReader(ToolFormat.HERMES, Reasoning(5, True)), text, []
+        reader, left, events = PartReader(CallSyntax(ToolFormat.HERMES), Reasoning(5, True)), text, []
         while left:
             size = dice.randint(1, 9)
             events += reader.push(left[:size])

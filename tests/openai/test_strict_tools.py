@@ -14,7 +14,7 @@ import pytest
 from services.openai.bodies import BadRequest
 from services.openai.messages import message_of
 from services.openai.requests import Served, understood
-from services.openai.tool_calls import ToolFormat
+from services.openai.tool_calls import CallSyntax, ToolFormat
 from smc import demo
 from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
@@ -60,7 +60,7 @@ def constraint_of(form: ToolFormat, functions: list[dict], **more: object) -> Co
         "tools": [{"type": "function", "function": function} for function in functions],
     }
     completion = understood(body | more, True, Served(("demo",), tokenizer)).with_tool_format(tokenizer)
-    assert completion.tool_format is form
+    assert completion.syntax is not None and completion.syntax.format is form
     return completion.settings.get("constraint")
 
 
@@ -90,7 +90,7 @@ def test_text_is_free_and_calls_are_not(form: ToolFormat):
     assert constraint is not None
     for text in TEXTS:
         assert allows(constraint, text), text
-        assert "tool_calls" not in message_of(text, form, None, "x")
+        assert "tool_calls" not in message_of(text, CallSyntax(form, constrained=True), None, "x")
 
     def written(*calls: tuple[str, str]) -> str:
         texts = [form.written(*call) for call in calls]
@@ -103,11 +103,28 @@ def test_text_is_free_and_calls_are_not(form: ToolFormat):
     others = (("stop", '{"anything": [1, {}]}'), ("point", '{"at": [1, 2]}'))
     for text in (written(right), written(right, *others), "\n" + written(right)):
         assert allows(constraint, text), text
-        assert message_of(text, form, None, "x")["tool_calls"]
+        assert message_of(text, CallSyntax(form, constrained=True), None, "x")["tool_calls"]
     for wrong in (("add", '{"a": 2}'), ("add", "{}"), ("sub", "{}"), ("point", '{"at": [1, 2, 3]}')):
         for text in (written(wrong), written(right, wrong)):
             assert not allows(constraint, text), text
     assert not allows(constraint, written(right, ("stop", "[]")))
+    if form is not ToolFormat.HERMES:
+        begins = '"type": "function", "id" : "a", "name"'
+        assert allows(constraint, written(right).replace('"name"', begins))
+        assert message_of(written(right).replace('"name"', begins), CallSyntax(form, constrained=True), None, "x")[
+            "tool_calls"
+        ]
+        for more in (begins, '"id": 7, "name"', '"type": null, "name"'):
+            assert not allows(constraint, written(("add", '{"a": 2}')).replace('"name"', more))
+            assert not allows(constraint, written(("add", '{"a": 2}')).replace('"add",', f'"add", {more[:-8]},'))
+    if form is ToolFormat.MISTRAL:
+        assert allows(constraint, f"[TOOL_CALLS] {written(right)}")
+        assert not allows(constraint, f"[TOOL_CALLS] {written(('add', '{}'))}")
+    for text in ('{"arguments": {}, "name": "add"}', '[{"parameters": {}, "name": "add"}]', "add{}", "```\n{}\n```"):
+        # Calls of other forms are text where a grammar determines what a call is.
+        assert allows(constraint, text) and "tool_calls" not in message_of(
+            text, CallSyntax(form, constrained=True), None, "x"
+        )
     if form is ToolFormat.HERMES:
         assert allows(constraint, f"So:\n{written(right)}\nDone: <b>7</b>.")
     one = constraint_of(form, [ADD], parallel_tool_calls=False)
@@ -223,7 +240,7 @@ def check(form: ToolFormat, config: EngineConfig, numbers: range) -> Counter:
         name, number = request_id.split()
         ended = answer.finish_reason is FinishReason.EOS
         assert ended or answer.finish_reason is FinishReason.LENGTH
-        calls = message_of(answer.text, form, None, "x").get("tool_calls", [])
+        calls = message_of(answer.text, CallSyntax(form, constrained=True), None, "x").get("tool_calls", [])
         assert len(calls) < 2 or int(number) % 4
         for call in calls if ended else calls[:-1]:
             jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[int(number)])

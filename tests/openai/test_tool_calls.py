@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 
 import jsonschema
@@ -14,7 +13,7 @@ import pytest
 from services.openai.bodies import BadRequest
 from services.openai.messages import message_of
 from services.openai.requests import Served, understood
-from services.openai.tool_calls import ToolCallReader, ToolFormat
+from services.openai.tool_calls import CallSyntax, ToolFormat
 from smc import demo
 from smc.constraints import Compiler
 from smc.local_engine import ModelPair
@@ -44,31 +43,13 @@ PLAIN = ["no <tool and a < b", "x <tool_call>\nnonsense", '{"value": 3}', "[1, 2
 
 
 @pytest.mark.parametrize("form", ToolFormat)
-def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
-    dice = random.Random(1)
-    for text in (TEXTS[form], *PLAIN):
-        whole = message_of(text, form, None, "x")
-        for _ in range(40):
-            reader, deltas, left = ToolCallReader(form), [], text
-            while left:
-                size = dice.randint(1, 9)
-                deltas += reader.push(left[:size])
-                left = left[size:]
-            deltas += reader.finish()
-            calls: list[list[str]] = []
-            for delta in deltas:
-                if delta.name is not None:
-                    calls.append([delta.name, ""])
-                if delta.arguments:
-                    calls[-1][1] += delta.arguments
-            assert "".join(delta.content for delta in deltas) == (whole["content"] or "")
-            assert calls == [[*one["function"].values()] for one in whole.get("tool_calls", ())]
-    found = message_of(TEXTS[form], form, None, "x")["tool_calls"]
+def test_calls_become_a_message(form: ToolFormat):
+    found = message_of(TEXTS[form], CallSyntax(form), None, "x")["tool_calls"]
     assert [one["function"]["name"] for one in found] == ["add", "stop"]
     assert json.loads(found[0]["function"]["arguments"]) == {"a": '}"{', "b": [1, {}]}
     assert len({one["id"] for one in found}) == 2
     for text in PLAIN:
-        assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
+        assert message_of(text, CallSyntax(form), None, "x") == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize("name", ['"f\ng"', '"\\x"', '"\\u12"', '"\\ud800"', '"a\\uDC00\\ud800"', '"\t"', '"\\U00e9"'])
@@ -76,9 +57,9 @@ def test_calls_are_read_however_the_text_is_cut(form: ToolFormat):
 def test_a_call_whose_name_is_no_text_is_text(form: ToolFormat, name: str):
     """A call whose name is no valid JSON string is returned as text."""
     text = form.written("f", '{"a": 1}').removeprefix("[TOOL_CALLS]").replace('"f"', name)
-    assert message_of(text, form, None, "x") == {"role": "assistant", "content": text}
+    assert message_of(text, CallSyntax(form), None, "x") == {"role": "assistant", "content": text}
     for known in ('"é\\n\\"\\/"', '"\\ud83d\\ude00"', '"\\u00e9"'):
-        (call,) = message_of(text.replace(name, known), form, None, "x")["tool_calls"]
+        (call,) = message_of(text.replace(name, known), CallSyntax(form), None, "x")["tool_calls"]
         assert call["function"] == {"name": json.loads(known), "arguments": '{"a": 1}'}
 
 
@@ -142,7 +123,7 @@ def test_what_is_refused(pair):
         with pytest.raises(BadRequest) as caught:
             asked(one, **given)
         assert caught.value.param == param, caught.value
-    assert asked(plain).tool_format is None and asked(tokenizer, tool_choice="none").tools is None
+    assert asked(plain).syntax is None and asked(tokenizer, tool_choice="none").tools is None
 
 
 def test_calls_over_http_whole_and_streamed(pair):
