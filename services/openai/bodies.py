@@ -401,8 +401,8 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool = True
-    """False: the answer has at most one call."""
+    parallel_tool_calls: bool | None = None
+    """Whether the answer may have more than one call. Default: true, unless `tool_choice` requires a call."""
     modalities: Annotated[Any, neutral(["text"])] = None
     functions: Annotated[Any, neutral([])] = None
     function_call: Annotated[Any, neutral("auto", "none")] = None

@@ -100,7 +100,13 @@ class MessageReader:
 
     @property
     def has_calls(self) -> bool:
-        return self._calls is not None and self._calls.calls > 0
+        """Whether the answer has calls, and all of them are complete: at its end, whether it ended to call tools."""
+        return self._calls is not None and self._calls.calls > 0 and self._calls.is_complete
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended within a call."""
+        return self._calls is not None and not self._calls.is_complete
 
     def push(self, text: str) -> list[Delta]:
         """Add text. Returns the additions to the message that are certain now."""
@@ -118,9 +124,9 @@ class MessageReader:
         return found + ([Delta(content=text)] if text else [])
 
 
-def message_of(text: str, syntax: CallSyntax | None, reasoning: Reasoning | None, call_id: str) -> dict[str, Any]:
-    """Return a whole answer as a chat's message. `call_id`: prefix of the ids of its calls."""
-    reader = MessageReader(syntax, reasoning)
+def message_of(text: str, reader: MessageReader, call_id: str) -> dict[str, Any]:
+    """Return a whole answer as a chat's message. `reader`: a new one, which has then read the answer; `call_id`: prefix
+    of the ids of its calls."""
     content = thoughts = ""
     calls: list[dict[str, Any]] = []
     for delta in (*reader.push(text), *reader.finish()):
@@ -170,6 +176,8 @@ class PartEnds:
     part: MessagePart
     is_last: bool
     """Whether the answer ends with this part."""
+    is_cut: bool
+    """Whether the part is a call within which the answer ended."""
 
 
 PartEvent = PartBegins | PartGrows | PartEnds
@@ -185,7 +193,13 @@ class PartReader:
 
     @property
     def has_calls(self) -> bool:
+        """See `MessageReader.has_calls`."""
         return self._reader.has_calls
+
+    @property
+    def is_cut(self) -> bool:
+        """See `MessageReader.is_cut`."""
+        return self._reader.is_cut
 
     def push(self, text: str) -> Iterator[PartEvent]:
         for delta in self._reader.push(text):
@@ -220,4 +234,4 @@ class PartReader:
 
     def _close(self, is_last: bool = False) -> Iterator[PartEvent]:
         if self.parts:
-            yield PartEnds(len(self.parts) - 1, self.parts[-1], is_last)
+            yield PartEnds(len(self.parts) - 1, self.parts[-1], is_last, is_last and self.is_cut)

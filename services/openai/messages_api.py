@@ -33,8 +33,6 @@ FIELD_NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 """This API's names for fields of a chat, where they differ."""
-OF_MODEL = (FinishReason.EOS, FinishReason.STOP_TOKEN)
-"""Finish reasons of answers that the model ended itself."""
 DELTAS = {
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.REASONING: ("thinking_delta", "thinking"),
@@ -107,7 +105,8 @@ class CustomTool(Strict):
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
+    """Default: false, unless a call is required."""
 
 
 class Thinking(Strict):
@@ -213,10 +212,10 @@ def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
         )
     named = {"type": "function", "function": {"name": choice.name}}
     kinds: dict[str, Any] = {"any": "required", "tool": named}
-    return {
-        "tool_choice": kinds.get(choice.type, choice.type),
-        "parallel_tool_calls": not choice.disable_parallel_tool_use,
-    }
+    chat = {"tool_choice": kinds.get(choice.type, choice.type)}
+    if choice.disable_parallel_tool_use is not None:
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return chat
 
 
 def _template_settings(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -302,9 +301,9 @@ class MessagesWriter:
         (answer,) = answers
         for _ in (*self._reader.push(answer.text), *self._reader.finish()):
             pass
-        last = len(self._reader.parts) - 1 if answer.finish_reason not in OF_MODEL else None
+        last = len(self._reader.parts) - 1 if self._reader.is_cut else None
         content = [self._block(index, part, index == last) for index, part in enumerate(self._reader.parts)]
-        stop = self._stop(answer, any(block["type"] == "tool_use" for block in content))
+        stop = self._stop(answer, last is None and any(block["type"] == "tool_use" for block in content))
         message = self._message() | {"content": content, **stop, "usage": _usage(answer)}
         return written(message | {"smc": smc_block(self._request.params, answer)}).encode()
 
@@ -316,11 +315,15 @@ class MessagesWriter:
         return head | {"stop_reason": None, "stop_sequence": None}
 
     def _stop(self, answer: Answer, has_calls: bool) -> dict[str, Any]:
-        if answer.finish_reason is FinishReason.STOP_STRING:
-            return {"stop_reason": "stop_sequence", "stop_sequence": answer.matched}
+        """Return why the answer ended. `has_calls`: it has calls, all of them complete."""
+        is_stopped = answer.finish_reason is FinishReason.STOP_STRING
         if OPENAI_FINISH[answer.finish_reason] == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+            reason = "max_tokens"
+        elif has_calls:
+            reason = "tool_use"
+        else:
+            reason = "stop_sequence" if is_stopped else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": answer.matched if is_stopped else None}
 
     def _part(self, event: PartEvent) -> bytes:
         if isinstance(event, PartBegins):

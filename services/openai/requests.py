@@ -71,7 +71,7 @@ class ToolUse:
     required: bool
     """Whether the answer must consist of calls of these functions."""
     parallel: bool
-    """Whether the answer may have more than one call."""
+    """Whether the answer may have more than one call; if calls are required, at most `MOST_CALLS`."""
 
     @property
     def limits_calls(self) -> bool:
@@ -80,11 +80,14 @@ class ToolUse:
 
     @property
     def checked(self) -> list[dict[str, Any]]:
-        """The functions; those whose arguments need not follow their schema come without it."""
-        return [
-            function if self.required or function.get("strict") else {"name": function["name"]}
-            for function in self.functions
-        ]
+        """The functions with their `parameters`: the schema that calls must follow. A function without parameters has
+        no arguments; the arguments of one that is not checked are any object."""
+        return [{"name": function["name"], "parameters": self._schema(function)} for function in self.functions]
+
+    def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
+        parameters: dict[str, Any] = function.get("parameters") or {"type": "object", "properties": {}}
+        is_checked = self.required or function.get("strict") or not function.get("parameters")
+        return parameters if is_checked else {"type": "object"}
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,10 @@ class CompletionRequest:
             return self
         (prompt,) = self.prompts
         assert prompt.messages is not None, "only chats have tools"
-        settings = prompt.template_settings
-        texts = (tokenizer.chat(prompt.messages, tools=tools, settings=settings) for tools in (prompt.tools, ()))
+        texts = (
+            tokenizer.chat(prompt.messages, tools=tools, settings=prompt.template_settings)
+            for tools in (prompt.tools, ())
+        )
         if len(set(map(tuple, texts))) == 1:
             raise BadRequest("tools is given, but the model's chat template ignores it; leave it out", "tools")
         form = ToolFormat.of(tokenizer.chat_template or "")
@@ -167,14 +172,18 @@ class CompletionRequest:
                     "or parallel_tool_calls=false; leave one of them out",
                     name,
                 )
-        tools = self.tools
+        tools, settings = self.tools, dict(self.settings)
+        if tools.required:
+            # A required call is completed: only the grammar and the length end it.
+            for name in ("stop", "stop_token_ids"):
+                settings.pop(name, None)
         grammar = form.grammar(tools.checked, tokenizer, parallel=tools.parallel, required=tools.required)
         try:
             constraint = Constraint("grammar", grammar)
         except ValueError as error:
             raise BadRequest(f"tools: {error}", "tools") from error
         syntax = CallSyntax(form, names, constrained=True, required=tools.required)
-        return replace(self, syntax=syntax, settings=self.settings | {"constraint": constraint})
+        return replace(self, syntax=syntax, settings=settings | {"constraint": constraint})
 
     def after_reasoning(self, reasoning: Reasoning | None) -> CompletionRequest:
         """Return the request with its constraint, if it has one, beginning where the reasoning ends."""
@@ -472,7 +481,10 @@ def _tool_use(body: ChatBody) -> ToolUse | None:
             names = ", ".join(repr(tool.function.name) for tool in body.tools)
             raise BadRequest(f"tool_choice names {name!r}; allowed: {names}", "tool_choice")
     is_named = isinstance(choice, NamedTool)
-    return ToolUse(functions, choice == "required" or is_named, body.parallel_tool_calls and not is_named)
+    required = choice == "required" or is_named
+    # Where calls are required, a weak model repeats one until its answer is full: several must be asked for.
+    parallel = not required if body.parallel_tool_calls is None else body.parallel_tool_calls and not is_named
+    return ToolUse(functions, required, parallel)
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

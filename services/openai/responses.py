@@ -154,9 +154,9 @@ def response(
         ending = _ending(answer, request.params, logprobs)
         content: dict[str, Any]
         if heading.chat:
-            message = message_of(answer.text, completion.syntax, reasoning, f"{heading.id}_{index}")
-            content = {"message": message}
-            ending |= _finish(ending, "tool_calls" in message)
+            reader = MessageReader(completion.syntax, reasoning)
+            content = {"message": message_of(answer.text, reader, f"{heading.id}_{index}")}
+            ending |= _finish(ending, reader)
         else:
             content = {"text": echoes[index] + answer.text}
             ending |= scored.fields(count, tokenizer) if scored is not None else {}
@@ -180,9 +180,9 @@ def _without_token(answer: Answer) -> Answer:
     )
 
 
-def _finish(ending: dict[str, Any], has_calls: bool) -> dict[str, Any]:
-    """Return the finish reason of an answer with calls, if calls change it."""
-    return {"finish_reason": "tool_calls"} if has_calls and ending["finish_reason"] == "stop" else {}
+def _finish(ending: dict[str, Any], reader: MessageReader) -> dict[str, Any]:
+    """Return the finish reason of an answer with calls, if calls change it: not if it ended within one."""
+    return {"finish_reason": "tool_calls"} if reader.has_calls and ending["finish_reason"] == "stop" else {}
 
 
 def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class CompletionWriter:
         data, reader = b"", self._readers.get(index)
         if reader is not None:
             data = self._deltas(index, reader.finish())
-            ending |= _finish(ending, reader.has_calls)
+            ending |= _finish(ending, reader)
         return data + self._choice({"index": index, **content} | ending)
 
     def _piece(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:

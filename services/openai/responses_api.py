@@ -171,7 +171,8 @@ class ResponsesBody(Strict):
     max_output_tokens: Any = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | NamedFunction = "auto"
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None
+    """Default: true, unless `tool_choice` requires a call."""
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
@@ -223,7 +224,8 @@ def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
         if isinstance(body.tool_choice, NamedFunction)
         else body.tool_choice
     )
-    chat["parallel_tool_calls"] = body.parallel_tool_calls
+    if body.parallel_tool_calls is not None:
+        chat["parallel_tool_calls"] = body.parallel_tool_calls
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = _response_format(body.text.format)
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -309,7 +311,9 @@ class ResponsesWriter:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata,
-            "parallel_tool_calls": body.parallel_tool_calls,
+            "parallel_tool_calls": choice in ("auto", "none")
+            if body.parallel_tool_calls is None
+            else body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "service_tier": "default",
@@ -340,7 +344,8 @@ class ResponsesWriter:
                 self._logprobs = self._answer_logprobs(answer)
             status = _status(answer)
             data += b"".join(self._part(event, status) for event in self._reader.finish())
-            data += self._event(f"response.{status}", response=self._ended(answer))
+            response = self._ended(answer)
+            data += self._event(f"response.{response['status']}", response=response)
         return data
 
     def finish(self, answers: Sequence[Answer]) -> bytes:
@@ -367,9 +372,10 @@ class ResponsesWriter:
         return self._base | {"status": status, "output": list(self._items)} | ended
 
     def _ended(self, answer: Answer) -> dict[str, Any]:
-        response = self._response(_status(answer))
+        response = self._response("incomplete" if self._reader.is_cut else _status(answer))
         if response["status"] == "incomplete":
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            reason = "max_output_tokens" if _status(answer) == "incomplete" else "stop"
+            response["incomplete_details"] = {"reason": reason}
         counts = usage([answer], 1)
         return response | {
             "usage": {
@@ -403,6 +409,8 @@ class ResponsesWriter:
         where = {"output_index": index, "item_id": item["id"]}
         if isinstance(event, PartGrows):
             return self._grow(self._reader.parts[index], where, event.text)
+        if event.part.kind is PartKind.CALL:
+            status = "incomplete" if event.is_cut else "completed"
         return self._end(event, item, where, status if event.is_last else "completed")
 
     def _grow(self, part: MessagePart, where: dict[str, Any], text: str) -> bytes:
@@ -448,7 +456,7 @@ class ResponsesWriter:
 
 
 def _status(answer: Answer) -> str:
-    """Return the status of a response and of its last item."""
+    """Return the status of a response and of its last item, if that is no call."""
     return "incomplete" if OPENAI_FINISH[answer.finish_reason] == "length" else "completed"
 
 

@@ -20,6 +20,10 @@ PYTHON_TAG = "<|python_tag|>"
 """Mark with which Llama begins some calls."""
 BLANK, BLANKS = " ?", r"[ \t\n\r]*"
 """Regular expressions of blanks between tokens of JSON: as models write calls, and as calls are read."""
+MOST_CALLS = 32
+"""Maximum number of calls of an answer that must consist of calls."""
+MORE_CALLS = f"{{0,{MOST_CALLS - 1}}}"
+"""How often a rule of a grammar may repeat a call after the first."""
 ANY = "/(?s:.*)/"
 """A regular expression of any text."""
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -57,7 +61,7 @@ class ToolFormat(StrEnum):
 
     def grammar(self, tools: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, parallel: bool, required: bool) -> str:
         """Return the grammar of answers that call these functions only. `tools`: each with `name` and `parameters`;
-        `parallel`: allow more than one call; `required`: the answer consists of calls, at least one. Otherwise the
+        `parallel`: allow more than one call; `required`: the answer consists of 1 to `MOST_CALLS` calls. Otherwise the
         answer is any text in which calls are valid once they begin: text that would be read as another call is not
         allowed."""
         rules = _Rules(tools, self.arguments)
@@ -80,7 +84,7 @@ class _Rules:
         for number, tool in enumerate(tools):
             name = json.dumps(tool["name"])
             names = {json.dumps(text) for text in (name, json.dumps(tool["name"], ensure_ascii=False))}
-            parameters = _closed(tool.get("parameters") or {})
+            parameters = _closed(tool["parameters"])
             schema = {"x-guidance": {"whitespace_pattern": "\\x20"}, "type": "object"} | parameters
             self.add(f"NAME_{number}", " | ".join(sorted(names)))
             self.add(f"arguments_{number}", f"%json {json.dumps(schema)}")
@@ -116,7 +120,7 @@ class _Rules:
         mark, end = (_literal(mark, tokenizer) for mark in (HERMES_MARK, HERMES_END))
         if required:
             self.add("tagged", f'{mark} "\\n" call "\\n" {end}')
-            self.add("start", "tagged" + (" (/\\n?/ tagged)*" if parallel else ""))
+            self.add("start", "tagged" + (f" (/\\n?/ tagged){MORE_CALLS}" if parallel else ""))
             return
         self.add("TEXT", ANY)
         is_token = mark.startswith("<")
@@ -129,9 +133,8 @@ class _Rules:
             self.add("start", "TEXT | tagged REST")
 
     def llama(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
-        more = ' (";" call)*' if parallel else ""
         if required:
-            self.add("start", f"call{more}")
+            self.add("start", "call" + (f' (";" call){MORE_CALLS}' if parallel else ""))
             return
         more = f" (/{BLANK};{BLANK}/ call)*" if parallel else ""
         for number in range(self._count):
@@ -144,7 +147,7 @@ class _Rules:
 
     def mistral(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
         mark = _literal(MISTRAL_MARK, tokenizer)
-        more = (f" (/{BLANK},{BLANK}/ call)*" if parallel else "") + rf" /{BLANK}\]/"
+        more = (f" (/{BLANK},{BLANK}/ call){MORE_CALLS if required else '*'}" if parallel else "") + rf" /{BLANK}\]/"
         if required:
             begin, blank, further = rf"{BLANK}\[{BLANK}", BLANK, ""
         else:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.openai.bodies import BadRequest
-from services.openai.messages import message_of
+from services.openai.messages import MessageReader, message_of
 from services.openai.requests import Served, understood
 from services.openai.tool_calls import CallSyntax, ToolFormat
 from smc import demo
@@ -30,6 +30,7 @@ from tests.scheduler.pairs import character_pair
 from tests.scheduler.schemas import some_schema
 
 STRICT = ADD | {"strict": True}
+FREE = ADD | {"name": "free"}
 POINT = {
     "name": "point",
     "strict": True,
@@ -70,6 +71,10 @@ def allows(constraint: Constraint, text: str) -> bool:
     return follower.ends(np.array(demo_tokenizer().encode(text, add_special=False), dtype=np.int64))
 
 
+def read(text: str, form: ToolFormat) -> dict:
+    return message_of(text, MessageReader(CallSyntax(form, constrained=True), None), "x")
+
+
 TEXTS = (
     "",
     " \n",
@@ -86,11 +91,11 @@ TEXTS = (
 def test_text_is_free_and_calls_are_not(form: ToolFormat):
     """The grammar of optional strict tools allows any text without calls and any valid calls, and no invalid call.
     Without `strict` and with parallel calls there is no constraint."""
-    constraint = constraint_of(form, [STRICT, STOP, POINT])
+    constraint = constraint_of(form, [STRICT, STOP, POINT, FREE])
     assert constraint is not None
     for text in TEXTS:
         assert allows(constraint, text), text
-        assert "tool_calls" not in message_of(text, CallSyntax(form, constrained=True), None, "x")
+        assert "tool_calls" not in read(text, form)
 
     def written(*calls: tuple[str, str]) -> str:
         texts = [form.written(*call) for call in calls]
@@ -100,20 +105,24 @@ def test_text_is_free_and_calls_are_not(form: ToolFormat):
         return ("\n" if form is ToolFormat.HERMES else "; ").join(texts)
 
     right = ("add", '{"a": 22, "b": true}')
-    others = (("stop", '{"anything": [1, {}]}'), ("point", '{"at": [1, 2]}'))
+    others = (("free", '{"anything": [1, {}]}'), ("stop", "{}"), ("point", '{"at": [1, 2]}'))
     for text in (written(right), written(right, *others), "\n" + written(right)):
         assert allows(constraint, text), text
-        assert message_of(text, CallSyntax(form, constrained=True), None, "x")["tool_calls"]
-    for wrong in (("add", '{"a": 2}'), ("add", "{}"), ("sub", "{}"), ("point", '{"at": [1, 2, 3]}')):
+        assert read(text, form)["tool_calls"]
+    for wrong in (
+        ("add", '{"a": 2}'),
+        ("add", "{}"),
+        ("sub", "{}"),
+        ("stop", '{"x": 1}'),
+        ("point", '{"at": [1, 2, 3]}'),
+    ):
         for text in (written(wrong), written(right, wrong)):
             assert not allows(constraint, text), text
-    assert not allows(constraint, written(right, ("stop", "[]")))
+    assert not allows(constraint, written(right, ("free", "[]")))
     if form is not ToolFormat.HERMES:
         begins = '"type": "function", "id" : "a", "name"'
         assert allows(constraint, written(right).replace('"name"', begins))
-        assert message_of(written(right).replace('"name"', begins), CallSyntax(form, constrained=True), None, "x")[
-            "tool_calls"
-        ]
+        assert read(written(right).replace('"name"', begins), form)["tool_calls"]
         for more in (begins, '"id": 7, "name"', '"type": null, "name"'):
             assert not allows(constraint, written(("add", '{"a": 2}')).replace('"name"', more))
             assert not allows(constraint, written(("add", '{"a": 2}')).replace('"add",', f'"add", {more[:-8]},'))
@@ -122,9 +131,7 @@ def test_text_is_free_and_calls_are_not(form: ToolFormat):
         assert not allows(constraint, f"[TOOL_CALLS] {written(('add', '{}'))}")
     for text in ('{"arguments": {}, "name": "add"}', '[{"parameters": {}, "name": "add"}]', "add{}", "```\n{}\n```"):
         # Calls of other forms are text where a grammar determines what a call is.
-        assert allows(constraint, text) and "tool_calls" not in message_of(
-            text, CallSyntax(form, constrained=True), None, "x"
-        )
+        assert allows(constraint, text) and "tool_calls" not in read(text, form)
     if form is ToolFormat.HERMES:
         assert allows(constraint, f"So:\n{written(right)}\nDone: <b>7</b>.")
     one = constraint_of(form, [ADD], parallel_tool_calls=False)
@@ -240,7 +247,7 @@ def check(form: ToolFormat, config: EngineConfig, numbers: range) -> Counter:
         name, number = request_id.split()
         ended = answer.finish_reason is FinishReason.EOS
         assert ended or answer.finish_reason is FinishReason.LENGTH
-        calls = message_of(answer.text, CallSyntax(form, constrained=True), None, "x").get("tool_calls", [])
+        calls = read(answer.text, form).get("tool_calls", [])
         assert len(calls) < 2 or int(number) % 4
         for call in calls if ended else calls[:-1]:
             jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[int(number)])

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from services.openai.bodies import BadRequest
-from services.openai.messages import message_of
+from services.openai.messages import MessageReader, message_of
 from services.openai.requests import Served, understood
-from services.openai.tool_calls import CallSyntax, ToolFormat
+from services.openai.tool_calls import MOST_CALLS, CallSyntax, ToolFormat
 from smc import demo
 from smc.constraints import Compiler
 from smc.local_engine import ModelPair
@@ -42,14 +42,18 @@ TEXTS = {
 PLAIN = ["no <tool and a < b", "x <tool_call>\nnonsense", '{"value": 3}', "[1, 2]", '{"name', "", " \n", "so:\n\nit is"]
 
 
+def read(text: str, form: ToolFormat, **more: bool) -> dict:
+    return message_of(text, MessageReader(CallSyntax(form, **more), None), "x")
+
+
 @pytest.mark.parametrize("form", ToolFormat)
 def test_calls_become_a_message(form: ToolFormat):
-    found = message_of(TEXTS[form], CallSyntax(form), None, "x")["tool_calls"]
+    found = read(TEXTS[form], form)["tool_calls"]
     assert [one["function"]["name"] for one in found] == ["add", "stop"]
     assert json.loads(found[0]["function"]["arguments"]) == {"a": '}"{', "b": [1, {}]}
     assert len({one["id"] for one in found}) == 2
     for text in PLAIN:
-        assert message_of(text, CallSyntax(form), None, "x") == {"role": "assistant", "content": text}
+        assert read(text, form) == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize("name", ['"f\ng"', '"\\x"', '"\\u12"', '"\\ud800"', '"a\\uDC00\\ud800"', '"\t"', '"\\U00e9"'])
@@ -57,9 +61,9 @@ def test_calls_become_a_message(form: ToolFormat):
 def test_a_call_whose_name_is_no_text_is_text(form: ToolFormat, name: str):
     """A call whose name is no valid JSON string is returned as text."""
     text = form.written("f", '{"a": 1}').removeprefix("[TOOL_CALLS]").replace('"f"', name)
-    assert message_of(text, CallSyntax(form), None, "x") == {"role": "assistant", "content": text}
+    assert read(text, form) == {"role": "assistant", "content": text}
     for known in ('"é\\n\\"\\/"', '"\\ud83d\\ude00"', '"\\u00e9"'):
-        (call,) = message_of(text.replace(name, known), CallSyntax(form), None, "x")["tool_calls"]
+        (call,) = read(text.replace(name, known), form)["tool_calls"]
         assert call["function"] == {"name": json.loads(known), "arguments": '{"a": 1}'}
 
 
@@ -101,11 +105,72 @@ def test_grammars_of_required_calls(pair, form: ToolFormat):
         follower = Compiler.of(TokenBytes.of(tokenizer)).follower(StopMachine.of((), (), (), constraint))
         return follower.ends(np.array(tokenizer.encode(text, add_special=False)))
 
-    assert allows(text, tool_choice="required") and allows(first, tool_choice="required")
+    several = {"tool_choice": "required", "parallel_tool_calls": True}
+    assert allows(text, **several) and allows(first, **several) and allows(first, tool_choice="required")
+    assert not allows(text, tool_choice="required") and not allows(text, tool_choice=named, parallel_tool_calls=True)
     assert not allows(text, tool_choice="required", parallel_tool_calls=False)
+    call, between = {"hermes": (first, "\n"), "llama": (first, ";"), "mistral": (first[13:-1], ", ")}[form]
+    for count in (MOST_CALLS, MOST_CALLS + 1):
+        many = between.join([call] * count)
+        assert allows(f"[TOOL_CALLS] [{many}]" if form is ToolFormat.MISTRAL else many, **several) == (
+            count == MOST_CALLS
+        )
     assert allows(first, tool_choice=named) and not allows(text, tool_choice=named)
     assert not allows("hello", tool_choice="required")
     assert not allows(first.replace("add", "sub"), tool_choice="required")
+
+
+@pytest.mark.parametrize("given", [{}, {"parameters": None}, {"parameters": {}}])
+@pytest.mark.parametrize(
+    "how", [{"tool_choice": "required"}, {"parallel_tool_calls": False}, {"strict": True}], ids=str
+)
+def test_a_function_without_parameters_has_no_arguments(pair, given: dict, how: dict):
+    tokenizer = with_template(pair.tokenizer, "hermes")
+    function = {"name": "stop"} | given | ({"strict": True} if "strict" in how else {})
+    how = {name: value for name, value in how.items() if name != "strict"}
+    constraint = asked(tokenizer, tools=[{"type": "function", "function": function}], **how).settings["constraint"]
+    follower = Compiler.of(TokenBytes.of(tokenizer)).follower(StopMachine.of((), (), (), constraint))
+    for arguments, is_allowed in (("{}", True), ('{"x": 1}', False)):
+        text = ToolFormat.HERMES.written("stop", arguments)
+        assert follower.ends(np.array(tokenizer.encode(text, add_special=False))) == is_allowed
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_a_required_call_cut_in_its_head_leaves_no_marks(form: ToolFormat):
+    """Wherever an answer of required calls ends, its content is empty, and the calls that began are there."""
+    text = form.written("add", '{"a": 1}')
+    if form is ToolFormat.MISTRAL:
+        text = text[:-1] + ', {"name": "stop", "arguments": {}}]'
+    else:
+        text += ("\n" if form is ToolFormat.HERMES else ";") + form.written("stop", "{}")
+    for size in range(len(text) + 1):
+        reader = MessageReader(CallSyntax(form, constrained=True, required=True), None)
+        message = message_of(text[:size], reader, "x")
+        assert not message["content"], (text[:size], message)
+        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        assert names == ["add", "stop"][: len(names)]
+        is_cut = any(not json_of(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
+        assert reader.is_cut == is_cut and reader.has_calls == (bool(names) and not is_cut)
+    assert names == ["add", "stop"]
+
+
+def json_of(text: str) -> bool:
+    """Whether a text is JSON."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_stops_do_not_apply_to_required_calls(pair):
+    tokenizer = with_template(pair.tokenizer, "hermes")
+    stops = {"stop": ["\n", ","], "stop_token_ids": [5]}
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        params = asked(tokenizer, tool_choice=choice, **stops).params(9, 1)
+        assert not params.stop and not params.stop_token_ids
+    params = asked(tokenizer, **stops).params(9, 1)
+    assert list(params.stop) == stops["stop"] and list(params.stop_token_ids) == [5]
 
 
 def test_what_is_refused(pair):
