@@ -67,7 +67,7 @@ def to_params(
     message: pb.SamplingParams, method: str, room: int, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> list[SamplingParams]:
     """Return the settings of each requested answer. `method`: the method to use; `smc` becomes `exact` at temperature
-    0. `room`: tokens that the context leaves, the default of `max_tokens`. `defaults`: values of settings that the
+    0. `room`: the default of `max_tokens`. `defaults`: values of settings that the
     message leaves out.
 
     Raises ValueError naming the field, the value and what is allowed.
@@ -354,6 +354,6 @@ class VllmService(pb_grpc.VllmEngineServicer):
         prompt = await self._handler.prompts.tokens(source)
         if form == "tokenized" and (largest := max(prompt)) >= (size := self._pair.tokenizer.size):
             raise ValueError(f"tokenized.input_ids contains {largest}; allowed: 0..{size - 1}")
-        room = self._handler.longest(parsed[0], len(prompt))
+        room = self._handler.default_length(parsed[0], len(prompt))
         settings = to_params(message.sampling_params, self._method, room, self._pair.sampling)
         return [Request(request_id, prompt, params) for params in settings]

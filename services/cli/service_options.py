@@ -261,6 +261,15 @@ class ServeOptions(WorkerGroupOptions):
         ),
     ] = None
 
+    default_max_tokens: Annotated[
+        int | None,
+        option(
+            LISTEN,
+            "Maximum tokens of a chat's answer if its request gives no max_tokens; also in vLLM's protocol. "
+            "Default: 8192, less if the context leaves less.",
+            metavar="COUNT",
+        ),
+    ] = None
     min_priority: Annotated[
         int | None,
         option(

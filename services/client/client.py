@@ -151,6 +151,8 @@ class ServerInfo:
     """Maximum number of calls in flight."""
     max_message_bytes: int
     """Maximum size of a request in bytes."""
+    default_max_tokens: int
+    """Maximum tokens of a chat's answer over HTTP if its request gives no `max_tokens`."""
 
 
 Prompt = str | Sequence[int] | Sequence[Message]

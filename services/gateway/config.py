@@ -85,6 +85,9 @@ class GatewayConfig:
     default_method: str | None = None
     """Method of requests that name none; None: `smc`, and at temperature 0 `exact`."""
 
+    default_max_tokens: int = 8192
+    """Maximum tokens of an answer to a chat, or in vLLM's protocol, whose request gives no `max_tokens`; less if the
+    context or memory leaves less. Other requests have a smaller default of their own."""
     min_priority: int = 0
     """Lowest `priority` that callers may give; a lower number is admitted first. 0: nobody passes others."""
     max_priority: int = MAX_PRIORITY
@@ -139,6 +142,7 @@ class GatewayConfig:
             ("max_message_bytes", 1024, 2**31 - 1),
             ("max_concurrent_streams", 1, 2**31 - 1),
             ("max_calls", 1, 2**31 - 1),
+            ("default_max_tokens", 1, 2**31 - 1),
             ("min_priority", -MAX_PRIORITY, 0),
             ("max_priority", 0, MAX_PRIORITY),
         ):

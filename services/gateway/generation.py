@@ -82,6 +82,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             max_queue=engine.max_queue or 0,
             max_calls=config.max_calls,
             max_message_bytes=config.message_bytes(self._pair.context),
+            default_max_tokens=config.default_max_tokens,
         )
 
     async def _request(self, request_id: str, message: pb.GenerateRequest) -> Request:

@@ -395,6 +395,11 @@ class RequestHandler:
 
         return longest_answer(params, self.pair.engine, self.status().pages, self.pair.context, prompt, negative)
 
+    def default_length(self, params: SamplingParams, prompt: int, negative: int = 0) -> int:
+        """Return `max_tokens` of an answer without a limit of its own: `GatewayConfig.default_max_tokens`, or
+        `min_tokens` if that is more, as far as `longest` allows."""
+        return min(max(self.config.default_max_tokens, params.min_tokens), self.longest(params, prompt, negative))
+
     async def _check_constraints(self, requests: Sequence[Request]) -> None:
         """Compile constraints in a thread, so that other calls do not wait. Raises ValueError, before anything is
         queued."""

@@ -115,7 +115,7 @@ class Playground:
             "methods": [method.value for method in Method],
             "constraints": list(KINDS),
             "tools": self._has_tools(),
-            # By default, a chat may continue until the context is full.
+            # The service's default is less where the context leaves less.
             "settings": settings_document({"max_tokens": None} | dict(pair.sampling)),
         }
 

@@ -185,10 +185,12 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
     negative = await handler.prompts.negative(completion.negative)
     for prompt in completion.prompts:
         tokens = await handler.prompts.tokens(prompt)
-        # Without max_tokens, a chat may continue for as long as there is room.
         completion = completion.after_reasoning(_reasoning(completion, tokens, handler))
-        most = handler.longest(completion.params(LONGEST, None), len(tokens), len(negative or ()))
-        longest = most if completion.chat else min(DEFAULT_MAX_TOKENS, most)
+        unlimited, sizes = completion.params(LONGEST, None), (len(tokens), len(negative or ()))
+        if completion.chat:
+            longest = handler.default_length(unlimited, *sizes)
+        else:
+            longest = min(DEFAULT_MAX_TOKENS, handler.longest(unlimited, *sizes))
         for number in range(completion.n):
             params = completion.params(longest, next(seeds), first=not number)
             salt, priority = completion.cache_salt, completion.priority
