@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import grpc
@@ -11,6 +12,8 @@ from services.backend import RequestAborted, RequestFailed, Unavailable, Unimple
 from services.protobuf import RETRY_TRAILER
 from smc.scheduler.admission import DuplicateRequest, QueueFull
 
+MAX_WORD = 256
+"""Maximum characters without a space in a message: more are a name or a value that the caller sent."""
 MAX_MESSAGE = 2000
 """Maximum size of a message in bytes. It travels in HTTP/2 trailers, where each byte may take three; by default peers
 accept 8 KiB of trailers."""
@@ -18,6 +21,10 @@ accept 8 KiB of trailers."""
 
 class Unauthenticated(RuntimeError):
     """The caller has not sent a valid token."""
+
+
+class HostNotAllowed(RuntimeError):
+    """The caller uses a host name that is not one of the service."""
 
 
 class SlowReader(RuntimeError):
@@ -34,6 +41,9 @@ class TooLarge(RuntimeError):
 
 class DeadlineExceeded(RuntimeError):
     """The caller's own deadline has passed."""
+
+
+_LONG_WORD = re.compile(rf"(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}")
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] =
     (DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS, "duplicate", None),
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT, "invalid", None),
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", None),
+    (HostNotAllowed, grpc.StatusCode.PERMISSION_DENIED, "host", None),
     (QueueFull, grpc.StatusCode.RESOURCE_EXHAUSTED, "queue_full", 1.0),
     (TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED, "too_large", None),
     (SlowReader, grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", None),
@@ -78,8 +89,9 @@ def status_of(error: Exception) -> Status:
 
 
 def shortened(message: str) -> str:
-    """Return `message`; if it is too long for a status, cut out its middle, which holds a value that the caller
-    sent."""
+    """Return `message` with long names and values cut off. If it is still too long for a status, cut out its middle,
+    which holds a value that the caller sent."""
+    message = _LONG_WORD.sub(r"\1..", message)
     data = message.encode(errors="backslashreplace")
     if len(data) <= MAX_MESSAGE:
         return data.decode()

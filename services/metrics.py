@@ -53,6 +53,7 @@ REJECTIONS = {
     "invalid": "INVALID_ARGUMENT",
     "duplicate": "ALREADY_EXISTS",
     "unauthenticated": "UNAUTHENTICATED",
+    "host": "PERMISSION_DENIED",
     "queue_full": "RESOURCE_EXHAUSTED",
     "slow_sender": "RESOURCE_EXHAUSTED",
     "too_large": "RESOURCE_EXHAUSTED",
@@ -142,15 +143,30 @@ class Families:
         self._scraped = self.registry
         """What `serve` answers with."""
 
-    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-        """Answer scrapes at `/metrics`. Returns the bound port (a free one if `port` is 0) and a function that stops
-        the server. Raises OSError if it cannot listen."""
+    def serve(
+        self, port: int, host: str = "127.0.0.1", refusal: Callable[[Iterable[str]], str | None] = lambda hosts: None
+    ) -> tuple[int, Callable[[], None]]:
+        """Answer scrapes at `/metrics`. `refusal`: returns why a request with these `Host` headers is refused. Returns
+        the bound port (a free one if `port` is 0) and a function that stops the server. Raises OSError if it cannot
+        listen."""
         try:
             server, thread = prom.start_http_server(port, addr=host, registry=self._scraped)
         except OSError as error:
             raise OSError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any"
             ) from error
+
+        answer = server.get_app()
+        assert answer is not None
+
+        def guarded(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+            given = environ.get("HTTP_HOST")
+            if given is None or (why := refusal([given])) is None:
+                return answer(environ, start)
+            start("403 Forbidden", [("content-type", "text/plain; charset=utf-8")])
+            return [f"{why}\n".encode()]
+
+        server.set_app(guarded)
 
         def stop() -> None:
             server.shutdown()

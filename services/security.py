@@ -1,4 +1,5 @@
-"""Reads bearer tokens and certificates, and refuses unusable ones. Knows nothing about requests."""
+"""Reads bearer tokens and certificates, and refuses unusable ones; checks the host names that callers use. Knows
+nothing about requests."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
 import ssl
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -86,6 +88,45 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+HOST_NAME = re.compile(r"\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+"""Name or address of a host as URLs write it, without a port; or `*`."""
+MAX_SHOWN = 64
+
+
+class AllowedHosts:
+    """The names by which programs may call a service over HTTP. A web page can make a browser call a service on its
+    machine under a name of the page's own, whose address it changes to 127.0.0.1 (DNS rebinding). The browser then
+    takes the service for a part of the page, which may read the answers."""
+
+    def __init__(self, host: str, names: Iterable[str] = (), *, has_tokens: bool = False) -> None:
+        """`host`: address at which the service listens; `names`: further names. A service on a network can be called by
+        names that it does not know, and a page does not know tokens: then any name is allowed unless `names` are
+        given."""
+        own = LOOPBACK_NAMES if is_loopback(host) else ()
+        self._names = (*own, *names)
+        self._any = "*" in self._names or (not names and (has_tokens or not own))
+        self._known = {name.lower().strip("[]") for name in self._names}
+
+    def refusal(self, given: Iterable[str]) -> str | None:
+        """Return why a request with these `Host` headers is refused; None: it is allowed."""
+        for host in () if self._any else given:
+            name = _without_port(host)
+            if name not in self._known and not (is_loopback(name) and self._known & {"localhost"}):
+                shown = host if len(host) <= MAX_SHOWN else f"{host[:MAX_SHOWN]}.."
+                return (
+                    f"host={shown!r} is not a name of this service; allowed: {', '.join(self._names)}; another name is "
+                    "allowed by --allowed-host"
+                )
+        return None
+
+
+def _without_port(host: str) -> str:
+    """Return the name or address in a `Host` header, in the form in which names are compared."""
+    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    return name.strip("[]").rstrip(".").lower()
 
 
 def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:

@@ -53,7 +53,7 @@ SERVICES = {
     "openai": {"backend", "errors", "prompts", "security", HANDLER},
     "vllm": {"backend", "openai", "prompts", "protobuf", "security", HANDLER},
     "launch": {"pb", "link", "workers", "coordinator", "gateway", "metrics", "openai", "protobuf", "vllm", "backend"},
-    "batch": {"backend", "errors", "launch", "metrics", "openai"},
+    "batch": {"backend", "errors", "launch", "metrics", "openai", "security"},
     "cli": {"batch", "client", "connection_options", "gateway", "launch", "security"},
 }
 """For each package of the service, the other packages it may import; a name with a dot is a single module."""

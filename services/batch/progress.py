@@ -17,7 +17,6 @@ from services.batch.output_file import Survey
 if TYPE_CHECKING:
     from services.metrics import BatchMetrics
 
-
 LINE_SECONDS = 5.0
 """Time between two lines of progress if there is no terminal."""
 
@@ -143,9 +142,10 @@ class Display:
             yield
             return
         from services.metrics import BatchMetrics  # imports torch
+        from services.security import AllowedHosts  # imports gRPC
 
         self._metrics = BatchMetrics()
-        port, stop = self._metrics.serve(port, host)
+        port, stop = self._metrics.serve(port, host, AllowedHosts(host).refusal)
         try:
             self.say(f"metrics on {host}:{port}")
             yield

@@ -220,6 +220,16 @@ class ServeOptions(WorkerGroupOptions):
             metavar="NAME",
         ),
     ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        option(
+            LISTEN,
+            "Further host name by which HTTP requests may call the service; * = any; may be repeated. Default: without "
+            "tokens on 127.0.0.1 the names of this machine's loopback interface, otherwise any.",
+            "--allowed-host",
+            metavar="NAME",
+        ),
+    ] = None
     allow_origins: Annotated[
         list[str] | None,
         option(

@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.security import TokenFile, check_tls, is_loopback
+from services.security import HOST_NAME, AllowedHosts, TokenFile, check_tls, is_loopback
 from smc.api.request import MAX_PRIORITY
 from smc.api.sampling_params import Method
 
@@ -73,6 +73,9 @@ class GatewayConfig:
     served_model_names: tuple[str, ...] = ()
     """Names of the target for OpenAI's and vLLM's clients; answers and metrics carry the first. Empty: the name of its
     directory."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names by which HTTP requests may call the service; `*`: any. If none are given, a service without tokens
+    that listens on the loopback interface takes the names of that interface, any other service all names."""
     allow_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the HTTP API, such as https://app.example.com; `*`: any. Empty: none."""
     page: bool = True
@@ -97,7 +100,7 @@ class GatewayConfig:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        for name in ("served_model_names", "allow_origins"):
+        for name in ("served_model_names", "allowed_hosts", "allow_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_numbers()
         self._check_security()
@@ -127,6 +130,10 @@ class GatewayConfig:
         if self.max_message_bytes is not None:
             return self.max_message_bytes
         return min(MESSAGE_BYTES + TOKEN_BYTES * context, MOST_BYTES)
+
+    def hosts(self) -> AllowedHosts:
+        """Return the names by which HTTP requests may call the service."""
+        return AllowedHosts(self.host, self.allowed_hosts, has_tokens=self.auth_token_file is not None)
 
     def token_file(self) -> TokenFile | None:
         """Read `auth_token_file` and return its tokens; None: no token is needed."""
@@ -189,6 +196,11 @@ class GatewayConfig:
             raise ValueError(f"default_method={self.default_method!r}; allowed: {', '.join(Method)}")
         if wrong := [name for name in self.served_model_names if not name or not name.isprintable()]:
             raise ValueError(f"served_model_names contains {wrong[0]!r}; allowed: names that can be printed")
+        if wrong := [name for name in self.allowed_hosts if not HOST_NAME.fullmatch(name)]:
+            raise ValueError(
+                f"allowed_hosts contains {wrong[0]!r}; allowed: * or a name or address without scheme, port and path, "
+                "such as llm.example.com or [2001:db8::1]"
+            )
         if wrong := [origin for origin in self.allow_origins if not ORIGIN.fullmatch(origin)]:
             raise ValueError(
                 f"allow_origins contains {wrong[0]!r}; allowed: * or SCHEME://HOST[:PORT], such as "
@@ -196,6 +208,8 @@ class GatewayConfig:
             )
         if self.unknown_fields not in UNKNOWN_FIELDS:
             raise ValueError(f"unknown_fields={self.unknown_fields!r}; allowed: {', '.join(UNKNOWN_FIELDS)}")
+        if self.allowed_hosts and self.http_port is None and self.metrics_port is None:
+            raise ValueError("allowed_hosts has no effect without http_port; leave out no_http or allowed_hosts")
         if self.allow_origins and self.http_port is None:
             raise ValueError("allow_origins has no effect without http_port; leave out no_http or allow_origins")
         if not self.page and self.http_port is None:

@@ -200,7 +200,9 @@ class Gateway:
         pb_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*self._services, HEALTH, reflection.SERVICE_NAME), self._server)
         if config.metrics_port is not None:
-            self.metrics_port, self._stop_metrics = self.metrics.serve(config.metrics_port, config.host)
+            self.metrics_port, self._stop_metrics = self.metrics.serve(
+                config.metrics_port, config.host, config.hosts().refusal
+            )
         try:
             self.port = self._bind(self._server)
             if self._http is not None:

@@ -39,6 +39,7 @@ TOO_DEEP = f"this is nested too deeply to be read; allowed: at most {MAX_NESTING
 HTTP = {
     "invalid": (400, "invalid_request_error"),
     "unauthenticated": (401, "authentication_error"),
+    "host": (403, "permission_error"),
     "slow_sender": (408, "invalid_request_error"),
     "duplicate": (409, "conflict_error"),
     "too_large": (413, "invalid_request_error"),
@@ -56,7 +57,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _FIRST_WORD = re.compile(r"[a-z_]+")
 _OF_PROMPTS = re.compile("the prompt|chat|cannot encode|the chat template")
 MOST_LOGGED, MAX_LOGGED = 256, 64
-"""Maximum number of unknown fields that are logged, and of characters of each name."""
+"""Maximum number of unknown fields that are logged, and of characters of a field's name in the log and in errors."""
 logger = logging.getLogger(__name__)
 KIND = "kind:"
 """Prefix of the tags of unions. It distinguishes tags from fields in the path of an error."""
@@ -173,6 +174,8 @@ def refusal(error: Exception) -> Refusal:
     status = status_of(error)
     http_status, kind = HTTP[status.cause]
     param, code = getattr(error, "param", None), getattr(error, "code", None)
+    if param is not None and len(param) > MAX_LOGGED:
+        param = f"{param[:MAX_LOGGED]}.."
     body = {"error": {"message": status.message, "type": kind, "param": param, "code": code or status.cause}}
     # OpenAI's clients retry after most errors unless told otherwise. A retry makes sense only if the status has a hint.
     headers = {"x-should-retry": str(status.retry_after is not None).lower()}

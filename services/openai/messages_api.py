@@ -21,7 +21,10 @@ from smc.model.tokenizer import Tokenizer
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 """Anthropic's error types that differ from OpenAI's, by HTTP status."""
-KNOWN_ERRORS = ("invalid_request_error", "authentication_error", "rate_limit_error", "timeout_error")
+KNOWN_ERRORS = (
+    *("invalid_request_error", "authentication_error", "permission_error"),
+    *("rate_limit_error", "timeout_error"),
+)
 """Error types that both APIs have. Others become `invalid_request_error` for a status below 500, else `api_error`."""
 THINKING = "enable_thinking"
 """Name of the template variable that turns thinking on."""

@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from services.backend import Unavailable
-from services.errors import DeadlineExceeded, SlowReader, TooLarge, Unauthenticated, status_of
+from services.errors import DeadlineExceeded, HostNotAllowed, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
 from services.openai import pages
 from services.openai.bodies import BadRequest, BodyTooLarge, Refusal, UnknownFields, check_model, named, parse, refusal
@@ -38,6 +38,10 @@ from smc.api.request import Answer, Request
 from smc.scheduler.admission import check_waiting
 
 SWEEP_SECONDS = 0.5
+SERVER = "smcserve"
+"""Header `server` of all replies: the library's own would name versions."""
+CODES = {404: "not_found", 405: "method_not_allowed"}
+"""Codes of errors that the library's router raises."""
 T = TypeVar("T")
 CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version"
 """Headers that pages of other origins may send, besides those that every page may send."""
@@ -245,6 +249,44 @@ class NotWritten(RuntimeError):
     """An answer cannot be written. This is an internal error, never one of the caller."""
 
 
+class _Connection(web.RequestHandler):
+    """A connection that answers what is no HTTP by errors of this API."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # writes the log; raises if an answer has begun
+        error: Exception = RuntimeError(message)
+        if status < 500:
+            error = BadRequest(f"the request cannot be read as HTTP: {' '.join(str(message).split())}", None, status)
+        response = _refused(error, "")
+        response.headers["server"] = SERVER
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Runner(web.AppRunner):
+    """Runs an application whose connections are `_Connection`; the library has no option for that."""
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        server.__class__ = _Server
+        return server
+
+
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["server"] = SERVER
+
+
 HEALTH, PING, METRICS, MODELS, VERSION, LOAD = "/health", "/ping", "/metrics", "/v1/models", "/version", "/load"
 
 DIALECTS: dict[str, Dialect] = {
@@ -274,14 +316,16 @@ class OpenAiServer:
         self._config, self._calls = server.handler.config, server.handler.calls
         self._call_limit, self._receive_limit = server.call_limit, server.receive_limit
         config, pair = server.handler.config, server.handler.pair
-        self._token_file = server.token_file
+        self._token_file, self._hosts = server.token_file, config.hosts()
         self._limit = config.message_bytes(pair.context)
         self._names = config.served_model_names or (pair.target.name,)
         unknown = UnknownFields() if config.unknown_fields == "ignore" else None
         self._served = Served(self._names, pair.tokenizer, config.method, pair.sampling, unknown, config.priorities)
         self._fingerprint = pair.fingerprint()
         self._page = Playground(server.handler, self._names) if config.page else None
-        self._public = {HEALTH, PING, *(self._page.files if self._page else ())}
+        self._probed = {HEALTH, PING}
+        """Paths of probes, which may use any host name and need no token."""
+        self._public = {*self._probed, *(self._page.files if self._page else ())}
         """Paths that need no token."""
         self._describing = asyncio.Lock()
         self._description: Description | None = None
@@ -296,6 +340,7 @@ class OpenAiServer:
         """Listen. Returns the bound port. Raises OSError if it is not free."""
         config = self._config
         app = web.Application(middlewares=[self._guarded], client_max_size=self._limit)
+        app.on_response_prepare.append(_name_server)
         if config.allow_origins:
             app.on_response_prepare.append(self._allow_origin)
         for path in (HEALTH, PING):
@@ -314,7 +359,7 @@ class OpenAiServer:
         app.router.add_get(DOCS, self._describe)
         for path in DIALECTS:
             app.router.add_post(path, self._count if path == COUNT_TOKENS else self._generate)
-        self._runner = web.AppRunner(
+        self._runner = _Runner(
             app,
             handle_signals=False,
             access_log=None,
@@ -367,6 +412,9 @@ class OpenAiServer:
         assert self._connections is not None
         self._connections.asks(request.protocol)
         try:
+            if request.path not in self._probed and (why := self._hosts.refusal(request.headers.getall("host", ()))):
+                self._metrics.request_rejected("PERMISSION_DENIED", "host")
+                raise HostNotAllowed(why)
             if request.method == "OPTIONS" and self._config.allow_origins:
                 # A preflight request, which a browser sends before a page's own request, without a token.
                 return await self._written(web.Response(status=204), request)
@@ -379,7 +427,12 @@ class OpenAiServer:
             response = await handler(request)
         except web.HTTPException as error:
             response = _refused(
-                BadRequest(f"{request.method} {request.path}: {error.reason.lower()}", None, error.status, "not_found"),
+                BadRequest(
+                    f"{request.method} {request.path}: {error.reason.lower()}",
+                    None,
+                    error.status,
+                    CODES.get(error.status),
+                ),
                 request.path,
             )
             response.headers.extend({name: value for name, value in error.headers.items() if name == "Allow"})

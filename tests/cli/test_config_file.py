@@ -80,7 +80,7 @@ def test_a_flag_overrides_the_file(smcserve, file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("blok: 3", "unknown key 'blok'. Did you mean block? Allowed: allow-origin, auth-token-file, block,"),
+        ("blok: 3", "unknown key 'blok'. Did you mean block? Allowed: allow-origin, allowed-host, auth-token-file,"),
         ("config: other.yaml", "unknown key 'config'."),
         ("block: eight", "block='eight'; allowed: a whole number"),
         ("block: 8.5", "block=8.5; allowed: a whole number"),

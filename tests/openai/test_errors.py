@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import socket
@@ -18,11 +19,12 @@ from services.openai.server import DIALECTS
 from services.pb import generation_pb2 as pb
 from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import serving, until
-from tests.openai import test_bodies, test_endings
+from tests.openai import test_bodies, test_endings, test_hosts
 from tests.openai.asking import LONG, Said, ask, chat, connect, is_error, post, user
 
 ROOT = Path(__file__).parents[2]
 ROWS = {
+    "the header `Host`": "test_other_names_are_refused",
     "the request cannot be read": "test_what_is_no_json",
     "a field is wrong": "test_a_field_that_is_wrong",
     "`request_id` belongs": "test_an_id_in_use",
@@ -57,7 +59,10 @@ def test_every_row_of_the_table_has_a_test():
     for status, row in rows:
         (known,) = [beginning for beginning in (*ROWS, *ONLY_GRPC) if row.startswith(beginning)]
         assert (not re.search(r"\d{3}|reset|refused", status)) == (known in ONLY_GRPC), row
-    assert set(ROWS.values()) <= globals().keys() | vars(test_bodies).keys() | vars(test_endings).keys()
+    assert (
+        set(ROWS.values())
+        <= globals().keys() | vars(test_bodies).keys() | vars(test_endings).keys() | vars(test_hosts).keys()
+    )
     said = {int(code) for status, _ in rows for code in re.findall(r"\d{3}", status)}
     assert {status for status, _ in HTTP.values()} | {404, 405, 415} == said
 
@@ -119,9 +124,8 @@ def test_a_body_too_large(service):
 def test_a_body_that_breaks_off(service):
     """A body with malformed chunks gets status 400."""
     with socket.create_connection(("127.0.0.1", service.gateway.http_port)) as connection:
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += "transfer-encoding: chunked\r\n\r\n"
         connection.sendall(head.encode() + b'5\r\n{"mes\r\nnone\r\n')
         connection.settimeout(5.0)
         assert b" 400 " in connection.recv(1000)
@@ -203,9 +207,8 @@ def test_a_caller_that_does_not_read(pair, stream):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", service.gateway.http_port))
         body = chat(stream=stream, **LONG | {"particles": 1, "max_tokens": 440 if stream else 30})
-        head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         until(lambda: service.gateway._http._runner.server.connections)
         until(lambda: not service.gateway._http._runner.server.connections, 20.0)
@@ -221,7 +224,7 @@ def test_a_caller_that_reads_nothing_at_all(pair):
         connection.settimeout(60.0)
         with pytest.raises(ConnectionError):
             while True:
-                connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
+                connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100)
 
 
 def test_no_server_listens(pair):
@@ -236,7 +239,7 @@ def test_no_server_listens(pair):
 def test_no_such_path(service):
     is_error(ask(service, "GET", "/v1/nothing"), 404, "not_found", "GET /v1/nothing: not found")
     said = ask(service, "GET", CHAT)
-    is_error(said, 405, "not_found", "method not allowed")
+    is_error(said, 405, "method_not_allowed", "method not allowed")
     assert said.headers["allow"] == "POST"
 
 
@@ -248,6 +251,57 @@ def test_a_model_that_is_not_served(service):
         "model='gpt-9'; allowed: 'demo', 'gpt-4o'",
         param="model",
     )
+
+
+BROKEN = [
+    b"\x16\x03\x01 what TLS sends to a plain port\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"GET /v1/models HTTP/9.9.9\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nhost: a\r\nno colon\r\n\r\n",
+    b"GET /" + b"x" * 60_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nx-long: " + b"y" * 60_000 + b"\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("data", BROKEN, ids=range(len(BROKEN)))
+def test_what_is_no_http(service, data, caplog):
+    """It is answered by an error in OpenAI's shape, like everything else, without what the caller sent at length."""
+    with socket.create_connection(("127.0.0.1", service.gateway.http_port), timeout=60) as connection:
+        connection.sendall(data)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        said = Said(response.status, headers, response.read())
+    assert said.headers["content-type"].startswith("application/json") and said.headers["server"] == "smcserve"
+    is_error(said, 400, "invalid", "the request cannot be read as HTTP: ")
+    assert len(said.data) < 1000 and not any("Traceback" in record.getMessage() for record in caplog.records)
+
+
+def test_no_reply_names_the_server_s_version(service):
+    for path in ("/health", "/v1/models", "/v1/nothing", "/", "/metrics"):
+        assert ask(service, "GET", path).headers["server"] == "smcserve"
+    for body in (chat(max_tokens=2), chat(max_tokens=2, stream=True), b"{"):
+        assert post(service, body).headers["server"] == "smcserve"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", MESSAGES])
+def test_long_names_are_not_echoed(service, path):
+    name, part = "n" * 60_000, {"messages": user("x"), "input": "x", "prompt": "x", "max_tokens": 2}
+    bodies = [
+        json.dumps({name: 1}),
+        json.dumps(part | {name: "\ud800"}),
+        "{" + f'"{name}": 1, "{name}": 2' + "}",
+        json.dumps({"messages": [{"role": "user", "content": "x", name: 1}], "input": "x", "prompt": "x"}),
+        json.dumps(part | {"model": name}),
+        json.dumps(part | {"tools": [{"type": name}]}),
+        json.dumps(part | {"response_format": {"type": name}}),
+    ]
+    for body in bodies:
+        said = post(service, body.encode(), path)
+        assert 400 <= said.status < 500 and len(said.data) < 4000, (said.status, body[:40], len(said.data))
+        assert name[:200] not in said.data.decode(), body[:40]
 
 
 class Unwritable:
