@@ -23,6 +23,8 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -241,6 +243,20 @@ def text_or(parts: Any, allowed: str, kind: str = "text", optional: bool = False
     return BeforeValidator(read, json_schema_input_type=str | parts)
 
 
+def in_form(allowed: str) -> WrapValidator:
+    """Return the annotation of a union, or of an object, of which the error offers the forms that are `allowed`."""
+
+    def read(value: Any, read_forms: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return read_forms(value)
+        except ValidationError as error:
+            if error.errors(include_url=False)[0]["type"] == "extra_forbidden":
+                raise  # the unknown field says more
+            raise PydanticCustomError("form", "{allowed}", {"allowed": allowed}) from error
+
+    return WrapValidator(read)
+
+
 def joined(parts: Iterable[Any]) -> str:
     """Return the `text` of all parts, each on a line of its own."""
     return "\n".join(part.text for part in parts)
@@ -329,6 +345,9 @@ class Tool(Strict):
     function: Function
 
 
+TOOL_CHOICES = '\'auto\', \'none\', \'required\', or {"type": "function", "function": {"name": "NAME"}}'
+
+
 class FunctionName(Strict):
     name: str
 
@@ -388,7 +407,7 @@ class Body(Strict):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     """vLLM's: an object with one of json, json_object, regex, grammar, choice."""
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Annotated[dict[str, Any] | str | None, in_form("an object, or its JSON as a string")] = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
@@ -403,7 +422,7 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool | None, in_form(TOOL_CHOICES)] = None
     parallel_tool_calls: bool | None = None
     """Whether the answer may have more than one call. Default: true, unless `tool_choice` requires a call."""
     modalities: Annotated[Any, neutral(["text"])] = None

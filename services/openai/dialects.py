@@ -111,7 +111,14 @@ class CompletionDialect(Dialect):
     prompt: str
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        return ApiCall(understood(document, self.chat, served).with_tool_format(served.tokenizer))
+        synonym = "max_completion_tokens"
+        is_named = isinstance(document, dict) and document.get(synonym) is not None and "max_tokens" not in document
+        names = {"max_tokens": synonym} if self.chat and is_named else {}
+        try:
+            completion = understood(document, self.chat, served).with_tool_format(served.tokenizer)
+        except BadRequest as error:
+            raise renamed(error, names) from error
+        return ApiCall(completion, field_names=names)
 
 
 COMPLETION_DIALECTS: dict[str, Dialect] = {

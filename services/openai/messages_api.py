@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal
 import pydantic_core
 from pydantic import Field, Tag
 
-from services.openai.bodies import KIND, BadRequest, Refusal, Strict, joined, kind_of_item, neutral, refusal, text_or
+from services.openai.bodies import (
+    KIND,
+    BadRequest,
+    Refusal,
+    Strict,
+    in_form,
+    joined,
+    kind_of_item,
+    neutral,
+    refusal,
+    text_or,
+)
 from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
 from services.openai.requests import CompletionRequest, Served
@@ -112,6 +123,12 @@ class ToolChoice(Strict):
     """Default: false, unless a call is required."""
 
 
+TOOL_CHOICES = (
+    '{"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": "NAME"}, with '
+    "disable_parallel_tool_use if you like"
+)
+
+
 class Thinking(Strict):
     type: Literal["adaptive", "disabled"]
     """Anthropic's `enabled`, which takes a token budget, is missing: thinking has no separate budget here."""
@@ -142,7 +159,7 @@ class MessagesBody(Strict):
     stop_sequences: list[str] = Field(default_factory=list)
     stream: bool = False
     tools: Annotated[list[CustomTool], Field(fail_fast=True)] = Field(default_factory=list)
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[ToolChoice | None, in_form(TOOL_CHOICES)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None

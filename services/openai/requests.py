@@ -321,8 +321,10 @@ def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, An
     """Return the settings, translated where OpenAI or vLLM have other words than the library."""
     if settings.get("top_k") == -1:  # vLLM's value for all tokens
         settings["top_k"] = 0
-    if isinstance(stop := settings.get("stop"), str):
+    if isinstance(stop := settings.get("stop", []), str):
         settings["stop"] = (stop,)
+    elif not isinstance(stop, list):
+        raise BadRequest(f"stop={stop!r}; allowed: a string, or a list of strings, which are not empty", "stop")
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         if "max_tokens" in settings:
             raise BadRequest(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.openai.bodies import KIND, Strict, joined, kind_of_item, neutral, text_or
+from services.openai.bodies import KIND, Strict, in_form, joined, kind_of_item, neutral, text_or
 from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import (
     MessagePart,
@@ -131,6 +131,9 @@ class NamedFunction(Strict):
     name: str
 
 
+TOOL_CHOICES = '\'auto\', \'none\', \'required\', or {"type": "function", "name": "NAME"}'
+
+
 class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -170,7 +173,7 @@ class ResponsesBody(Strict):
     stream_options: StreamSettings | None = None
     max_output_tokens: Any = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | NamedFunction = "auto"
+    tool_choice: Annotated[Literal["auto", "none", "required"] | NamedFunction, in_form(TOOL_CHOICES)] = "auto"
     parallel_tool_calls: bool | None = None
     """Default: true, unless `tool_choice` requires a call."""
     text: TextSettings | None = None

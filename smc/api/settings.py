@@ -91,19 +91,26 @@ class Holds:
 
     holds: Callable[[Any], bool]
     allowed: str
+    is_kind: Callable[[Any], bool] = lambda _: True
+    """Whether the value has the right type."""
+    kind: str = ""
+    """Name of that type, for the error."""
 
     def __call__(self, name: str, value: Any) -> Any:
+        said = self.allowed if self.kind.split()[-1:] == self.allowed.split()[-1:] else f"{self.kind}, {self.allowed}"
+        require(name, value, self.is_kind(value), said)
         require(name, value, self.holds(value), self.allowed)
         return value
 
 
 def number(holds: Callable[[Any], bool], allowed: str) -> Check:
     """Make a check that accepts a finite number for which `holds` is true."""
-    return Holds(lambda value: is_number(value) and holds(value), allowed)
+    return Holds(holds, allowed, is_number, "a number")
 
 
 def integer(holds: Callable[[Any], bool], allowed: str) -> Check:
-    return Holds(lambda value: isinstance(value, int) and not isinstance(value, bool) and holds(value), allowed)
+    """Make a check that accepts an integer for which `holds` is true."""
+    return Holds(holds, allowed, is_integer, "an integer")
 
 
 def flag() -> Check:
@@ -183,6 +190,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def is_integer(value: object) -> bool:
+    """Whether the value is an integer, and not true or false."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def is_token(value: object) -> bool:
     """Whether the value may be a token id of some vocabulary."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+    return isinstance(value, int) and is_integer(value) and 0 <= value < 2**31

@@ -90,7 +90,7 @@ WRONG = [
     (chat(min_tokens=3, max_tokens=2), "min_tokens", "min_tokens=3; allowed: 0..2, the max_tokens"),
     (chat(min_tokens=10**400), "min_tokens", "min_tokens=1000"),
     (chat(logprobs=True, top_logprobs=21), "top_logprobs", r"top_logprobs=21; allowed: 0\.\.20"),
-    (chat(logprobs=True, top_logprobs="2"), "top_logprobs", r"top_logprobs='2'; allowed: 0\.\.20"),
+    (chat(logprobs=True, top_logprobs="2"), "top_logprobs", r"top_logprobs='2'; allowed: an integer, 0\.\.20"),
     (chat(top_logprobs=2), "top_logprobs", "top_logprobs=2 has no effect without logprobs"),
     (chat(logprobs=2), "logprobs", "logprobs=2; allowed: true, false$"),
     (chat(prompt_logprobs=-1), "prompt_logprobs", r"prompt_logprobs=-1; allowed: 0\.\.20"),
