@@ -45,7 +45,7 @@ from smc.terminal import out, progress_bar
 if TYPE_CHECKING:
     from benchmarks.backends import BenchBackend, CpuBackend, PromptBackend
     from benchmarks.problem_file import FileProblem
-    from benchmarks.rounds import ProcessRoundTime
+    from benchmarks.process_rounds import ProcessRoundTime
     from services.launch.config import WorkerGroupConfig
     from smc.api.engine_config import EngineConfig
     from smc.local_engine import ModelPair
@@ -513,7 +513,7 @@ def _measure_processes(
     sampling: dict[str, Any],
     rounds: int,
 ) -> list[ProcessRoundTime]:
-    from benchmarks.rounds import measure_process_rounds
+    from benchmarks.process_rounds import measure_process_rounds
 
     rows = []
     with progress_bar() as progress:
@@ -537,7 +537,6 @@ def _backend(
     """Make a backend in this process, or with `link` one with each rank in its own process. Yields it with the number
     of GPUs, None on a CPU. `degrees`: GPUs of draft and target in modes where each model has its own."""
     from benchmarks.backends import GpuBackend, MixedBackend
-    from benchmarks.processes import ProcessBackend
     from smc.loading import LoadedModels
 
     gpus = count_gpus() if config.device == "cuda" else None
@@ -548,6 +547,8 @@ def _backend(
         return
     if len(link) > 1:
         raise ValueError(f"--link {' '.join(link)}; allowed here: one")
+    from benchmarks.processes import ProcessBackend
+
     draft, target = degrees
     with closing(ProcessBackend(replace(config, link=link[0], draft_tp=draft, target_tp=target), gpus)) as apart:
         yield (MixedBackend(here, apart) if gpus else apart), gpus

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +38,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import Problem, generate
 from smc.loading import DEMO, LoadedModels, loaded_models, use_threads
 from smc.model.source import name_dtypes
-from smc.terminal import err, out, print_warning
+from smc.terminal import PlainProgress, err, out, print_warning
 from smc.types import ModelRole
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def measure_all(
         err.print(f"{len(settings) - len(todo)} of {len(settings)} settings are in {record.path} already", style="dim")
     columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=err, expand=True, transient=True, speed_estimate_period=3600) as progress:
+        with PlainProgress(*columns, expand=True, speed_estimate_period=3600) as progress:
             if new := [setting for setting in todo if setting.name not in known]:
                 look = progress.add_task("estimating the time", total=None)
                 progress.console.print(f"about {_duration(forecast(pairs, plan, new))} for all", style="dim")
@@ -238,7 +238,7 @@ def _measure(
     plan: QualityPlan,
     setting: DecodingSetting,
     row: QualityRow | None,
-    progress: Progress,
+    progress: PlainProgress,
     whole: TaskID,
 ) -> QualityRow:
     """Measure one setting. `row`: its known results, without speed; None: there are none."""

@@ -19,8 +19,9 @@ from smc.types import ModelRole
 
 if TYPE_CHECKING:
     from benchmarks.backends import BenchBackend, Mode, PromptBackend
+    from benchmarks.process_rounds import ProcessRoundTime
     from benchmarks.prompts import FirstToken
-    from benchmarks.rounds import ProcessRoundTime, RoundTime
+    from benchmarks.rounds import RoundTime
     from benchmarks.speed import Speed, TracedRound
     from smc.api.engine_config import EngineConfig
     from smc.local_engine import ModelPair
