@@ -24,6 +24,7 @@ from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead
 from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
+from smc.once import warn_once
 from smc.scheduler.capacity import check_fits
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import decoding_of
@@ -132,7 +133,7 @@ def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineC
     try:
         return cached_latency(key, lambda: measure_latency(local_engine(pair, config), effort))
     except torch.OutOfMemoryError as error:
-        logger.warning("costs are not measured, so drafting is not adapted to them: %s", error)
+        warn_once(logger, "costs are not measured, so drafting is not adapted to them: %s", error)
         return None
 
 

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.xdist_group("code")
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
-    ("smc.arrays", "smc.philox", "smc.terminal", "smc.training", "smc.types"),
+    ("smc.arrays", "smc.once", "smc.philox", "smc.terminal", "smc.training", "smc.types"),
     ("smc.api",),
     ("smc.distributions",),
     ("smc.algorithm",),

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from smc.arrays import to_device
 from smc.attention.backend import AttentionBackend, AttentionPass, ForwardBatch
 from smc.memory.kv_cache import KVPool
+from smc.once import warn_once
 
 if TYPE_CHECKING:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -256,7 +257,7 @@ class PromptAttention(AttentionBackend):
         if why is None:
             self.flashinfer = FlashInferAttention(heads, head_dim, dtype, device)
         else:
-            logger.warning("torch computes the attention of prompts, which is slower for long prompts: %s", why)
+            warn_once(logger, "torch computes the attention of prompts, which is slower for long prompts: %s", why)
 
     @property
     def workspace_bytes(self) -> int:

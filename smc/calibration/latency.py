@@ -37,6 +37,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import REPEATS, padding_plan
 from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff
 from smc.model.decoder import Decoder
+from smc.once import warn_once
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import PROGRAMS
 from smc.scheduler.round_plan import bucket
@@ -332,7 +333,7 @@ def _stored(path: Path) -> LatencyModel | None:
     try:
         return LatencyModel.from_json(json.dumps(json.loads(path.read_text())["latency"]))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        logger.warning("cannot read %s, so costs are measured again: %s", path, error)
+        warn_once(logger, "cannot read %s, so costs are measured again: %s", path, error)
         return None
 
 
@@ -344,7 +345,7 @@ def _store(path: Path, content: dict) -> None:
             json.dump(content, file, indent=1)
         os.replace(file.name, path)
     except OSError as error:
-        logger.warning("costs cannot be stored, and will be measured again at the next start: %s", error)
+        warn_once(logger, "costs cannot be stored, and will be measured again at the next start: %s", error)
 
 
 def cost_key(

@@ -17,6 +17,7 @@ from smc.model.parallel import Shard, held_sizes, local_config
 from smc.model.quantisation import Int4Quantisation, Quantisation
 from smc.model.tokenizer import Tokenizer
 from smc.model.weight_map import PLAIN_BYTES, check_weights, count_parameters, int4_formats, rank_bytes, weight_slices
+from smc.once import warn_once
 
 logger = logging.getLogger(__name__)
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -138,12 +139,13 @@ def _report(directory: str | Path) -> ModelReport:
     stored = check_weights(directory, config)
     quantisation = read_quantisation(directory)
     if quantisation is not None and quantisation.static_inputs:
-        logger.warning(
+        warn_once(
+            logger,
             "%s: static scales of activations are not used; activations stay bfloat16 or get one scale per row",
             directory,
         )
     if isinstance(quantisation, Int4Quantisation) and quantisation.act_order:
-        logger.warning("%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
+        warn_once(logger, "%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
     dtype = default_dtype(directory, "cuda")
     weight_bytes, heads, token_bytes = _rank_sizes(config, stored, quantisation if dtype == "int4" else None)
     plain = ", ".join(sorted({STORED_NAMES.get(tensor.dtype, tensor.dtype) for tensor in stored.values()}))
