@@ -6,18 +6,39 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderResult
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.rule import Rule
 from rich.text import Text
 
-out = Console(highlight=False)
+FULL_WIDTH = 2000
+"""Columns of what is printed to a file or a pipe: no table of ours has as many."""
+PROGRESS_SECONDS = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+class FullWidthConsole(Console):
+    """A console that wraps and shortens text only for a terminal: a table in a file or a pipe has its full width."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        found = super().size
+        return found if self.file.isatty() else ConsoleDimensions(max(found.width, FULL_WIDTH), found.height)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self._width, self._height = new_size
+
+
+out = FullWidthConsole(highlight=False)
 """Standard output: answers and tables."""
-err = Console(stderr=True, highlight=False)
+err = FullWidthConsole(stderr=True, highlight=False)
 """Standard error: statistics, progress, warnings and errors."""
 USAGE_ERROR: Any = typer.BadParameter.__base__
 """click's class of usage errors, found without its name, which depends on typer's version."""
@@ -40,11 +61,46 @@ def finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def progress_bar() -> Progress:
-    """A progress bar that disappears at the end. Disabled if standard error is not a terminal."""
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal
-    )
+class Heading:
+    """A line over a section: a rule in a terminal, the text alone elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Rule(self._text, align="left", style="dim") if console.file.isatty() else Text(f"-- {self._text} --")
+
+
+class PlainProgress(Progress):
+    """A progress bar on standard error that disappears at the end. Where that is not a terminal, it is a line now and
+    then, so that a long run in a log shows that it goes on."""
+
+    def __init__(self, *columns: ProgressColumn, **settings: Any) -> None:
+        self._shown = time.monotonic()
+        self._plain = not err.file.isatty()
+        super().__init__(*columns, console=err, transient=True, disable=self._plain, **settings)
+
+    def advance(self, task_id: Any, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._say(task_id)
+
+    def update(self, task_id: Any, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self._say(task_id)
+
+    def _say(self, task_id: Any) -> None:
+        now = time.monotonic()
+        if not self._plain or now - self._shown < PROGRESS_SECONDS:
+            return
+        self._shown = now
+        task = self._tasks[task_id]
+        share = f": {100 * task.completed / task.total:.0f}%" if task.total else ""
+        err.print(Text(f"{task.description}{share}, {task.elapsed or 0.0:.0f} s"), soft_wrap=True)
+
+
+def progress_bar() -> PlainProgress:
+    """A progress bar with the current description."""
+    return PlainProgress(TextColumn("{task.description}"), BarColumn())
 
 
 def check_drawing() -> None:

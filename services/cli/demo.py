@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.rule import Rule
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +22,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, derived_seed, generate, grade
 from smc.loading import DEMO, load_pair, use_threads
-from smc.terminal import err, out
+from smc.terminal import Heading, PlainProgress, out
 
 if TYPE_CHECKING:
     from smc.local_engine import ModelPair
@@ -144,7 +143,7 @@ def _result(problem: Problem, answer: Answer) -> Text:
 def _compare(pair: ModelPair, problems: list[Problem], seed: int) -> list[tuple[str, ...]]:
     """Answer all problems with every way of decoding; return the rows of the table."""
     decodings = (TARGET, DRAFT, EXACT, SMC, *MORE)
-    with Progress(TextColumn("{task.description:33}"), BarColumn(), console=err, transient=True) as progress:
+    with PlainProgress(TextColumn("{task.description:33}"), BarColumn()) as progress:
         task = progress.add_task("", total=len(decodings) * len(problems))
         rows = []
         for decoding in decodings:
@@ -203,10 +202,10 @@ def demo(
     pair = load_pair(DEMO, "cpu", None)
     generated = generate(seed, QUESTIONS + problems, "test")
     for number, problem in enumerate(generated[:QUESTIONS], 1):
-        out.print(Rule(f"Question {number} of {QUESTIONS}", align="left", style="dim"))
+        out.print(Heading(f"Question {number} of {QUESTIONS}"))
         _ask(pair, problem, seed + number)
     if problems:
-        out.print(Rule(f"{problems} further questions, {CONCURRENCY} in flight", align="left", style="dim"))
+        out.print(Heading(f"{problems} further questions, {CONCURRENCY} in flight"))
         out.print(_table(_compare(pair, generated[QUESTIONS:], seed)))
         out.print(LESSON)
     out.print(NEXT, soft_wrap=True)
