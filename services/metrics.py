@@ -527,12 +527,12 @@ class RequestMetrics(Families):
         )
         self._prefill_time = self._histogram(
             "smc_request_prefill_time_seconds",
-            "Time from the start of an answered request's prefill to its first token.",
+            "Time from the start of an answered request's prefill until all models of its method have run the prompt.",
             E2E_BUCKETS,
         )
         self._decode_time = self._histogram(
             "smc_request_decode_time_seconds",
-            "Time from an answered request's first token to the end of its answer.",
+            "Time from the end of an answered request's prefill to the end of its answer.",
             E2E_BUCKETS,
         )
         self._draft_exponent = self._histogram(

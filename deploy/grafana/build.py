@@ -136,7 +136,7 @@ def traffic() -> Dashboard:
         "Where answers spend their time": [
             graph(
                 "Means of an answer",
-                "Mean time in the queue, from there to the first token, and from there to the end.",
+                "Mean time in the queue, from there until the models have run the prompt, and from there to the end.",
                 "s",
                 {part: mean(f"smc_request_{part}_time_seconds") for part in ("queue", "prefill", "decode")},
                 stacked=True,

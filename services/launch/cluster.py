@@ -23,8 +23,8 @@ import ray
 from ray import PlacementGroupID
 from ray._private import ray_constants
 from ray._private import services as ray_services
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.state import available_resources_per_node
-from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -127,7 +127,7 @@ def connect(address: str | None) -> bool:
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, logging_level=logging.WARNING)
-        if get_authentication_mode() == AuthenticationMode.DISABLED:
+        if not is_token_auth_enabled():
             logger.warning(
                 "the Ray cluster at %s asks for no token: every program that reaches its ports can run code on its "
                 "hosts; set RAY_AUTH_MODE=token on every host and here",

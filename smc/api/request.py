@@ -127,9 +127,10 @@ class Times:
     queue: float = 0.0
     """From the request's arrival to its admission; all of its time if it was never admitted."""
     prefill: float = 0.0
-    """From the admission to the first token."""
+    """From the admission until every model of the method has run the prompt. An answer of one token does not wait for
+    the model that does not draw it."""
     decode: float = 0.0
-    """From the first token to the end, preemptions included."""
+    """From then to the end, preemptions included."""
 
 
 class PromptToken(NamedTuple):

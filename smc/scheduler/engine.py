@@ -203,7 +203,7 @@ class Engine:
     def _process_results(self, rounds: list[Pending[RoundOutcome]]) -> None:
         self.prefill.budget.accrue(rounds)
         self.fallback.apply_switches()
-        for group in self.prefill.finish(self._clock()):
+        for group in self.prefill.finish(self._clock):
             self.registry.run(group)
         for group in self.potentials.follow(self.registry.admitted):
             self.registry.redraw(group)

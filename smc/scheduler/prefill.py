@@ -6,7 +6,7 @@ particles instead of first tokens. Answers that are rescored run among the promp
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeVar
 
@@ -388,13 +388,15 @@ class PrefillManager:
             found.append(job)
         return found
 
-    def finish(self, now: float) -> list[SequenceGroup]:
-        """Let requests run whose last chunk has been scheduled, and return them. Waits for their first tokens."""
+    def finish(self, clock: Callable[[], float]) -> list[SequenceGroup]:
+        """Let requests run whose last chunk has been scheduled, and return them. Waits for their first tokens. `clock`:
+        of the engine."""
         ready = [job for job in self._jobs_of(PrefillRequest) if job.scheduled]
         for job in ready:
             if job.first is not None:
                 # Wait for results, which may be lost, before anything is changed.
                 job.first.result()
+        now = clock()
         for job in ready:
             self._jobs.remove(job)
             if job.group.checkpoint is None:
@@ -405,7 +407,7 @@ class PrefillManager:
                 self.prefixes.remember_prompt(job)
             self._handoff.set_heads(job)
             self._handoff.add_sequences(job)
-            job.group.run(now)
+            job.group.run(now, job.passes)
         return [job.group for job in ready]
 
     def rescore(self, group: SequenceGroup, answer: Answer) -> None:

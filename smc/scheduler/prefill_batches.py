@@ -58,6 +58,8 @@ class PrefillJob:
     config: EngineConfig
     rows: dict[Stream, list[PromptRow]] = field(init=False, default_factory=dict)
     """Rows by stream, once pages have been allocated."""
+    passes: dict[ModelRole, Pending[PromptResult[np.ndarray]]] = field(init=False, default_factory=dict)
+    """Last batch at each model that holds a part of the job."""
     begun: bool = field(init=False, default=False)
     """Whether some of the job has been scheduled."""
     waited: bool = field(init=False, default=False)
@@ -282,6 +284,7 @@ def prefill_step(jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk:
     plain: list[Part] = []
     drawing: list[PrefillRequest] = []
     scored: list[ScoredPart] = []
+    ran: dict[int, Pending[PromptResult[np.ndarray]]] = {}
     for job in jobs:
         if isinstance(job, RescoringJob):
             chunk = max(0, chunk - job.next_part(job.on(role), chunk, plain, scored))
@@ -292,6 +295,7 @@ def prefill_step(jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk:
     def run(parts: list[Part], batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]:
         pending = worker.run_prompts(batch)
         scheduled.append((sum(count for _, count in parts), pending))
+        ran.update({id(row): pending for row, _ in parts})
         return pending
 
     if plain:
@@ -311,6 +315,8 @@ def prefill_step(jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk:
         row.done += count
     for job in jobs:
         job.begun |= any(row.done > row.known for row in job.on(role))
+        if last_ran := [ran[id(row)] for row in job.on(role) if id(row) in ran]:
+            job.passes[role] = last_ran[-1]
     return scheduled
 
 

@@ -32,7 +32,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from smc.algorithm.coupling import ExponentFit
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request, Times
 from smc.api.sampling_params import SamplingParams
-from smc.executor.messages import Stream
+from smc.executor.messages import ModelLost, Pending, Stream
 from smc.executor.state import biased_tokens
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import TARGET_ALONE, Decoding, decoding_of
@@ -135,8 +135,12 @@ class SequenceGroup:
     """Rounds whose results have been processed."""
     admitted_at: float | None = field(init=False, default=None)
     """Engine time at which the request first got slots and pages, seconds."""
-    first_token_at: float | None = field(init=False, default=None)
-    """Engine time of the first token, seconds."""
+    began_at: float | None = field(init=False, default=None)
+    """Engine time at which the request first entered RUNNING, seconds."""
+    prompt_ran_at: float = field(init=False, default=0.0)
+    """Time at which every model of the method had run the prompt, in seconds of the monotonic clock."""
+    passes: dict[ModelRole, Pending[Any]] = field(init=False, default_factory=dict)
+    """Last part of the prompt at each model, until it is known when these have run."""
     stop_entry: int = 0
     """Entry of the workers' stop tables that holds the request's stop machine."""
     cached_tokens: int = 0
@@ -195,13 +199,15 @@ class SequenceGroup:
         self.slots = slots
         self.admitted_at = now if self.admitted_at is None else self.admitted_at
 
-    def run(self, now: float) -> None:
-        """Enter RUNNING: the particles are in slots, and the request takes part in rounds."""
+    def run(self, now: float, passes: dict[ModelRole, Pending[Any]]) -> None:
+        """Enter RUNNING: the particles are in slots, and the request takes part in rounds. `passes`: the last part of
+        the prompt at each model, which may still run."""
         self._enter(RequestState.RUNNING, {RequestState.PREFILL})
         last = self.last_weighed
         self.weighed = last is not None and self.checkpoint is last.checkpoint
         self.checkpoint = None
-        self.first_token_at = now if self.first_token_at is None else self.first_token_at
+        if self.began_at is None:
+            self.began_at, self.passes = now, passes
 
     def preempt(self, checkpoint: Checkpoint | None = None) -> None:
         """Return to the queue after slots and pages were released. `checkpoint`: the particles of a running request;
@@ -330,6 +336,11 @@ class SequenceGroup:
             self.last_weighed = WeighedParticles(self.save(slots), self.particles[: self.count], self.committed)
 
     def end_round(self) -> None:
+        """Record that the results of a round have been processed. Models run a prompt before its rounds, so the passes
+        of the prompt have ended."""
+        if self.passes:
+            self.prompt_ran_at = max(map(_end_of, self.passes.values()))
+            self.passes = {}
         self.in_flight.popleft()
         self.weighed = False
         self.rounds += 1
@@ -516,5 +527,16 @@ class SequenceGroup:
     def times(self, now: float) -> Times:
         """Return the seconds in the queue, in prefill and in decoding, until `now` by the engine's clock."""
         admitted = now if self.admitted_at is None else self.admitted_at
-        began = now if self.first_token_at is None else self.first_token_at
+        began = now if self.began_at is None else self.began_at
+        if self.prompt_ran_at <= now:  # otherwise the engine has a clock of its own
+            began = max(began, self.prompt_ran_at)
         return Times(admitted - self.submitted, began - admitted, now - began)
+
+
+def _end_of(prompt: Pending[Any]) -> float:
+    """Return when a model ended a part of a prompt, in seconds of the monotonic clock; 0 if the model was lost."""
+    try:
+        prompt.result()
+    except ModelLost:  # the request goes on without it
+        return 0.0
+    return 1e-9 * max(end for _, end in prompt.spans().values())
