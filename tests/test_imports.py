@@ -23,6 +23,7 @@ LIBRARY = [
     ("smc.memory", "smc.stops", "smc.constraints", "smc.potentials"),
     ("smc.attention", "smc.kernels"),
     ("smc.executor",),
+    ("smc.reference",),
     ("smc.scheduler",),
     ("smc.calibration",),
     ("smc.local_engine",),

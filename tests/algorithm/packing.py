@@ -78,23 +78,3 @@ def random_candidates(n: int, branches: int, seed: int, spread: float = 1.5) -> 
     dropped_NF = torch.rand(n, branches, generator=generator) < 0.2
     dropped_NF[0, 0] = False
     return torch.where(dropped_NF, -torch.inf, logw_NF)
-
-
-def lockstep_candidates(logw_A: Tensor, block_A: Tensor, bonus_log_z_A: Tensor) -> Tensor:
-    """Candidate log-weights [A, 1] of a lockstep round.
-
-    `block_A` is the block's increment (`weights.block_log_weight`). `bonus_log_z_A` is the log normaliser of the
-    distribution that the bonus token was drawn from: 0 at alpha = 1, and 0 for a particle that ended inside the
-    block."""
-    return (logw_A + block_A + bonus_log_z_A)[..., None]
-
-
-def lookahead_candidates(logw_A: Tensor, block_A: Tensor, next_AF: Tensor, open_A: Tensor) -> Tensor:
-    """Candidate log-weights [A, F] of a look-ahead round.
-
-    `next_AF` is alpha * log p - log q of the first token of every branch. A particle that ended (`open` false) has one
-    candidate, itself, with its whole weight.
-    """
-    branches = next_AF.shape[-1]
-    alone_F = torch.where(torch.arange(branches, device=next_AF.device) == 0, 0.0, -math.inf).double()
-    return (logw_A + block_A)[..., None] + torch.where(open_A[..., None], next_AF - math.log(branches), alone_F)

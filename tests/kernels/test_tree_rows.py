@@ -13,6 +13,7 @@ from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
 from smc.executor.draft import DraftStep, GrownRows
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
+from smc.reference import heaviest_paths
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
@@ -87,7 +88,7 @@ def test_rows_are_the_torch_ones(kinds, lookahead):
 
 @in_both
 def test_rows_hold_what_choosing_greedily_holds(lookahead):
-    """The slow reference repeatedly takes the path whose nodes not yet held have the largest total mass."""
+    """By `smc.reference`, which repeatedly takes the path whose nodes not yet held gain most."""
     short = dropped = 0
     for seed in range(12):
         made = DraftRound(seed, BEST, lookahead, CPU)
@@ -100,7 +101,12 @@ def test_rows_hold_what_choosing_greedily_holds(lookahead):
             of = zip(chosen.leaf_X[begin:end].tolist(), chosen.tree.alive_X[begin:end].tolist())
             taken = [paths[leaf] for leaf, alive in of if alive]
             most = int(made.plan.draws_G[group]) if lookahead else end - begin
-            expected = greedy(gains, list(paths.values()), end - begin, most)
+            leaves = [
+                path
+                for path in paths.values()
+                if not any(other[: len(path)] == path != other for other in paths.values())
+            ]
+            expected = heaviest_paths(leaves, gains, end - begin, most)
             assert len(set(taken)) == len(taken)
             held, wanted = ({node for path in of for node in path} for of in (taken, expected))
             value = [sum(gains[node] for node in nodes) for nodes in (held, wanted)]
@@ -127,22 +133,3 @@ def tree_paths(grown: GrownRows, begin: int, end: int, lookahead: bool):
             gains[node] += LEAD_GAIN * (x == begin)
             paths[node] = (*before, node)
     return gains, paths
-
-
-def greedy(gains: dict[int, float], paths: list[tuple[int, ...]], most: int, most_of_outcome: int):
-    """Return the paths that greedy selection takes: in each step the one with the largest gain."""
-    leaves = [path for path in paths if not any(other[: len(path)] == path and other != path for other in paths)]
-    held: set[int] = set()
-    taken: list[tuple[int, ...]] = []
-
-    def gain(path):
-        return sum(gains[node] for node in path if node not in held)
-
-    while len(taken) < most:
-        has_room = [path for path in leaves if sum(other[0] == path[0] for other in taken) < most_of_outcome]
-        best = max((path for path in has_room if path not in taken), key=gain, default=None)
-        if best is None or gain(best) <= 0:
-            break
-        taken.append(best)
-        held.update(best)
-    return taken

@@ -57,6 +57,11 @@ def next_log_probs(model: Decoder, tokens: Sequence[int], temperature: float = 1
     return torch.log_softmax(_logits_after(model, tuple(tokens)) / temperature, -1)
 
 
+def logits_after(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [V] of a model for the token after `tokens`."""
+    return _logits_after(model, tuple(tokens))
+
+
 def target_logits_after(tokens: Sequence[int]) -> torch.Tensor:
     """Logits [V] of the tiny pair's target for the token after `tokens`."""
     return _logits_after(tiny_pair().target, tuple(tokens))
