@@ -70,6 +70,12 @@ class DistributionSpec(Generic[Array]):
             frozenset(name for name, is_used in used.items() if is_used),
         )
 
+    @staticmethod
+    def plain(rows: int, device: torch.device) -> DistributionSpec[Tensor]:
+        """Return the model's own distributions: temperature 1, and no other processor."""
+        one_R, zero_R = torch.ones(rows, device=device), torch.zeros(rows, device=device)
+        return DistributionSpec(one_R, zero_R.long(), one_R, zero_R, one_R, frozenset())
+
     def canonical(self) -> DistributionSpec[Array]:
         """Return the same distributions, with more processors marked as active than necessary: having few kinds of
         rounds matters more than having few operations."""

@@ -105,6 +105,16 @@ class WorkerGroupOptions:
         FILE_ONLY,
     ] = None
     no_prefix_cache: options.NoPrefixCache = None
+    logprobs_mode: Annotated[
+        str | None,
+        option(
+            ENGINE,
+            "Distribution of reported log-probabilities. raw: the softmax of the target's logits; processed: the "
+            "distribution that tokens are drawn from, after temperature, truncation, biases, penalties, constraints "
+            "and guidance. Answers are the same. Default: raw.",
+        ),
+        FILE_ONLY,
+    ] = None
     potentials: Annotated[
         dict[str, str] | None,
         option(

@@ -86,6 +86,10 @@ class EngineConfig:
     """Maximum number of chains of all running requests that are verified by rejection (smc/executor/verify.py). For
     each chain, memory for token distributions over the whole vocabulary is reserved. 0: such requests are refused.
     Default: as many as take 1 GiB at either model; never more than slots."""
+    logprobs_mode: str = "raw"
+    """Distribution of reported log-probabilities. `raw`: the softmax of the target's logits, as the model returns them;
+    `processed`: the distribution that tokens are drawn from, after guidance, penalties, biases, constraints,
+    temperature and truncation. Answers do not depend on it."""
     defensive_share: float = 0.05
     """Share of the untruncated distribution in the proposal of a truncated request (smc/distributions.py)."""
 
@@ -105,6 +109,8 @@ class EngineConfig:
             raise ValueError(f"form={self.form!r}; allowed: lockstep, lookahead")
         if self.drafting not in ("costs", "always"):
             raise ValueError(f"drafting={self.drafting!r}; allowed: costs, always")
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise ValueError(f"logprobs_mode={self.logprobs_mode!r}; allowed: raw, processed")
         if self.form == "lockstep" and self.branches not in (None, 1):
             raise ValueError(f"branches={self.branches} has no effect with form='lockstep'; leave it out")
         if self.branches is None:

@@ -358,8 +358,8 @@ class SamplingParams:
     every answer has the target's probability, given that the constraint allows the whole answer. SMC with a constraint
     only; default `token`."""
     logprobs: bool = setting(False, flag(), report=True)
-    """Report the log-probability of every answer token under the target distribution (after temperature and
-    truncation)."""
+    """Report the log-probability of every answer token under the target: under the softmax of its logits, or, with
+    `EngineConfig.logprobs_mode` `processed`, under the distribution that the token was drawn from."""
     top_logprobs: int = setting(
         0, integer(lambda value: 0 <= value <= MAX_TOP_LOGPROBS, f"0..{MAX_TOP_LOGPROBS}"), report=True
     )

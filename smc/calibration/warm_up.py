@@ -64,6 +64,7 @@ RARE: tuple[RequestKind, ...] = (
     REJECTION,
     {"method": "draft"},
     {"method": "target", "logprobs": True, "top_logprobs": 5},
+    {"logprobs": True},
     {"method": "target"} | BIASED,
     BIASED,
     TRUNCATED | BIASED,

@@ -203,6 +203,9 @@ class GrownRows:
     leaf_X: Tensor | None = None
     """int64 node at which each row ends: step times X, plus the row of that step (`smc.executor.draft_tree`). None: the
     rows are those of the last step."""
+    raw_logp_XK: Tensor | None = None
+    """float32 log-probability of every token under the softmax of the model's own logits. None: the round does not
+    report it, or the model does not decode alone."""
 
 
 def begin(

@@ -252,6 +252,7 @@ class Finalizer:
             logq_AQ=logq_AQ,
             logp_AQ=torch.where(column_Q < kept_A[:, None] - 1, self.scored.logp_AQ[taken.block_A], torch.nan),
             first_logp_A=taken.logp_A,
+            raw_logp_AQ=logq_AQ[:, :0],
             log_z_G=taken.log_z_G,
             ess_G=taken.ess_G,
             resampled_G=taken.resampled_G,

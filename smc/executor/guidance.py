@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan, UnconditionalRows
 from smc.executor.state import PageTokens, SlotState
 from smc.types import ModelRole
+
+
+class PassLogits(NamedTuple):
+    """Logits after tokens of a pass, or after one token of each row."""
+
+    logits_TV: Tensor
+    """Guided and penalised as the plan says."""
+    raw_TV: Tensor | None
+    """The model's own logits; None: the round does not report log-probabilities under them."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +71,29 @@ class GuidedPass:
         rows: Rows,
         output_R: Tensor | None = None,
         root_R: Tensor | None = None,
-    ) -> Tensor:
+    ) -> PassLogits:
         """Return logits after all tokens [T, V], or after one token of each row [R, V], the `output`-th of the T.
         `root_R`: the batch index whose particle a row continues, if not its own."""
-        logits_TV = self._guided(plan, tokens_T, rows, output_R, root_R)
+        logits_TV, own_TV = self._guided(plan, tokens_T, rows, output_R, root_R)
+        raw_TV = None
+        if plan.raw_logprobs and self.role is ModelRole.TARGET:
+            # Biases are added in place.
+            raw_TV = own_TV.clone() if plan.biased else own_TV
         if plan.penalties is not None or plan.constraints is not None:
             self.page_tokens.store(tokens_T, rows)
-        if plan.penalties is None:
-            return logits_TV
-        return self.page_tokens.penalise(logits_TV, plan.penalties, tokens_T, rows, output_R)
+        if plan.penalties is not None:
+            logits_TV = self.page_tokens.penalise(logits_TV, plan.penalties, tokens_T, rows, output_R)
+        return PassLogits(logits_TV, raw_TV)
 
     def _guided(
         self, plan: RoundPlan[Tensor], tokens_T: Tensor, rows: Rows, output_R: Tensor | None, root_R: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """Return the guided logits and the model's own."""
         unconditional, q = plan.unconditional_at(self.role), rows.queries
         if unconditional is None:
             hidden_TE = self.forward(tokens_T, rows)
-            return self.logits(hidden_TE if output_R is None else hidden_TE[output_R])
+            logits_TV = self.logits(hidden_TE if output_R is None else hidden_TE[output_R])
+            return logits_TV, logits_TV
         width = len(rows.slot_R) // len(plan.slot_A)
         row_Y = _rows(unconditional.index_U, width)
         theirs_YQ = tokens_T.view(-1, q)[row_Y]
@@ -90,7 +106,8 @@ class GuidedPass:
             hidden_TE, own, each = hidden_TE[torch.cat((output_R, beside_Y))], len(output_R), 1
         logits_TV = self.logits(hidden_TE)
         scale_T = unconditional.scale_A.repeat_interleave(width * each)
-        return self.guide(logits_TV[:own], logits_TV[own:], _rows(unconditional.of_A, width * each), scale_T)
+        own_TV, of_T = logits_TV[:own], _rows(unconditional.of_A, width * each)
+        return self.guide(own_TV, logits_TV[own:], of_T, scale_T), own_TV
 
     def follow(
         self, plan: RoundPlan[Tensor], ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool

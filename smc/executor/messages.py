@@ -79,6 +79,8 @@ class Draws:
     """float32 repetition penalty of each of these pairs."""
     machines: tuple[StopMachine | None, ...] = ()
     """Stop machine with each row's constraint and bad words; None: the row has neither. Empty: no row has any."""
+    raw_logprobs: bool = False
+    """Also report log-probabilities of the draws under the softmax of the model's own logits."""
     by_answer_R: np.ndarray | None = None
     """bool: the distribution is that of whole answers, given the constraint (`smc.executor.masks`)."""
 
@@ -135,6 +137,9 @@ class PromptResult(Generic[Array]):
     """int32 drawn tokens."""
     drawn_logp_RD: Array
     """float32 log-probability of each drawn token under p itself, for any alpha."""
+    raw_logp_RD: Array
+    """float32 log-probability of each drawn token under the softmax of the model's own logits; [R, 0] without
+    `Draws.raw_logprobs`."""
     logw_RD: Array
     """float64 initial log-weight of the particle that begins with the token; -inf where nothing was drawn."""
     log_z_R: Array
@@ -373,6 +378,10 @@ class RoundResult(Generic[Array]):
     """float32 log p of the tokens after the first of the scored block, as far as they are kept; NaN beyond."""
     first_logp_A: Array
     """float32 log p of the token that follows the kept part of the scored block; NaN if none does."""
+    raw_logp_AQ: Array
+    """float32 log-probabilities, under the softmax of the target's own logits, of the tokens after the first of the
+    scored block, as far as they are kept, and of the token that follows these; NaN beyond. [A, 0] without
+    `RoundPlan.raw_logprobs`."""
     log_z_G: Array
     ess_G: Array
     resampled_G: Array

@@ -29,7 +29,7 @@ from smc.distributions import DistributionSpec
 from smc.executor.draft import DraftShape, GrownRows
 from smc.executor.draft_tree import InnerNodes
 from smc.executor.graph_runner import AsyncResult, Event, Spans, StageRunner
-from smc.executor.guidance import GuidedPass
+from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import TokenMasks
 from smc.executor.messages import DraftedRows, DraftReport, Lineage, Pending, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
@@ -205,18 +205,18 @@ class ModelRunner:
         # This copy is queued before everything else of the round, so the host waits for nothing of this round.
         particles = masks.answers(plan, here, pending=True)
         inputs = run("begin", lambda: drafter.begin(here, distribution))
-        logits_AV = run("pass 0", lambda: drafter.run_pending(here, inputs))
+        after = run("pass 0", lambda: drafter.run_pending(here, inputs))
         mask_AW = masks.of_particles(plan, particles)
-        grown = [run("extend 0", lambda: drafter.extend(here, inputs, logits_AV, 0, mask_SW=mask_AW))]
+        grown = [run("extend 0", lambda: drafter.extend(here, inputs, after, 0, mask_SW=mask_AW))]
         steps = plan.steps or drafter.shape.block
         if self.stages.records and not plan.constraints.every_step:
             steps = 1
         for step in range(1, steps):
             before = grown[-1]
             masks_of_rows = masks.of_rows(plan, before.tree, step, particles)
-            logits_XV = run(f"pass {step}", partial(drafter.run_rows, here, inputs, before.tree))
+            after = run(f"pass {step}", partial(drafter.run_rows, here, inputs, before.tree))
             mask_XW = masks_of_rows()
-            extend = partial(drafter.extend, here, inputs, logits_XV, step, before, mask_XW)
+            extend = partial(drafter.extend, here, inputs, after, step, before, mask_XW)
             grown.append(run(f"extend {step}", extend))
         return run("rest", lambda: drafter.finish(here, inputs, tuple(grown)))
 
@@ -253,6 +253,7 @@ class ModelRunner:
             logq_AQ=logq_AK,
             logp_AQ=torch.cat((logq_AK, logq_AK[:, :1]), 1),
             first_logp_A=torch.full_like(logq_AK[:, 0], torch.nan),
+            raw_logp_AQ=logq_AK[:, :0] if grown.raw_logp_XK is None else grown.raw_logp_XK,
             log_z_G=zero_G,
             ess_G=zero_G + 1,
             resampled_G=never_G,
@@ -376,7 +377,7 @@ class QueuedPass:
 
     plan: RoundPlan[Tensor]
     inputs: VerifyInputs
-    logits_TV: Tensor
+    after: PassLogits
     """Logits after all tokens."""
     masks: Callable[[], Tensor]
     """Waits for the tokens that the masks depend on, and returns the masks."""
@@ -436,8 +437,8 @@ class TargetRunner(ModelRunner):
                 scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
                 span = (began, stages.event())
             else:
-                inputs, logits_TV, mask_TW, span = queued.inputs, queued.logits_TV, queued.masks(), queued.span
-                scored = stages.run(key, "verify", lambda: scorer.verify(here, inputs, logits_TV, mask_TW))
+                inputs, after, mask_TW, span = queued.inputs, queued.after, queued.masks(), queued.span
+                scored = stages.run(key, "verify", lambda: scorer.verify(here, inputs, after, mask_TW))
             rows = self._receive(key, here) if drafted is None else drafted
             heard = stages.event()
             choice, result = stages.run(key, "choose", lambda: self._selector.choose(here, scored, rows))
@@ -455,8 +456,8 @@ class TargetRunner(ModelRunner):
         run, scorer, began = partial(self.stages.run, plan.key), self._scorer, self.stages.event()
         inputs = run("lay out", lambda: scorer.lay_out(here, drafted))
         masks = self._masks.of_blocks(plan, here, inputs.blocks)
-        logits_TV = run("pass", lambda: scorer.run_blocks(here, inputs))
-        return QueuedPass(here, inputs, logits_TV, masks, (began, self.stages.event()))
+        after = run("pass", lambda: scorer.run_blocks(here, inputs))
+        return QueuedPass(here, inputs, after, masks, (began, self.stages.event()))
 
     def _join(self, group: SequenceHandoff) -> None:
         self._scorer.join(group, self.state.join(group))

@@ -227,6 +227,8 @@ class RoundPlan(Generic[Array]):
     """None: no row is penalised."""
     constraints: ConstrainedRows[Array] | None = None
     """None: no row is constrained."""
+    raw_logprobs: bool = False
+    """The target also reports log-probabilities under the softmax of its own logits."""
     weights_A: Array | None = None
     """float64 log-weights that the host has set since the last round by applying potentials; NaN: the models' own
     weights stay. None: no request has a potential."""
@@ -264,6 +266,7 @@ class RoundPlan(Generic[Array]):
             self.penalties is not None,
             (self.constraints.every_step, self.constraints.has_answers) if self.constraints else None,
             self.weights_A is not None,
+            self.raw_logprobs,
         )
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:

@@ -30,9 +30,9 @@ from smc.executor.draft import (
 from smc.executor.draft_tree import InnerNodes
 from smc.executor.finalize import Finalized
 from smc.executor.forward import Rows
-from smc.executor.guidance import GuidedPass
+from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import given_constraint, neutral
-from smc.executor.messages import DraftedRows, DraftReport, RoundChoice
+from smc.executor.messages import DraftedRows, DraftReport, RoundChoice, RoundResult
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan, SequenceHandoff
 from smc.executor.sampling import Coupling, DrawKeys, HeadSampling, Sampling
@@ -49,6 +49,8 @@ class GrownStep:
     tree: TokenTree
     chosen: tuple[Expansion, CandidateTokens] | None
     """The choice among candidates, and these candidates; None: the step chose nothing."""
+    raw_logp_X: Tensor | None = None
+    """As `GrownRows.raw_logp_XK`, of this step's tokens."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,12 @@ class Drafter:
             return inputs
         return replace(inputs, chains=assign_chains(plan, inputs.tree.alive_X))
 
-    def run_pending(self, plan: RoundPlan[Tensor], inputs: DraftInputs) -> Tensor:
+    def run_pending(self, plan: RoundPlan[Tensor], inputs: DraftInputs) -> PassLogits:
         """Return logits [A, V] after the pending tokens of every particle."""
         last_A = inputs.last_A if inputs.rows.queries > 1 else None
         return self.run(plan, inputs.tokens_AP.flatten(), inputs.rows, last_A)
 
-    def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, tree: TokenTree) -> Tensor:
+    def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, tree: TokenTree) -> PassLogits:
         """Return logits [X, V] after the last tokens of rows."""
         assert tree.run_4X is not None, "rows, of which the last token alone is run"
         slot_X, begin_X, last_X, runs_X = tree.run_4X
@@ -120,14 +122,15 @@ class Drafter:
         self,
         plan: RoundPlan[Tensor],
         inputs: DraftInputs,
-        logits_SV: Tensor,
+        after: PassLogits,
         step: int,
         before: GrownStep | None = None,
         mask_SW: Tensor | None = None,
     ) -> GrownStep:
         """Extend rows by one token. Every new row continues a particle or an inner node at the first step, and a row of
-        the step before at later steps. `before`: the rows after the last step, None at the first; `mask`: tokens that
-        may follow."""
+        the step before at later steps. `after`: logits after the particles or rows; `before`: the rows after the last
+        step, None at the first; `mask`: tokens that may follow."""
+        logits_SV, raw_SV = after
         layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
         if plan.biased:
             slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
@@ -138,11 +141,14 @@ class Drafter:
             is_own = self.purpose is Purpose.TARGET
             columns, ids_M = self.sampling.columns, self.sampling.ids_M
             logits_SV = self.ops.apply_mask(logits_SV, mask_SW, columns, ids_M, fails=is_own)
-        own = chosen = chains = None
+        own = chosen = chains = raw_logp_X = None
         nodes = tree
         if PopulationKind.INDEPENDENT in plan.kinds:
             keys = DrawKeys(layout.seed_S, layout.round_S, layout.stream_SD, tree.next_X, self.purpose)
             own = self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys)
+        if raw_SV is not None:
+            assert own is not None and isinstance(self.sampling, Sampling), "a target that decodes alone"
+            raw_logp_X = self.sampling.raw_score(raw_SV, own[0][:, 0])
         if plan.kinds - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
             chosen, nodes = self._expanded(plan, layout, logits_SV, tree, step)
         if inputs.chains is not None:
@@ -150,7 +156,7 @@ class Drafter:
             chains = self._drawn(plan, layout, logits_SV, tree, step, inputs.chains, width)
         more = Continuation(chosen, own, chains)
         grown = self.ops.reparent(nodes, more, plan, self.state, step=step)
-        return GrownStep(grown, chosen)
+        return GrownStep(grown, chosen, raw_logp_X)
 
     def finish(
         self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: tuple[GrownStep, ...]
@@ -162,7 +168,8 @@ class Drafter:
         tree, kept = steps[-1].tree, []
         if PopulationKind.BEST in plan.kinds:
             kept = [DraftStep(step.tree, step.chosen[0].parent_X, step.chosen[1]) for step in steps if step.chosen]
-        rows = GrownRows(tree, tuple(kept))
+        raw_logp = [step.raw_logp_X for step in steps if step.raw_logp_X is not None]
+        rows = GrownRows(tree, tuple(kept), raw_logp_XK=torch.stack(raw_logp, 1) if raw_logp else None)
         if kept:
             rows = self.ops.choose_rows(plan, rows, self.nodes is not None)
         return self.ops.pack_rows(self.state, plan, rows.tree), rows
@@ -283,10 +290,11 @@ class Scorer:
     def lay_out(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
         return self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
 
-    def run_blocks(self, plan: RoundPlan[Tensor], inputs: VerifyInputs) -> Tensor:
+    def run_blocks(self, plan: RoundPlan[Tensor], inputs: VerifyInputs) -> PassLogits:
         """Return logits [T, V] after all tokens of the blocks."""
         self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
-        logits_TV = self.run(plan, inputs.blocks.tokens_AQ.flatten(), inputs.rows, root_R=inputs.blocks.origin_A)
+        tokens_T, origin_A = inputs.blocks.tokens_AQ.flatten(), inputs.blocks.origin_A
+        logits_TV, raw_TV = self.run(plan, tokens_T, inputs.rows, root_R=origin_A)
         if plan.biased:
             logits_TV = self._ops.add_biases(
                 self._biases,
@@ -296,12 +304,13 @@ class Scorer:
                 inputs.keys.position_R,
                 plan.biased,
             )
-        return logits_TV
+        return PassLogits(logits_TV, raw_TV)
 
     def verify(
-        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, mask_TW: Tensor | None = None
+        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, after: PassLogits, mask_TW: Tensor | None = None
     ) -> VerifyOutputs:
         """Compute the target's outputs for blocks from its logits. `mask`: tokens that may follow each token."""
+        logits_TV, raw_TV = after
         distribution_T, log_mass_T = inputs.distribution_T, None
         if mask_TW is not None and plan.constraints is not None:
             by_answer_T = None
@@ -327,7 +336,7 @@ class Scorer:
                 drawn = (drawn[0], drawn[1] + log_mass_T[:, None], drawn[2])
         if len(plan.chain_C):
             drawn = self._verified(plan, inputs, logits_TV, drawn)
-        scored = self._ops.verify(inputs, plan, labelled_T, drawn, next_AV)
+        scored = replace(self._ops.verify(inputs, plan, labelled_T, drawn, next_AV), raw_TV=raw_TV)
         return scored if log_mass_T is None else replace(scored, next_mass_A=log_mass_T[inputs.last_A])
 
     def _verified(
@@ -388,7 +397,28 @@ class Selector:
             own = self._selected(plan, candidates)
         if plan.kinds - {PopulationKind.INDEPENDENT}:
             trees = self._regrown(plan, candidates, drafted.block)
-        return self.ops.finalize(inputs, candidates, own, trees)
+        choice, result = self.ops.finalize(inputs, candidates, own, trees)
+        if scored.raw_TV is not None:
+            result = replace(result, raw_logp_AQ=self._raw_logprobs(scored, scored.raw_TV, choice, result))
+        return choice, result
+
+    def _raw_logprobs(
+        self, scored: VerifyOutputs, raw_TV: Tensor, choice: RoundChoice, result: RoundResult[Tensor]
+    ) -> Tensor:
+        """Return log-probabilities [A, Q] under the softmax of the target's own logits, as in
+        `RoundResult.raw_logp_AQ`."""
+        blocks, q = scored.blocks, scored.blocks.tokens_AQ.shape[1]
+        if self.lookahead:
+            block_A, kept_A = choice.ancestor_A, blocks.count_A[choice.ancestor_A] - choice.cut_A
+            next_A = torch.where(result.count_A > 0, result.grown_AQ[:, 0], -1)
+        else:
+            block_A, kept_A, next_A = choice.row_A, choice.count_A + 1, choice.bonus_A
+        column_Q, last_A1 = torch.arange(q, device=block_A.device), kept_A[:, None] - 1
+        token_AQ = torch.where(column_Q < last_A1, blocks.tokens_AQ[block_A].roll(-1, 1), -1)
+        token_AQ = torch.where(column_Q == last_A1, next_A[:, None], token_AQ)
+        row_AQ = block_A[:, None] * q + column_Q
+        logp_AQ = self.sampling.raw_score(raw_TV, token_AQ.flatten(), row_AQ.flatten()).view(token_AQ.shape)
+        return torch.where(token_AQ >= 0, logp_AQ, torch.nan)
 
     def _selected(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""

@@ -169,6 +169,11 @@ class Sampling:
         logp_X = logp_XV.gather(-1, token_X.long().clamp(min=0)[:, None])[:, 0]
         return torch.where(token_X >= 0, logp_X, 0.0)
 
+    def raw_score(self, logits_RV: Tensor, token_X: Tensor, row_X: Tensor | None = None) -> Tensor:
+        """As `score`, under the softmax of the logits themselves."""
+        plain = DistributionSpec.plain(len(logits_RV), logits_RV.device)
+        return self.score(logits_RV, plain, token_X, row_X)
+
     def bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -414,6 +414,7 @@ class TritonOps(RoundOps):
             logq_AQ=out.logq_AQ,
             logp_AQ=out.logp_AQ,
             first_logp_A=out.first_logp_A,
+            raw_logp_AQ=out.logp_AQ[:, :0],
             log_z_G=out.values_2G[0],
             ess_G=out.values_2G[1],
             resampled_G=out.flags_3G[0],

@@ -92,6 +92,9 @@ class VerifyOutputs:
     next_mass_A: Tensor | None = None
     """float32 log of the mass that a constraint allows in the distribution after the block; `next_AV` has the logits
     given the constraint. None: no stage reads it."""
+    raw_TV: Tensor | None = None
+    """The target's own logits after all tokens of the blocks. None: the round does not report log-probabilities under
+    them."""
 
 
 TargetDraws = tuple[Tensor, Tensor, Tensor]

@@ -151,12 +151,11 @@ class ModelWorker:
             began = self.stages.event()
             last_R = np.cumsum(batch.counts_R) - 1
             none_R0 = torch.zeros(len(batch.counts_R), 0)
-            drawn = (none_R0.int(), none_R0, none_R0.double(), none_R0.sum(1))
+            drawn: tuple[Tensor, ...] = (none_R0.int(), none_R0, none_R0, none_R0.double(), none_R0.sum(1))
             none_00, none_0 = torch.zeros(0, 0), torch.zeros(0)
             top_logprobs: tuple[Tensor, ...] = (none_00.int(), none_00, none_0, none_0.int())
             if batch.draws is not None:
-                logits_RV = self._guided(batch.draws, self.model.logits(self._forward(batch, last_R)))
-                drawn = self._draw(batch.draws, logits_RV, (batch.starts_R + batch.counts_R)[: len(batch.draws.seed_R)])
+                drawn = self._drawn(batch.draws, self.model.logits(self._forward(batch, last_R)), batch)
             elif batch.top_logprobs is not None:
                 hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_B))
                 top_logprobs = likeliest(
@@ -211,6 +210,18 @@ class ModelWorker:
             to_device(values_R, self.device) for values_R in (draws.unconditional_R, draws.scale_R)
         )
         return Sampling(self.vocab_size).guide(own_RV, logits_XV, unconditional_R.long(), scale_R)
+
+    def _drawn(self, draws: Draws, logits_XV: Tensor, batch: PromptBatch) -> tuple[Tensor, ...]:
+        """Return the first arrays of a `PromptResult`, those of draws, from the logits after all rows."""
+        rows = len(draws.seed_R)
+        ends_R = (batch.starts_R + batch.counts_R)[:rows]
+        token_RD, logp_RD, *weights = self._draw(draws, self._guided(draws, logits_XV), ends_R)
+        raw_logp_RD = logp_RD[:, :0]
+        if draws.raw_logprobs:
+            row_X = torch.arange(rows, device=self.device).repeat_interleave(token_RD.shape[1])
+            raw_logp_X = Sampling(self.vocab_size).raw_score(logits_XV[:rows], token_RD.flatten(), row_X)
+            raw_logp_RD = raw_logp_X.view(token_RD.shape)
+        return token_RD, logp_RD, raw_logp_RD, *weights
 
     def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the drawn tokens, their log p, log-weights and log Z of a `PromptResult`, on the device."""

@@ -261,6 +261,7 @@ class RoundScheduler:
         wants_logp = any(p.keeps_logprobs for p in population.params)
         if wants_logp:
             self._write(slots.logp_SL, slot_A, slots.block_S[slot_A] + 1, result.logp_AQ[index_A, :-1])
+            self._write(slots.raw_logp_SL, slot_A, slots.block_S[slot_A] + 1, result.raw_logp_AQ[index_A])
         slots.length_S[slot_A] = before_A + count_A
         slots.weighed_S[slot_A] = np.minimum(slots.weighed_S[slot_A], before_A)
         last_A = slots.length_S[slot_A] - 1

@@ -68,6 +68,8 @@ class Handoff:
         like_N = np.where(group.decoding.alive(logw_N), np.arange(n), 0)
         tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
         text_N = rules.machine.after(np.full(n, START), tokens_N, self._token_bytes, early=group.params.min_tokens > 0)
+        if result.raw_logp_RD.shape[1]:
+            slots.raw_logp_SL[group.slots, 0] = result.raw_logp_RD[job.batch_index, :n][like_N]
         slots.begin(
             group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1) | (logw_N == -np.inf)
         )

@@ -19,7 +19,7 @@ from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.methods import TARGET_ALONE, Progress
-from smc.scheduler.round_plan import Population
+from smc.scheduler.round_plan import Population, reports_raw
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.types import ModelRole
 
@@ -151,9 +151,15 @@ class RescoringJob(PrefillJob):
     """Likewise for the prompt's tokens."""
 
     @property
+    def raw(self) -> bool:
+        """Whether answers are scored under the softmax of the target's own logits."""
+        return self.config.logprobs_mode == "raw"
+
+    @property
     def streams(self) -> tuple[Stream, ...]:
         # The prompt's tokens are scored without guidance.
-        return self.group.streams_by(TARGET_ALONE) if self.scored_answer else (Stream(ModelRole.TARGET),)
+        is_guided = self.scored_answer and not self.raw
+        return self.group.streams_by(TARGET_ALONE) if is_guided else (Stream(ModelRole.TARGET),)
 
     @property
     def scored_answer(self) -> tuple[int, ...]:
@@ -259,8 +265,13 @@ class ScoredPart:
     of_prompt: bool
 
     @property
+    def plain(self) -> bool:
+        """Whether the tokens are scored under the softmax of the target's own logits: those of prompts always are."""
+        return self.of_prompt or self.job.raw
+
+    @property
     def guided(self) -> bool:
-        return self.job.group.params.guided and not self.of_prompt
+        return self.job.group.params.guided and not self.plain
 
 
 def count_pages(sequences: Sequence[np.ndarray]) -> int:
@@ -302,17 +313,22 @@ def prefill_step(jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk:
         run(plain, _batch(plain))
     last = _last_parts(drawing, role)
     if drawing:
-        first = run(last, _batch(last, _first_draws([job.group for job in drawing])))
+        first = run(last, _batch(last, _first_draws(drawing)))
         for index, job in enumerate(drawing):
             job.first, job.batch_index = first, index
-    parts = _scored_rows(scored)
-    if scored:
-        pending = run(parts, _batch(parts, top_logprobs=_top_logprobs_spec(scored)))
-        for part, end in zip(scored, accumulate(part.count for part in scored)):
+    for row, count in (*plain, *last):
+        row.done += count
+    # Batches of their own, so that results do not depend on the settings of other requests.
+    for same in ([part for part in scored if part.plain], [part for part in scored if not part.plain]):
+        if not same:
+            continue
+        parts = _scored_rows(same)
+        pending = run(parts, _batch(parts, top_logprobs=_top_logprobs_spec(same)))
+        for part, end in zip(same, accumulate(part.count for part in same)):
             results = part.job.prompt_results if part.of_prompt else part.job.results
             results.append((pending, slice(end - part.count, end)))
-    for row, count in (*plain, *last, *parts):
-        row.done += count
+        for row, count in parts:
+            row.done += count
     for job in jobs:
         job.begun |= any(row.done > row.known for row in job.on(role))
         if last_ran := [ran[id(row)] for row in job.on(role) if id(row) in ran]:
@@ -370,21 +386,18 @@ def _batch(parts: list[Part], draws: Draws | None = None, top_logprobs: TopLogpr
 
 
 def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
-    groups = [part.job.group for part in scored]
-    is_biased = [
-        not part.of_prompt and bool(g.params.logit_bias or g.params.min_tokens) for g, part in zip(groups, scored)
-    ]
-    distribution = Population(groups).distribution_of(ModelRole.TARGET)
-    of_prompt_R = np.array([part.of_prompt for part in scored])
+    """Return the specification for parts that are all plain, or all not."""
+    groups, plain = [part.job.group for part in scored], scored[0].plain
+    is_biased = [not plain and bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
     return TopLogprobsSpec(
-        distribution=_plain_where(distribution, of_prompt_R) if of_prompt_R.any() else distribution,
+        distribution=_plain(len(scored)) if plain else Population(groups).distribution_of(ModelRole.TARGET),
         count=max(1, *(max(g.params.top_logprobs, g.params.prompt_logprobs or 0) for g in groups)),
         scored_B=np.array(
             [*(part.count for part in scored), *(part.count for part in scored if part.guided)], np.int32
         ),
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
         machines=tuple(g.rules.machine if biased else None for g, biased in zip(groups, is_biased)),
-        given_Y=np.concatenate([_given(part) for part in scored]) if of_prompt_R.any() else None,
+        given_Y=np.concatenate([_given(part) for part in scored]) if any(part.of_prompt for part in scored) else None,
         **_guidance(groups, [part.guided for part in scored]),
     )
 
@@ -397,18 +410,14 @@ def _given(part: ScoredPart) -> np.ndarray:
     return np.array(part.job.group.request.prompt[first : first + part.count], dtype=np.int64)
 
 
-def _plain_where(distribution: DistributionSpec[np.ndarray], plain_R: np.ndarray) -> DistributionSpec[np.ndarray]:
-    """Replace the distribution where `plain_R` by the model's own: temperature 1, without truncation."""
-    return replace(
-        distribution,
-        temperature_R=np.where(plain_R, np.float32(1), distribution.temperature_R),
-        top_k_R=np.where(plain_R, np.int64(0), distribution.top_k_R),
-        top_p_R=np.where(plain_R, np.float32(1), distribution.top_p_R),
-        min_p_R=np.where(plain_R, np.float32(0), distribution.min_p_R),
-    )
+def _plain(rows: int) -> DistributionSpec[np.ndarray]:
+    """Return the target's own distributions: temperature 1, without truncation."""
+    one_R, zero_R = np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.float32)
+    return DistributionSpec.of(one_R, zero_R.astype(np.int64), one_R, zero_R, one_R)
 
 
-def _first_draws(groups: list[SequenceGroup]) -> Draws:
+def _first_draws(jobs: list[PrefillRequest]) -> Draws:
+    groups = [job.group for job in jobs]
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
     seen = [(row, token) for row, group in enumerate(groups) for token in group.repeated_tokens()]
@@ -426,6 +435,7 @@ def _first_draws(groups: list[SequenceGroup]) -> Draws:
         seen_2Z=np.array(seen, dtype=np.int32).reshape(-1, 2).T,
         repetition_Z=np.array([groups[row].params.repetition_penalty for row, _ in seen], dtype=np.float32),
         machines=machines if any(machines) else (),
+        raw_logprobs=reports_raw(jobs[0].config, population.params),
         by_answer_R=np.array([g.params.constraint_scope == "answer" for g in groups]),
         **_guidance(groups, [g.params.guided for g in groups]),
     )

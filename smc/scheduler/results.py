@@ -43,15 +43,16 @@ def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None)
 
 
 def make_answer(
-    group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...]
+    group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...], scores: str
 ) -> Answer:
-    """Make the answer of a particle with these tokens. Its `seconds` are set later."""
+    """Make the answer of a particle with these tokens. Its `seconds` are set later. `scores`: the array of `Slots` with
+    the log-probabilities that are reported."""
     logp, matched, log_z = None, None, group.log_z
     if group.params.logprobs:
         # Streamed log-probabilities are kept: particles are scored in different rows, and the last bits may differ.
         logp = tuple(group.logprobs)
         if tokens:
-            logp += tuple(group.array(slots, "logp_SL")[particle, group.streamed : len(tokens)].tolist())
+            logp += tuple(group.array(slots, scores)[particle, group.streamed : len(tokens)].tolist())
     if group.has_particles:
         log_z += group.decoding.log_z(group.array(slots, "logw_S"), group.count)
     particles = _particles(group, slots, reason, tokens) if group.params.return_particles else None
@@ -151,6 +152,8 @@ class ResultReporter:
     ) -> None:
         self._registry, self._prefill, self._forecast, self._clock = registry, prefill, forecast, clock
         self._slots = prefill.slots
+        self._scores = "raw_logp_SL" if prefill.config.logprobs_mode == "raw" else "logp_SL"
+        """The array of `Slots` with the log-probabilities that are reported."""
         self._ready: list[tuple[int, Output]] = []
         """Outputs with the numbers of their requests."""
 
@@ -203,7 +206,7 @@ class ResultReporter:
             self._forecast.learn_answer(len(tokens) / group.params.max_tokens)
         elif group.error:
             self._prefill.prefixes.forget_prompt(group)
-        answer = make_answer(group, self._slots, reason, particle, tokens)
+        answer = make_answer(group, self._slots, reason, particle, tokens, self._scores)
         if tokens and group.is_rescored and reason in (None, FinishReason.TIME_BUDGET):
             self._registry.rescore(group, answer)
         else:
@@ -228,7 +231,7 @@ class ResultReporter:
             return ()
         # A row without a particle has no scores of its own.
         scored = next(iter(group.living(self._slots)), group.slots[0])
-        return tuple(self._slots.logp_SL[scored, group.streamed : group.committed].tolist())
+        return tuple(getattr(self._slots, self._scores)[scored, group.streamed : group.committed].tolist())
 
     def _answer(self, group: SequenceGroup, answer: Answer) -> None:
         now = self._clock()

@@ -124,6 +124,11 @@ def remap_unconditional_rows(
     slots.descend(role, allocator, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
 
 
+def reports_raw(config: EngineConfig, params: Sequence[SamplingParams]) -> bool:
+    """Whether log-probabilities under the softmax of the target's own logits are reported for some request."""
+    return config.logprobs_mode == "raw" and any(p.logprobs for p in params)
+
+
 def padded(values_A: np.ndarray, size: int, fill: float) -> np.ndarray:
     """Extend an array to `size` rows filled with `fill`."""
     if len(values_A) == size:
@@ -240,6 +245,7 @@ class RoundPlanner:
                 population, pages, size, shared_G, target_pages_AQ.shape[1] or None
             ),
             biased=self._biased(population),
+            raw_logprobs=reports_raw(self.config, params),
             steps=steps,
             penalties=_penalties(population, size),
             constraints=_constraints(population, size),

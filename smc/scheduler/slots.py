@@ -30,7 +30,10 @@ from smc.executor.messages import Lineage
 from smc.memory.pages import PageAllocator
 from smc.types import ModelRole
 
-SAVED = ("tokens_SL", "logp_SL", "logq_SL", "length_S", "block_S", "logw_S", "logphi_S", "weighed_S", "ended_S")
+SAVED = (
+    *("tokens_SL", "logp_SL", "raw_logp_SL", "logq_SL", "length_S", "block_S"),
+    *("logw_S", "logphi_S", "weighed_S", "ended_S"),
+)
 """Arrays of `Slots` that a checkpoint copies."""
 SHRINK_ROUND = 1 << 30
 """First round number for the random numbers of choices between rounds, so that they differ from those of rounds."""
@@ -45,6 +48,8 @@ class Slots:
         self.logp_SL = np.full((count, width), np.nan, dtype=np.float32)
         """Log-probability of every token under the target's distribution, NaN if not known yet; maintained only for
         requests that need it."""
+        self.raw_logp_SL = np.full((count, width), np.nan, dtype=np.float32)
+        """The same under the softmax of the target's own logits, for requests that report it."""
         self.logq_SL = np.zeros((count, width), dtype=np.float32)
         """Log-probability of every token under the proposal; valid in the block in flight, from which a request
         resumes."""
@@ -98,7 +103,7 @@ class Slots:
         slots = np.array([self._free.pop() for _ in range(count)], dtype=np.int32)
         for array in (self.length_S, self.block_S, self.logw_S, self.logphi_S, self.weighed_S, self.ended_S):
             array[slots] = 0
-        self.logp_SL[slots] = np.nan
+        self.logp_SL[slots] = self.raw_logp_SL[slots] = np.nan
         return slots
 
     def release(self, slots: np.ndarray) -> None:
@@ -168,7 +173,7 @@ class Slots:
         """Copy the particles of slots `src_X` to `dst_X`, all at once. Ownership stays; weights and pages are set
         elsewhere."""
         width = int(self.length_S[src_X].max(initial=0))
-        for array in (self.tokens_SL, self.logp_SL, self.logq_SL):
+        for array in (self.tokens_SL, self.logp_SL, self.raw_logp_SL, self.logq_SL):
             array[dst_X, :width] = array[src_X, :width]
         for of_slots in (self.length_S, self.block_S, self.logphi_S, self.weighed_S, self.ended_S):
             of_slots[dst_X] = of_slots[src_X]

@@ -139,8 +139,8 @@ def test_prompts(drawn, asking):
 
 
 @examples
-@given(sizes(), st.booleans())
-def test_prompt_result(drawn, drew):
+@given(sizes(), st.booleans(), st.booleans())
+def test_prompt_result(drawn, drew, raw):
     rng, r, d = drawn
     logp, log_z = (rng.standard_normal(shape).astype(np.float32) for shape in ((r, d), r))
     log_z[0] = np.nan
@@ -150,10 +150,17 @@ def test_prompt_result(drawn, drew):
     )
     nothing = (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), *given)
     result = (
-        PromptResult(rng.integers(0, 99, (r, d), dtype=np.int32), logp, rng.standard_normal((r, d)), log_z, *nothing)
+        PromptResult(
+            rng.integers(0, 99, (r, d), dtype=np.int32),
+            logp,
+            logp - 1 if raw else logp[:, :0],
+            rng.standard_normal((r, d)),
+            log_z,
+            *nothing,
+        )
         if drew
         else PromptResult(
-            *(np.zeros((r, 0), kind) for kind in (np.int32, np.float32, np.float64)),
+            *(np.zeros((r, 0), kind) for kind in (np.int32, np.float32, np.float32, np.float64)),
             log_z,
             top_logp.astype(np.int32),
             top_logp,
@@ -246,14 +253,15 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         target_unconditional=unconditional if rng.random() < 0.5 else None,
         penalties=Penalties(*rng.random((3, a), dtype=np.float32), ints(a)) if rng.random() < 0.5 else None,
         constraints=constrained if rng.random() < 0.5 else None,
+        raw_logprobs=bool(rng.random() < 0.5),
     )
     found = received(plan)
     assert equal(found, plan) and found.key == plan.key
 
 
 @examples
-@given(sizes(), st.integers(0, 4))
-def test_round_result(drawn, w):
+@given(sizes(), st.integers(0, 4), st.booleans())
+def test_round_result(drawn, w, raw):
     rng, a, q = drawn
     logp = rng.standard_normal((a, q)).astype(np.float32)
     logp[0, 0] = np.nan
@@ -268,6 +276,7 @@ def test_round_result(drawn, w):
         logq_AQ=logp + 1,
         logp_AQ=logp,
         first_logp_A=logp[:, 0].copy(),
+        raw_logp_AQ=logp - 1 if raw else logp[:, :0],
         log_z_G=rng.standard_normal(a),
         ess_G=rng.random(a),
         **{

@@ -34,6 +34,11 @@ LOCKSTEP_FIRST, LOOKAHEAD_FIRST = one_of(*CASES), one_of(*CASES[::-1])
 """For tests of behaviour that does not depend on the form: `make test` runs the first case only."""
 
 
+def processed(config: EngineConfig) -> EngineConfig:
+    """`config` that reports log-probabilities of the distribution that tokens are drawn from."""
+    return replace(config, logprobs_mode="processed")
+
+
 def wide(config: EngineConfig) -> EngineConfig:
     """`config` with room for a whole population of requests at once: one round of all costs little more than one of a
     few."""

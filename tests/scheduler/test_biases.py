@@ -18,7 +18,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.stops import DONE, START, TokenBytes
-from tests.scheduler.harness import FORMS, answers, config_id, request, wide
+from tests.scheduler.harness import FORMS, answers, config_id, processed, request, wide
 from tests.scheduler.pairs import LETTERS, letter_tokenizer, next_log_probs, tiny_pair, total_variation
 
 PROMPT = (2, 1)
@@ -82,7 +82,7 @@ def test_biased_weight_of_one_particle(config, bias, min_tokens):
         )
         for seed in range(6)
     ]
-    found, reasons = answers(local_engine(tiny_pair(), config), asked), Counter()
+    found, reasons = answers(local_engine(tiny_pair(), processed(config)), asked), Counter()
     for one in asked:
         answer, least = found[one.request_id], one.params.min_tokens
         reasons[answer.finish_reason] += 1

@@ -19,7 +19,7 @@ from smc.api.request import FinishReason
 from smc.api.sampling_params import SamplingParams
 from smc.executor.graph_runner import StageRunner
 from smc.local_engine import local_engine
-from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, config_id, request
+from tests.scheduler.harness import CASES, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, config_id, processed, request
 from tests.scheduler.pairs import LETTERS, law_of, next_log_probs, target_logits_after, tiny_pair, total_variation
 from tests.scheduler.random_histories import answers_with_plenty_of_memory, assert_same, live, small_engine
 from tests.scheduler.shared_answers import CONFIGS
@@ -74,7 +74,7 @@ def test_answers_are_allowed_and_exact_ones_those_of_the_target(config: EngineCo
     beside = [
         request(PROMPT, f"{name} beside {s}", seed=s, **more, **METHODS[name]) for name in plain for s in range(2)
     ]
-    found = answers(local_engine(tiny_pair(), config), [*requests, *beside])
+    found = answers(local_engine(tiny_pair(), processed(config)), [*requests, *beside])
     for one in requests:
         name, i, _ = one.request_id.rsplit(" ", 2)
         answer, expression = found[one.request_id], EXPRESSIONS[int(i)]
@@ -92,7 +92,7 @@ def test_answers_are_allowed_and_exact_ones_those_of_the_target(config: EngineCo
             assert answer.logprobs == pytest.approx(law, abs=2e-5)
         if name == "exact":
             assert answer.tokens == found[one.request_id.replace("exact", "target")].tokens
-    alone = answers(local_engine(tiny_pair(), config), beside)
+    alone = answers(local_engine(tiny_pair(), processed(config)), beside)
     assert all(alone[one.request_id].tokens == found[one.request_id].tokens for one in beside)
 
 
@@ -295,7 +295,7 @@ def test_bad_words_are_not_written(config: EngineConfig):
     forced = request(
         PROMPT, "forced", seed=1, max_tokens=9, bad_words=words, constraint={"regex": "abc"}, **METHODS["exact"]
     )
-    found = answers(local_engine(tiny_pair(), config), [*requests, forced])
+    found = answers(local_engine(tiny_pair(), processed(config)), [*requests, forced])
     for one in requests:
         answer = found[one.request_id]
         written = "".join((*LETTERS[:3], ".")[token] for token in answer.tokens)

@@ -26,6 +26,7 @@ from tests.scheduler.harness import (
     assert_empty,
     check_kv,
     config_id,
+    processed,
     request,
     running,
     wide,
@@ -82,7 +83,7 @@ def test_every_method_weighs_by_the_formula(config):
     law = {"temperature": 0.8, "top_k": 3, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
     requests = [asked(f"{i} {seed}", seed=seed, **law, **how) for i, how in enumerate(EVERY) for seed in range(2)]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY)]
-    found = answers(local_engine(tiny_pair(), config), [*requests, *company])
+    found = answers(local_engine(tiny_pair(), processed(config)), [*requests, *company])
     for one in requests:
         answer = found[one.request_id]
         expected = [log_law(answer.tokens[:t], 0.8, 3)[token].item() for t, token in enumerate(answer.tokens)]

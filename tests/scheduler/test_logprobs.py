@@ -1,5 +1,5 @@
-"""The log-probabilities reported with an answer are those of its tokens under the target's distribution, recomputed
-from the tokens alone."""
+"""The log-probabilities reported with an answer are those of its tokens, recomputed from the tokens alone: with
+`processed` under the distribution that they are drawn from. `test_raw_logprobs.py` is about the default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smc.api.request import Output
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from tests.pairwise import few, one_of
-from tests.scheduler.harness import CASES, FORMS, answer, answers, config_id, request
+from tests.scheduler.harness import CASES, FORMS, answer, answers, config_id, processed, request
 from tests.scheduler.pairs import next_log_probs, tiny_pair
 
 PROMPT = (0, 1, 2)
@@ -47,7 +47,9 @@ LAWS = [
 )
 def test_equal_to_recomputation(config, params):
     for seed in range(2):
-        a = answer(tiny_pair(), config, seed=seed, max_tokens=15, ignore_eos=seed > 0, logprobs=True, **params)
+        a = answer(
+            tiny_pair(), processed(config), seed=seed, max_tokens=15, ignore_eos=seed > 0, logprobs=True, **params
+        )
         expected = recomputed(a.tokens, params.get("temperature", 1.0), params.get("top_k", 0))
         assert a.logprobs == pytest.approx(expected, abs=1e-4)
 

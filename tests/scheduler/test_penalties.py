@@ -12,7 +12,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
-from tests.scheduler.harness import FORMS, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, config_id, request, wide
+from tests.scheduler.harness import FORMS, LOCKSTEP_FIRST, LOOKAHEAD_FIRST, answers, config_id, processed, request, wide
 from tests.scheduler.pairs import mean_and_error, target_logits_after, tiny_pair
 from tests.scheduler.random_histories import answers_with_plenty_of_memory, assert_same, live, small_engine
 
@@ -54,7 +54,7 @@ def test_every_method_weighs_by_the_formula(config: EngineConfig):
         for j, law in enumerate(LAWS)
         for seed in range(2)
     ]
-    found = answers(local_engine(tiny_pair(), wide(config)), requests)
+    found = answers(local_engine(tiny_pair(), processed(wide(config))), requests)
     for one in requests:
         answer = found[one.request_id]
         law = LAWS[int(one.request_id.split()[1])]

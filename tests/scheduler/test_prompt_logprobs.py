@@ -14,7 +14,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.executor import worker
 from smc.local_engine import local_engine
 from tests.scheduler.harness import LOOKAHEAD_FIRST, answers, config_id, request
-from tests.scheduler.pairs import next_log_probs, tiny_pair
+from tests.scheduler.pairs import next_log_probs, tiny_pair, tokenizer_of
 
 PROMPT = (0, 1, 2, 2, 1, 0, 0, 2)
 EVERY = [
@@ -80,6 +80,19 @@ def test_what_is_cached_is_scored_and_the_answer_is_not():
         assert_right(one, found)
         assert sizes == ([40, 39] if not number else [40 - 32, 39])
         sizes.clear()
+
+
+def test_truncation_changes_no_bit():
+    """Of a large vocabulary, over which another normalisation is visible: another sum of its probabilities differs from
+    1 by 1e-5."""
+    size = 150_000
+    pair = replace(tiny_pair(size, scale=3.0), tokenizer=tokenizer_of([str(number) for number in range(size - 1)]))
+    engine = local_engine(pair, EngineConfig(block=2, branches=1, max_slots=4))
+    found = set()
+    for more in ({}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 40, "top_p": 0.9, "temperature": 0.3}):
+        one = request(range(0, 30_000, 1000), "one", seed=1, max_tokens=1, method="target", prompt_logprobs=1, **more)
+        found.add(tuple(score.logprob for score in answers(engine, [one])["one"].prompt_logprobs))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("prompt", [(1,), (1, 2)])

@@ -1,5 +1,6 @@
 """`top_logprobs` are the most probable tokens of the target's distribution at each position, recomputed from the tokens
-alone. Computing them changes no answer, whatever happens in the engine meanwhile."""
+alone, here under the distribution that tokens are drawn from (`processed`). Computing them changes no answer, whatever
+happens in the engine meanwhile. `test_raw_logprobs.py` is about the default."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from smc.executor import worker as tops
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import RequestState
-from tests.scheduler.harness import FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request
+from tests.scheduler.harness import FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, processed, request
 from tests.scheduler.pairs import next_log_probs, tiny_pair
 from tests.scheduler.random_histories import (
     answers_with_plenty_of_memory,
@@ -97,18 +98,19 @@ def test_every_method_reports_the_targets_law(config, monkeypatch):
     monkeypatch.setattr(tops, "SLICE", 5)
     requests = [asked(i, (*PROMPT, *[i % 3] * (i % 7 * 5)), ignore_eos=i % 2 == 0) for i in range(len(EVERY))]
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=12, **how) for i, how in enumerate(EVERY[:7])]
-    found = answers(local_engine(tiny_pair(), replace(config, prefill_chunk=13)), [*requests, *company])
+    found = answers(local_engine(tiny_pair(), replace(processed(config), prefill_chunk=13)), [*requests, *company])
     for one in requests:
         assert_right(one, found[one.request_id])
     quiet = [replace(one, params=replace(one.params, top_logprobs=0)) for one in requests]
-    for request_id, one in answers(local_engine(tiny_pair(), config), [*quiet, *company]).items():
+    for request_id, one in answers(local_engine(tiny_pair(), processed(config)), [*quiet, *company]).items():
         assert one.top_logprobs is None and (one.tokens, one.text) == (found[request_id].tokens, found[request_id].text)
 
 
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_no_step_runs_more_than_a_chunk(chunk):
     """Also for a long prompt that is not cached. Both rows of a guided request advance by at least one token."""
-    engine, sizes = local_engine(tiny_pair(), EngineConfig(block=2, prefill_chunk=chunk, prefix_cache=False)), []
+    config = processed(EngineConfig(block=2, prefill_chunk=chunk, prefix_cache=False))
+    engine, sizes = local_engine(tiny_pair(), config), []
     ask = engine.workers["target"].run_prompts
     engine.workers["target"].run_prompts = lambda batch: sizes.append(len(batch.tokens_T)) or ask(batch)
     requests = [asked(3, (0, 1) * 15), asked(8, (1, 2) * 9)]
@@ -119,7 +121,7 @@ def test_no_step_runs_more_than_a_chunk(chunk):
 
 def test_the_prompt_is_not_run_again():
     """Whole blocks of the prompt come from the prefix cache; the answer runs once more."""
-    engine, sizes = local_engine(tiny_pair(), EngineConfig(block=2)), []
+    engine, sizes = local_engine(tiny_pair(), processed(EngineConfig(block=2))), []
     ask = engine.workers["target"].run_prompts
     engine.workers["target"].run_prompts = lambda batch: sizes.append(len(batch.tokens_T)) or ask(batch)
     one = asked(3, (0, 1) * 20, max_tokens=9, ignore_eos=True)
@@ -131,7 +133,7 @@ def test_top_logprobs_in_random_histories(monkeypatch):
     """In pools too small for all requests: they are preempted, cancelled while running and while rescored, and time
     out; all pages are free afterwards. Every second request has its prompt scored as well."""
     rng, ticks, seen = random.Random(4), iter(range(1 << 30)), set()
-    config = EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=560, prefill_chunk=24)
+    config = processed(EngineConfig(form="lookahead", block=3, branches=2, max_slots=60, pages=560, prefill_chunk=24))
     requests = [
         replace(
             one, params=replace(one.params, logprobs=True, top_logprobs=2, prompt_logprobs=1 if number % 2 else None)
@@ -167,7 +169,9 @@ def test_rescoring_follows_a_time_out(preempted):
     """For a running and for a preempted request: rescoring follows the time-out, and every token of the answer has its
     alternatives."""
     now, one = [0.0], asked(0, particles=1, max_tokens=40, ignore_eos=True, time_budget=1.0)
-    engine = local_engine(tiny_pair(), EngineConfig(block=8, branches=2, prefill_chunk=4), clock=lambda: now[0])
+    engine = local_engine(
+        tiny_pair(), processed(EngineConfig(block=8, branches=2, prefill_chunk=4)), clock=lambda: now[0]
+    )
     engine.submit(one)
     for _ in range(2):  # the prompt, and a round
         engine.step()
@@ -192,7 +196,7 @@ def rescored(engine: Engine, one: Request) -> None:
 def test_the_draft_may_be_lost_meanwhile_and_come_back():
     """Rescoring needs no draft, whatever the method; the request stays in `RESCORING`."""
     for number in (0, 4, 5):
-        engine, one = local_engine(tiny_pair(), FORMS[2]), asked(number)
+        engine, one = local_engine(tiny_pair(), processed(FORMS[2])), asked(number)
         rescored(engine, one)
         assert engine.detach_draft() == []
         engine.attach_draft(engine.memory.capacity["draft"])
@@ -203,7 +207,7 @@ def test_the_draft_may_be_lost_meanwhile_and_come_back():
 
 
 def test_nan_ends_the_request_and_no_other():
-    engine, one = local_engine(tiny_pair(), FORMS[0]), asked(3, ignore_eos=True)
+    engine, one = local_engine(tiny_pair(), processed(FORMS[0])), asked(3, ignore_eos=True)
     rescored(engine, one)
     engine.submit(asked(4))
     worker = engine.workers["target"]
