@@ -360,7 +360,8 @@ class NamedTool(Strict):
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: Annotated[Any, neutral(False)] = False
-    continuous_usage_stats: Annotated[Any, neutral(False)] = False
+    continuous_usage_stats: bool = False
+    """vLLM's: every event has the usage so far."""
 
 
 class Schema(Strict):

@@ -103,6 +103,9 @@ class CompletionRequest:
     """Answers to each prompt."""
     stream: bool
     include_usage: bool
+    """A stream ends with an event of the usage."""
+    continuous_usage: bool
+    """Every event of a stream has the usage so far."""
     echo: bool
     cache_salt: str
     priority: int
@@ -302,6 +305,7 @@ def _understood(body: AnyBody, settings: dict[str, Any], served: Served) -> Comp
         n=body.n,
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
         echo=echo,
         cache_salt=body.cache_salt,
         priority=body.priority,

@@ -248,19 +248,20 @@ class CompletionWriter:
         self._offsets: dict[int, TextOffsets] = {}
         """Text offsets of a completion with log-probabilities, by the answer's index."""
         self._fields = heading.fields(chunk=True)
-        self._usage = {"usage": None} if completion.include_usage else {}
+        self._tokens = [0] * len(requests)
+        """Number of tokens of each answer that have been written."""
         head = json.dumps(self._fields)[:-1]
-        tail = ', "usage": null}' if completion.include_usage else "}"
         # Events of text are frequent and differ only in index and text, so they are assembled from prepared parts.
         self._before = f'data: {head}, "choices": [{{"index": '
         self._between = ', "delta": {"content": ' if self._chat else ', "text": '
-        self._after = ("}" if self._chat else "") + f', "logprobs": null, "finish_reason": null}}]{tail}\n\n'
+        self._after = ("}" if self._chat else "") + ', "logprobs": null, "finish_reason": null}]'
 
     def update(self, index: int, output: Output) -> bytes:
         data = b""
         if index not in self._begun:
             self._begun.add(index)
             data += self._begin(index)
+        self._tokens[index] += len(output.tokens)
         params, answer, logprobs = self._requests[index].params, output.answer, None
         if output.logprobs and not params.top_logprobs:
             logprobs = self._logprobs(index, output.tokens, output.logprobs)
@@ -270,6 +271,14 @@ class CompletionWriter:
         if answer is not None:
             data += self._end(index, answer, params, logprobs)
         return data
+
+    def _usage(self, index: int) -> dict[str, Any]:
+        """Return the field with the usage of an event about an answer, if the request asks for such a field."""
+        completion = self._completion
+        if completion.continuous_usage:
+            prompt, new = len(self._requests[index].prompt), self._tokens[index]
+            return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
+        return {"usage": None} if completion.include_usage else {}
 
     def finish(self, answers: Sequence[Answer]) -> bytes:
         if not self._completion.include_usage:
@@ -336,7 +345,8 @@ class CompletionWriter:
     def _text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         if logprobs is not None:
             return self._piece(index, {"delta": {"content": text}} if self._chat else {"text": text}, logprobs)
-        return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}".encode()
+        usage = "".join(f', "{name}": {json.dumps(value)}' for name, value in self._usage(index).items())
+        return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}{usage}}}\n\n".encode()
 
     def _end(self, index: int, answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> bytes:
         """Return the last events of an answer. `logprobs`: of tokens that no earlier event has had. The likeliest
@@ -355,7 +365,7 @@ class CompletionWriter:
         return self._choice({"index": index, **content, "logprobs": logprobs, "finish_reason": None})
 
     def _choice(self, choice: dict[str, Any]) -> bytes:
-        return _event(self._fields | {"choices": [choice]} | self._usage)
+        return _event(self._fields | {"choices": [choice]} | self._usage(choice["index"]))
 
 
 def written(document: Any, depth: int = 5) -> str:

@@ -301,6 +301,28 @@ def test_a_stream_with_usage(service, client):
     assert chunks[-2].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_usage_on_every_event(client, logprobs):
+    """`continuous_usage_stats` of vLLM: each event counts the tokens of its own answer so far."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"messages": user(QUESTIONS[2]), "model": "demo", "seed": 2, "max_tokens": 20, "logprobs": logprobs}
+    asked["extra_body"] = {"method": "target"}
+    *chunks, last = client.chat.completions.create(**asked, n=2, stream=True, stream_options=options)
+    for index in range(2):
+        found = [chunk.usage for chunk in chunks if chunk.choices[0].index == index]
+        counts = [usage.completion_tokens for usage in found]
+        assert counts == sorted(counts) and counts[0] <= 8 < counts[-1] and len(set(counts)) > 2
+        assert {usage.prompt_tokens for usage in found} == {last.usage.prompt_tokens}
+        assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in found)
+    ends = [chunk.usage.completion_tokens for chunk in chunks if chunk.choices[0].finish_reason]
+    assert sum(ends) == last.usage.completion_tokens and not last.choices
+    texts = {"prompt": "x", "model": "demo", "max_tokens": 9, "stream": True}
+    *chunks, last = client.completions.create(**texts, stream_options={"continuous_usage_stats": True})
+    assert all(chunk.usage.prompt_tokens for chunk in (*chunks, last)) and last.usage.completion_tokens == 9
+    plain = client.completions.create(**texts, stream_options={"continuous_usage_stats": False})
+    assert all(chunk.usage is None for chunk in plain)
+
+
 @pytest.mark.parametrize("more", [{}, {"stop": "####", "extra_body": {"method": "target"}}], ids=str)
 def test_a_stream_has_logprobs_with_their_tokens(service, client, more):
     """A stream has each log-probability of the whole answer once, together with its tokens, even while text is held
