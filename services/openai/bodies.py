@@ -263,7 +263,7 @@ def joined(parts: Iterable[Any]) -> str:
 
 
 class UnknownFields:
-    """Ignores unknown fields instead of refusing them, and logs each once."""
+    """Ignores unknown fields, and tools of unknown kinds, instead of refusing them, and logs each once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -273,6 +273,33 @@ class UnknownFields:
             if len(self._logged) < MOST_LOGGED and name[:MAX_LOGGED] not in self._logged:
                 self._logged.add(name[:MAX_LOGGED])
                 logger.warning("the field %r of a request is unknown; it is ignored, here and later", name[:MAX_LOGGED])
+
+    def leave_out_tool(self, kind: str) -> None:
+        name = f"tool {kind[:MAX_LOGGED]}"
+        if len(self._logged) < MOST_LOGGED and name not in self._logged:
+            self._logged.add(name)
+            logger.warning("tools of type %r cannot be called here; they are left out, here and later", name[5:])
+
+
+def tools_of(kind: str) -> BeforeValidator:
+    """Return the annotation of a list of tools of which this service knows one `kind`. Tools of other kinds, which the
+    API's vendor runs, are refused by name, or left out if unknown fields are ignored."""
+
+    def read(tools: Any, info: ValidationInfo) -> Any:
+        if not isinstance(tools, list):
+            return tools
+        kept = []
+        for index, tool in enumerate(tools):
+            given = tool.get("type") if isinstance(tool, dict) else None
+            if not isinstance(given, str) or given == kind:
+                kept.append(tool)
+            elif isinstance(info.context, UnknownFields):
+                info.context.leave_out_tool(given)
+            else:
+                raise PydanticCustomError("tool_kind", "", {"index": index, "given": given, "allowed": kind})
+        return kept
+
+    return BeforeValidator(read)
 
 
 class Strict(BaseModel):
@@ -402,8 +429,10 @@ class Body(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+
     best_of: Annotated[Any, neutral(1)] = 1
-    service_tier: Annotated[Any, neutral("auto", "default")] = None
     store: Annotated[Any, neutral(False)] = False
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -420,7 +449,7 @@ class Body(Strict):
 
 class ChatBody(Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[Annotated[list[Tool], Field(fail_fast=True)] | None, tools_of("function")] = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Any = None
     tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool | None, in_form(TOOL_CHOICES)] = None
@@ -499,6 +528,14 @@ def _in_our_words(error: ValidationError, endpoint: str, names: frozenset[str]) 
     if first["type"] == "union_tag_invalid":
         kinds = first["ctx"]["expected_tags"].replace("'", "").replace(KIND, "")
         return BadRequest(f"{path}.type={first['ctx']['tag'].removeprefix(KIND)!r}; allowed: {kinds}", path)
+    if first["type"] == "tool_kind":
+        tool = first["ctx"]
+        path = f"{path}[{tool['index']}].type"
+        return BadRequest(
+            f"{path}={tool['given']!r}; allowed: {tool['allowed']!r}, since others run at the API's vendor; leave such "
+            "tools out",
+            path,
+        )
     allowed = KINDS.get(first["type"]) or _AROUND.sub("", first["msg"])
     return BadRequest(f"{path}={first['input']!r}; allowed: {allowed}", path)
 

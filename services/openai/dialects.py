@@ -53,13 +53,15 @@ class Dialect(ABC):
 
     prompt: str
     """The field that holds the prompt."""
+    id_headers: tuple[str, ...] = ("x-request-id",)
+    """Headers of a reply that hold the call's id."""
 
     @abstractmethod
     def read(self, document: Any, served: Served) -> ApiCall:
         """Read a body. Raises BadRequest naming the field, the value and what is allowed."""
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
-        """Return what a caller is sent instead of an answer. `request_id`: the call's id, if it has one yet."""
+        """Return what a caller is sent instead of an answer. `request_id`: the call's id."""
         return refusal(error)
 
 

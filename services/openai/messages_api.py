@@ -4,7 +4,8 @@ events. Knows nothing about decoding."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import pydantic_core
@@ -21,6 +22,7 @@ from services.openai.bodies import (
     neutral,
     refusal,
     text_or,
+    tools_of,
 )
 from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
@@ -37,6 +39,12 @@ KNOWN_ERRORS = (
     *("rate_limit_error", "timeout_error"),
 )
 """Error types that both APIs have. Others become `invalid_request_error` for a status below 500, else `api_error`."""
+VERSION_HEADER = "anthropic-version"
+"""Header that only clients of this API send."""
+MOST_MODELS = 1000
+"""Maximum number of models in a page of the list."""
+THREAD_NOT_FOUND = "thread_not_found"
+"""Anthropic's code for a thread that the server does not have: its clients then send the whole conversation."""
 THINKING = "enable_thinking"
 """Name of the template variable that turns thinking on."""
 BLOCKS = "a string, or a list of blocks"
@@ -114,6 +122,10 @@ class CustomTool(Strict):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+    """Without effect: arguments are streamed in any case."""
+    defer_loading: Annotated[Any, neutral(None, False)] = None
+    allowed_callers: Annotated[Any, neutral(None, ["direct"])] = None
 
 
 class ToolChoice(Strict):
@@ -130,8 +142,11 @@ TOOL_CHOICES = (
 
 
 class Thinking(Strict):
-    type: Literal["adaptive", "disabled"]
-    """Anthropic's `enabled`, which takes a token budget, is missing: thinking has no separate budget here."""
+    type: Literal["adaptive", "enabled", "disabled"]
+    """`enabled` is the same as `adaptive`."""
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Without effect: `max_tokens` alone limits the thinking and the answer."""
+    block_binding: dict[str, Any] | None = None
     display: Annotated[Any, neutral(None, "summarized", why="the thinking itself is returned")] = None
 
 
@@ -145,8 +160,9 @@ class OutputConfig(Strict):
     effort: str | None = None
 
 
-class Metadata(Strict):
-    user_id: str | None = None
+class Thread(Strict):
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
 
 
 class MessagesBody(Strict):
@@ -158,13 +174,30 @@ class MessagesBody(Strict):
     system: TextBlocks = Field(default_factory=list)
     stop_sequences: list[str] = Field(default_factory=list)
     stream: bool = False
-    tools: Annotated[list[CustomTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[CustomTool], Field(fail_fast=True), tools_of("custom")] = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice | None, in_form(TOOL_CHOICES)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    metadata: Metadata | None = None
     cache_control: dict[str, Any] | None = None
-    service_tier: Annotated[Any, neutral("auto", "standard_only")] = None
+    thread: Thread | None = None
+    """`create` has no effect, because no conversation is stored; `continue` is refused as for a lost thread, whereupon
+    Anthropic's clients send the whole conversation."""
+
+    # These concern the vendor's service and ask nothing of a model.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    context_management: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+    billing_policy: dict[str, Any] | None = None
+    fallbacks: Any = None
+    fallback_credit_token: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+    container: Annotated[Any, neutral(None)] = None
+    mcp_servers: Annotated[Any, neutral([])] = None
+
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     request_id: str | None = None
     cache_salt: str | None = None
@@ -178,6 +211,7 @@ FORM = ChatForm(MESSAGES, MessagesBody, WITHOUT, FIELD_NAMES)
 
 class MessagesDialect(Dialect):
     prompt = "messages"
+    id_headers = ("x-request-id", "request-id")
 
     def read(self, document: Any, served: Served) -> ApiCall:
         _, completion, names = FORM.read(document, served, lambda body, _: _chat(body, served.tokenizer))
@@ -190,12 +224,23 @@ class MessagesDialect(Dialect):
         if kind is None:
             kind = of_openai["type"] if of_openai["type"] in KNOWN_ERRORS else "api_error"
             kind = "invalid_request_error" if 400 <= refused.http_status < 500 and kind == "api_error" else kind
-        body = {"type": "error", "error": {"type": kind, "message": of_openai["message"]}, "request_id": request_id}
+        described = {"type": kind, "message": of_openai["message"]}
+        if of_openai["code"] == THREAD_NOT_FOUND:
+            described["details"] = {"error_code": THREAD_NOT_FOUND}
+        body = {"type": "error", "error": described, "request_id": request_id}
         return Refusal(refused.http_status, body, refused.headers)
 
 
 def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the fields of a chat that have another name or form in this API. Raises BadRequest."""
+    if body.thread is not None and body.thread.type == "continue":
+        raise BadRequest(
+            "thread.type='continue', and conversations are not stored here; send all messages, without thread or with "
+            "'create'",
+            "thread",
+            404,
+            THREAD_NOT_FOUND,
+        )
     chat: dict[str, Any] = {
         "messages": [one for index, message in enumerate(body.messages) for one in _messages(index, message)]
     }
@@ -216,6 +261,36 @@ def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
         if body.output_config.effort is not None:
             chat["reasoning_effort"] = body.output_config.effort
     return chat
+
+
+def listed_models(names: Sequence[str], began: int, context: int, query: Mapping[str, str]) -> dict[str, Any]:
+    """Return a page of the list of models: see Anthropic's `GET /v1/models`. Raises BadRequest."""
+    given = query.get("limit", str(MOST_MODELS))
+    if not given.isdecimal() or not 1 <= int(given) <= MOST_MODELS:
+        raise BadRequest(f"limit={given!r}; allowed: 1..{MOST_MODELS}", "limit")
+    limit, models = int(given), list(names)
+    for name in ("after_id", "before_id"):
+        if query.get(name, models[0]) not in models:
+            raise BadRequest(f"{name}={query[name]!r}; allowed: {', '.join(map(repr, names))}", name)
+    if "after_id" in query:
+        models = models[models.index(query["after_id"]) + 1 :]
+    if "before_id" in query:
+        models = models[: models.index(query["before_id"])]
+    page = models[-limit:] if "before_id" in query else models[:limit]
+    return {
+        "data": [described_model(name, began, context) for name in page],
+        "has_more": len(page) < len(models),
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+    }
+
+
+def described_model(name: str, began: int, context: int) -> dict[str, Any]:
+    """Return the description of a model under one of its names. `began`: seconds since the epoch at which the service
+    was started; `context`: its longest context, tokens."""
+    created = datetime.fromtimestamp(began, UTC).isoformat().replace("+00:00", "Z")
+    described = {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
+    return described | {"max_input_tokens": context - 1, "max_tokens": context - 1}
 
 
 def _function(tool: CustomTool) -> dict[str, Any]:
@@ -241,12 +316,13 @@ def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
 def _template_settings(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
     if body.thinking is None:
         return body.chat_template_kwargs
-    thinks = body.thinking.type == "adaptive"
+    thinks = body.thinking.type != "disabled"
     if THINKING in (tokenizer.chat_template or ""):
         return {THINKING: thinks} | body.chat_template_kwargs
     if thinks:
         raise BadRequest(
-            "thinking.type='adaptive', but the model's chat template cannot be told to think; leave it out",
+            f"thinking.type={body.thinking.type!r}, but the model's chat template cannot be told to think; leave it "
+            "out",
             "thinking.type",
         )
     return body.chat_template_kwargs

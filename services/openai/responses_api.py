@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.openai.bodies import KIND, Strict, in_form, joined, kind_of_item, neutral, text_or
+from services.openai.bodies import KIND, Strict, in_form, joined, kind_of_item, neutral, text_or, tools_of
 from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import (
     MessagePart,
@@ -156,6 +156,10 @@ class ReasoningSettings(Strict):
 
 class StreamSettings(Strict):
     include_obfuscation: Annotated[Any, neutral(False)] = False
+    include_usage: bool = False
+    """Of chats; without effect: the last event always has the usage."""
+    continuous_usage_stats: bool = False
+    """vLLM's; without effect: events of this API have no field for it."""
 
 
 class ResponsesBody(Strict):
@@ -172,7 +176,7 @@ class ResponsesBody(Strict):
     stream: bool = False
     stream_options: StreamSettings | None = None
     max_output_tokens: Any = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True), tools_of("function")] = Field(default_factory=list)
     tool_choice: Annotated[Literal["auto", "none", "required"] | NamedFunction, in_form(TOOL_CHOICES)] = "auto"
     parallel_tool_calls: bool | None = None
     """Default: true, unless `tool_choice` requires a call."""
@@ -191,13 +195,13 @@ class ResponsesBody(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    service_tier: str | None = None
 
     store: Annotated[Any, neutral(False, why=NOT_STORED)] = False
     previous_response_id: Annotated[Any, neutral(None, why=NOT_STORED)] = None
     conversation: Annotated[Any, neutral(None, why=NOT_STORED)] = None
     background: Annotated[Any, neutral(False, why=NOT_STORED)] = False
     truncation: Annotated[Any, neutral("disabled")] = "disabled"
-    service_tier: Annotated[Any, neutral("auto", "default")] = None
     max_tool_calls: Annotated[Any, neutral(None, why="the caller runs the tools")] = None
 
 

@@ -26,7 +26,14 @@ from services.openai import pages
 from services.openai.bodies import BadRequest, BodyTooLarge, Refusal, UnknownFields, check_model, named, parse, refusal
 from services.openai.dialects import COMPLETION_DIALECTS, ApiCall, Dialect
 from services.openai.messages import Reasoning
-from services.openai.messages_api import COUNT_TOKENS, MESSAGES, MessagesDialect
+from services.openai.messages_api import (
+    COUNT_TOKENS,
+    MESSAGES,
+    VERSION_HEADER,
+    MessagesDialect,
+    described_model,
+    listed_models,
+)
 from services.openai.pages import DOCS, OPENAPI, Playground
 from services.openai.requests import LONGEST, CompletionRequest, Served
 from services.openai.responses import ResponseHeader
@@ -101,12 +108,14 @@ class HttpReply:
     """The response to a caller: an answer, or a stream of events. Nothing is sent before the answer, or the first
     event, exists."""
 
-    def __init__(self, request: web.Request, timeout: float, is_last: Callable[[], bool]) -> None:
+    def __init__(
+        self, request: web.Request, timeout: float, is_last: Callable[[], bool], id_headers: Sequence[str]
+    ) -> None:
         """`timeout`: seconds that the caller may let a write wait. `is_last`: returns whether the connection is to end
-        with this reply."""
-        self._request, self._timeout, self._is_last = request, timeout, is_last
-        self.request_id: str | None = None
-        """Id of the call, once it has one; the reply has it as a header."""
+        with this reply. `id_headers`: headers that hold the call's id."""
+        self._request, self._timeout, self._is_last, self._id_headers = request, timeout, is_last, id_headers
+        self.request_id = uuid.uuid4().hex
+        """Id of the call; a body may bring another one."""
         self.error_event: Callable[[dict[str, Any]], bytes] | None = None
         """Returns the event of a refusal's body, for a stream."""
         self.stream: web.StreamResponse | None = None
@@ -164,7 +173,7 @@ class HttpReply:
         return self.stream or web.Response()
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
-        known = {} if self.request_id is None else {"x-request-id": self.request_id}
+        known = dict.fromkeys(self._id_headers, self.request_id)
         stream = web.StreamResponse(status=status, headers={**known, **headers})
         if self._is_last():
             stream.force_close()
@@ -263,7 +272,7 @@ class _Connection(web.RequestHandler):
         error: Exception = RuntimeError(message)
         if status < 500:
             error = BadRequest(f"the request cannot be read as HTTP: {' '.join(str(message).split())}", None, status)
-        response = _refused(error, "")
+        response = _refused(error, None)
         response.headers["server"] = SERVER
         response.force_close()
         return response
@@ -433,7 +442,7 @@ class OpenAiServer:
                     error.status,
                     CODES.get(error.status),
                 ),
-                request.path,
+                _dialect_of(request),
             )
             response.headers.extend({name: value for name, value in error.headers.items() if name == "Allow"})
         except asyncio.CancelledError:
@@ -441,7 +450,7 @@ class OpenAiServer:
         except Exception as error:
             if status_of(error).cause == "internal":
                 logger.error("unexpected error", exc_info=error)
-            response = _refused(error, request.path)
+            response = _refused(error, _dialect_of(request))
         return response if response.prepared else await self._written(response, request)
 
     async def _written(self, response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
@@ -526,11 +535,16 @@ class OpenAiServer:
         return web.Response(text=self._description.page, content_type="text/html", headers=pages.DOCS_HEADERS)
 
     async def _list_models(self, request: web.Request) -> web.Response:
+        if VERSION_HEADER in request.headers:
+            context = self._handler.pair.context
+            return web.json_response(listed_models(self._names, self._began, context, request.query))
         return web.json_response({"object": "list", "data": [self._model(name) for name in self._names]})
 
     async def _show_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         check_model(name, self._names)
+        if VERSION_HEADER in request.headers:
+            return web.json_response(described_model(name, self._began, self._handler.pair.context))
         return web.json_response(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -548,7 +562,7 @@ class OpenAiServer:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         dialect = DIALECTS[request.path]
         records = [self._calls.arrives(f"POST {request.path}", request.headers.items())]
-        reply = HttpReply(request, self._config.write_timeout, lambda: self._is_last(request))
+        reply = HttpReply(request, self._config.write_timeout, lambda: self._is_last(request), dialect.id_headers)
         try:
             with self._call_limit.taken():
                 call = await self._read(request, lambda data: dialect.read(parsed(data), self._served))
@@ -601,8 +615,7 @@ class OpenAiServer:
     ) -> web.StreamResponse:
         """Serve a call within its own `timeout`. Raises DeadlineExceeded when it is over."""
         completion = call.completion
-        request_id = completion.request_id or uuid.uuid4().hex
-        reply.request_id = request_id
+        reply.request_id = request_id = completion.request_id or reply.request_id
         records[0].is_of(request_id)
         left = None if completion.timeout is None else max(0.0, completion.timeout - records[0].seconds)
         try:
@@ -666,9 +679,21 @@ def _token(request: web.Request) -> str:
     return bearer_token(request.headers.get("authorization", "")) or request.headers.get("x-api-key", "")
 
 
-def _refused(error: Exception, path: str) -> web.Response:
-    refused = DIALECTS[path].refusal(error) if path in DIALECTS else refusal(error)
-    return web.json_response(refused.body, status=refused.http_status, headers=refused.headers)
+def _dialect_of(request: web.Request) -> Dialect | None:
+    """Return the dialect of a path that belongs to one API."""
+    is_of_messages = request.path.startswith(MODELS) and VERSION_HEADER in request.headers
+    return DIALECTS.get(MESSAGES if is_of_messages else request.path)
+
+
+def _refused(error: Exception, dialect: Dialect | None) -> web.Response:
+    """Return the reply to a call that ends before its body is read, in the format of its API."""
+    headers: dict[str, str] = {}
+    if dialect is None:
+        refused = refusal(error)
+    else:
+        request_id = uuid.uuid4().hex
+        refused, headers = dialect.refusal(error, request_id), dict.fromkeys(dialect.id_headers, request_id)
+    return web.json_response(refused.body, status=refused.http_status, headers=headers | refused.headers)
 
 
 def _each_left(records: list[CallRecord], deadline: bool) -> None:

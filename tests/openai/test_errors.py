@@ -307,7 +307,7 @@ def test_long_names_are_not_echoed(service, path):
 class Unwritable:
     """A dialect whose writer (see `AnswerWriter`) fails for every answer."""
 
-    prompt = "messages"
+    prompt, id_headers = "messages", ("x-request-id",)
 
     def read(self, document, served):
         return replace(DIALECTS[MESSAGES].read(document, served), make_writer=lambda *_: self)

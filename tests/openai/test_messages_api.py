@@ -12,8 +12,9 @@ import pytest
 
 from services.openai.messages_api import MessagesDialect, _arguments
 from services.openai.requests import Served
+from smc.model.tokenizer import Tokenizer
 from tests.gateway.harness import serving
-from tests.openai.asking import ADD, LONG, QUESTIONS, post, user
+from tests.openai.asking import ADD, LONG, QUESTIONS, ask, post, user
 
 if TYPE_CHECKING:  # a slow import that every process that collects tests would make
     import anthropic
@@ -212,8 +213,15 @@ def test_blocks_become_messages(pair):
         ({"stop_sequences": ["x" * 1001]}, "^stop_sequences"),
         ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\].role='system'; allowed: 'user' or 'ass"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type='image'; allowed: text, thinking, to"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.type='enabled'; allowed: 'adaptive' or"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens=0; allowed: greater than or"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "type='enabled'.*template cannot be told to think"),
         ({"thinking": {"type": "adaptive"}}, "template cannot be told to think"),
+        (
+            {"tools": [*TOOLS, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+            r"^tools\[1\].type='web_search_20250305'; allowed: 'custom', since others run at the API's vendor",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"^tools\[0\].type='bash_20250124'; allowed"),
+        ({"mcp_servers": [{"type": "url"}]}, "^mcp_servers="),
         ({"tools": TOOLS}, "the model's chat template ignores it"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "'tool' without name"),
         ({"output_config": {"effort": "high"}}, "output_config.effort='high', but the model's chat template does not"),
@@ -226,6 +234,110 @@ def test_what_is_wrong_is_named(service, fields, says):
     assert said.status == 400 and said.json["type"] == "error", said.data
     error = said.json["error"]
     assert error["type"] == "invalid_request_error" and re.search(says, error["message"]), error
+
+
+@pytest.mark.parametrize("kind", ["enabled", "adaptive", "disabled"])
+def test_thinking_is_that_of_the_template(pair, kind):
+    """The budget has no effect."""
+    template = (pair.tokenizer.chat_template or "") + "{% if enable_thinking %}a{% endif %}"
+    tokenizer = Tokenizer(pair.tokenizer._tokenizer, pair.tokenizer.eos_ids, pair.tokenizer._special, template)
+    thinking = {"type": kind} | ({"budget_tokens": 2048} if kind == "enabled" else {})
+    body = {"messages": user("x"), "max_tokens": 3, "thinking": thinking}
+    call = MessagesDialect().read(body, Served(("demo",), tokenizer))
+    assert call.completion.prompts[0].template_settings == {"enable_thinking": kind != "disabled"}
+    assert call.completion.settings["max_tokens"] == 3
+
+
+def test_fields_of_agents_that_ask_nothing_of_a_model(service):
+    asked = {"messages": user("x"), "max_tokens": 4, "seed": 1, "method": "target"}
+    more = {
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        "diagnostics": {"previous_message_id": None},
+        "metadata": {"user_id": "a", "session": "b"},
+        "service_tier": "priority",
+        "thread": {"type": "create"},
+        "inference_geo": "eu",
+        "speed": "standard",
+        "fallbacks": "default",
+    }
+    plain, other = (post(service, json.dumps(asked | extra).encode(), "/v1/messages") for extra in ({}, more))
+    assert (plain.status, other.status) == (200, 200), other.data
+    assert plain.json["content"] == other.json["content"]
+    for path, prompt in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        body = {prompt: user("x"), "service_tier": "flex", "metadata": {"a": "b"}, "prompt_cache_retention": "24h"}
+        assert post(service, json.dumps(body).encode(), path).status == 200
+
+
+def test_the_tool_runner(tool_service):
+    """Its first request asks for a stored conversation. The second, which sends only new messages, is refused as for a
+    lost one, so it sends the whole conversation."""
+    import anthropic
+
+    given = []
+
+    @anthropic.beta_tool(description="Adds.", input_schema=ADD)
+    def add(a: int, b: bool = False) -> str:
+        given.append((a, b))
+        return "23"
+
+    with client_of(tool_service) as client:
+        runner = client.beta.messages.tool_runner(
+            model="demo",
+            max_tokens=100,
+            messages=user("x"),
+            tools=[add],
+            tool_choice={"type": "tool", "name": "add"},
+            max_iterations=2,
+            extra_body={"seed": 3, "method": "target"},
+        )
+        replies = list(runner)
+    assert len(replies) == 2 and given and all(a in (1, 22) for a, _ in given)
+    assert [reply.stop_reason for reply in replies] == ["tool_use"] * 2
+    body = {"messages": user("x"), "max_tokens": 3, "thread": {"type": "continue", "previous_message_id": "msg_1"}}
+    said = post(tool_service, json.dumps(body).encode(), "/v1/messages")
+    assert said.status == 404 and said.json["error"]["details"] == {"error_code": "thread_not_found"}
+    assert said.headers["x-should-retry"] == "false"
+    tool_service.wait_until_free()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_errors_have_an_id(service, path):
+    """Whether the body was read or not, and whatever went wrong."""
+    bodies = (b"{", b"[]", b"{}", json.dumps({"messages": user("x"), "max_tokens": 0}).encode())
+    found = [post(service, body, path) for body in bodies]
+    found += [ask(service, "GET", path), post(service, b"{}", path, **{"content-type": "text/plain"})]
+    ids = [said.json["request_id"] for said in found]
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids) and len(set(ids)) == len(found)
+    for said in found:
+        assert said.status >= 400 and said.headers["request-id"] == said.json["request_id"]
+        assert said.headers["x-request-id"] == said.json["request_id"]
+
+
+def test_replies_have_an_id(messages):
+    answer = messages.create(messages=user("x"), **ASKS)
+    assert answer.id == f"msg_{answer._request_id}"
+
+
+def test_models(service):
+    import anthropic
+
+    with client_of(service) as client:
+        page = client.models.list()
+        assert [(one.id, one.type, one.display_name) for one in page.data] == [
+            ("demo", "model", "demo"),
+            ("gpt-4o", "model", "gpt-4o"),
+        ]
+        assert page.data[0].created_at.year >= 2025 and not page.has_more
+        assert (page.first_id, page.last_id) == ("demo", "gpt-4o")
+        assert [one.id for one in client.models.list(limit=1)] == ["demo", "gpt-4o"]
+        assert [one.id for one in client.models.list(before_id="gpt-4o").data] == ["demo"]
+        assert client.models.retrieve("gpt-4o").max_input_tokens > 100
+        with pytest.raises(anthropic.NotFoundError, match=r"not_found_error.*allowed: 'demo', 'gpt-4o'") as wrong:
+            client.models.retrieve("other")
+        assert wrong.value.request_id
+        with pytest.raises(anthropic.BadRequestError, match=r"limit='0'; allowed: 1\.\.1000"):
+            client.models.list(limit=0)
+    assert ask(service, "GET", "/v1/models").json["object"] == "list"
 
 
 def test_errors_are_those_of_the_client(pair, tmp_path, service, messages):

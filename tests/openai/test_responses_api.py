@@ -48,6 +48,24 @@ def test_an_answer_is_that_of_the_chat(tools):
     assert said.smc["method"] == "target" and said.smc["seed"] == 3
 
 
+def test_a_stream_with_options_of_chats(client):
+    """Benchmarks ask every API for the usage in the same way; the last event has it in any case."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.responses.create(input=QUESTIONS[0], stream=True, stream_options=options, **SETTINGS)
+    *_, last = stream
+    assert last.response.usage.output_tokens == 12
+
+
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "custom", "name": "run"}], ids=str)
+def test_tools_of_other_kinds_are_refused_by_name(service, tool):
+    asked = {"input": "x", "tools": [*TOOLS, tool]}
+    error = post(service, json.dumps(asked).encode(), "/v1/responses").error
+    assert error["message"].startswith(f"tools[1].type={tool['type']!r}; allowed: 'function'")
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+    error = post(service, json.dumps(chat).encode()).error
+    assert error["message"].startswith(f"tools[0].type={tool['type']!r}; allowed: 'function'")
+
+
 def test_items_that_were_returned_are_input_again(service, client):
     first = client.responses.create(input=QUESTIONS[0], **SETTINGS)
     more = [{"role": "user", "content": QUESTIONS[0]}, *first.output, {"role": "user", "content": "Why?"}]

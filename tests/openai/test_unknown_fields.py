@@ -43,6 +43,23 @@ def test_they_are_ignored_and_logged_once(pair, caplog):
     assert len(logged) == len(set(logged)) == 256
 
 
+def test_tools_of_other_kinds_are_left_out_and_logged_once(pair, caplog):
+    caplog.set_level(logging.WARNING, "services.openai.requests")
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    bodies = {
+        "/v1/messages": {"messages": user("x"), "max_tokens": 3, "tools": [search], "tool_choice": {"type": "auto"}},
+        "/v1/responses": {"input": "x", "max_output_tokens": 3, "tools": [search, {"type": "mcp"}]},
+        "/v1/chat/completions": {"messages": user("x"), "max_tokens": 3, "tools": [{"type": "custom"}]},
+    }
+    with serving(pair, http_port=0, unknown_fields="ignore") as service:
+        for _ in range(2):
+            for path, body in bodies.items():
+                said = post(service, json.dumps(body).encode(), path)
+                assert said.status == 200, (path, said.data)
+    logged = [record.args[0] for record in caplog.records if "left out" in record.getMessage()]
+    assert sorted(logged) == ["custom", "mcp", "web_search_20250305"]
+
+
 def test_the_setting_is_checked():
     with pytest.raises(ValueError, match="unknown_fields='drop'; allowed: refuse, ignore"):
         GatewayConfig(unknown_fields="drop")
