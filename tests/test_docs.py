@@ -1,5 +1,4 @@
-"""Limits of the documentation: its size, its line lengths, its links, the files it names, and the words it no longer
-uses."""
+"""Limits of the documentation: its size, its line lengths, its links, and the files it names."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests import words
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -20,20 +17,12 @@ MAX_WORDS = 21_000
 """Words of all pages in docs/ together."""
 MAX_README = 150
 """Maximum number of lines of README.md."""
-MAX_TERMS = 20
-"""Maximum number of terms in the glossary."""
 MAX_COLUMNS = 120
 
 
 def _without_code(text: str) -> str:
     """The text with blocks of code replaced by empty lines."""
     return re.sub(r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
-
-
-def _prose(page: Path) -> str:
-    """A page without code and without the targets of its links."""
-    text = re.sub(r"\]\([^)\s]*\)", "]", _without_code(page.read_text()))
-    return re.sub(r"`[^`]*`", " ", text)
 
 
 def _anchors(page: Path) -> set[str]:
@@ -54,9 +43,9 @@ def test_size():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README
 
 
-def test_the_glossary_is_short_and_sorted():
+def test_the_glossary_is_sorted():
     terms = re.findall(r"^\| ([a-z][^|]*?) \|", (ROOT / "docs/glossary.md").read_text(), flags=re.MULTILINE)[1:]
-    assert 10 <= len(terms) <= MAX_TERMS and terms == sorted(terms)
+    assert len(terms) >= 10 and terms == sorted(terms)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -84,12 +73,6 @@ def test_links_resolve(page):
 def test_files_that_it_names_exist(page):
     named = re.findall(r"`((?:smc|services|benchmarks|loadtest|tests|proto|deploy)/[\w./-]*)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs").glob("*.svg"))], ids=lambda page: page.name)
-def test_replaced_words_do_not_come_back(page):
-    text = re.sub(r"<[^>]*>", " ", page.read_text()) if page.suffix == ".svg" else _prose(page)
-    assert words.replaced(text, words.ANYWHERE | words.IN_PAGES) == {}
 
 
 def test_the_path_of_a_request_is_short_and_leads_through_what_there_is():
