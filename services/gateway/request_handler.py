@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smcserve.requests")
 MAX_ID_SIZE = 256
+MAX_FIELD = 64
+"""Characters of a field's name in the log."""
+_FIELD = re.compile(r"([a-z]+(?:_[a-z]+)+|[a-z]+(?==))")
+"""Name of a field at the beginning of an error: it has an underscore, or its value follows."""
 DEADLINE_SLACK = 0.05
 """Seconds. A caller that cancels with at most this much time left cancels because of its deadline: its cancellation can
 arrive a moment before the deadline passes here."""
@@ -88,8 +93,9 @@ class _RunningCall:
 class Calls:
     """The Generate calls in flight, from their arrival on. Use it in one asyncio loop."""
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
-        self.metrics, self._tracing = metrics, tracing
+    def __init__(self, metrics: Metrics, model: str, tracing: Tracing | None = None) -> None:
+        """`model`: name under which the pair is served."""
+        self.metrics, self._model, self._tracing = metrics, model, tracing
         self.closed: str | None = "the service is starting; try again later"
         """Why calls are refused; None: calls are accepted."""
         self.starting: StartProgress | None = None
@@ -99,9 +105,17 @@ class Calls:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def arrives(self, name: str, headers: Iterable[tuple[str, str | bytes]]) -> CallRecord:
-        """Return the record of a call that has arrived. `name`: its name in traces."""
-        return CallRecord(self.metrics, self._tracing.begin(name, headers) if self._tracing else None)
+    def arrives(
+        self, path: str, headers: Iterable[tuple[str, str | bytes]], http_method: str | None = None
+    ) -> CallRecord:
+        """Return the record of a call that has arrived. `http_method`: given if it came over HTTP."""
+        name = path if http_method is None else f"{http_method} {path}"
+        trace = self._tracing.begin(name, headers) if self._tracing else None
+        if trace is not None and http_method is not None:
+            trace.is_http(http_method, path)
+        record = CallRecord(self.metrics, trace)
+        record.arrives_at(path if path.startswith("/") else f"/{path}", self._model)
+        return record
 
     @asynccontextmanager
     async def enter(self, key: Key) -> AsyncIterator[None]:
@@ -188,6 +202,9 @@ class CallRecord:
         record._fields = dict(self._fields)
         return record
 
+    def arrives_at(self, path: str, model: str) -> None:
+        self._fields |= {"path": path, "model": model}
+
     def is_of(self, request_id: str) -> None:
         self._fields["request_id"] = request_id
 
@@ -234,13 +251,16 @@ class CallRecord:
             **times,
         )
 
-    def failed(self, status: Status, error: Exception) -> None:
+    def failed(self, status: Status, error: Exception, http_status: int | None = None) -> None:
         """Record that the answer failed with this status because of this error, unless it has ended already. A failure
-        before the first token counts as a rejection, if its cause is one of `REJECTIONS`."""
+        before the first token counts as a rejection, if its cause is one of `REJECTIONS`. `http_status`: sent to the
+        caller, if the call came over HTTP."""
         if self._ended:
             return
         self._metrics.request_failed(status.code.name)
-        self._end(status.code.name, cause=status.cause)
+        field = getattr(error, "param", None) or _field_of(error)
+        named = {} if field is None else {"field": field[:MAX_FIELD]}
+        self._end(status.code.name, None, http_status, cause=status.cause, **named)
         if isinstance(error, Interrupted):
             self._metrics.request_cancelled("drain")
         elif status.cause in ("abort", "slow_reader"):
@@ -255,14 +275,22 @@ class CallRecord:
         code, by = ("DEADLINE_EXCEEDED", "deadline") if deadline else ("CANCELLED", "client")
         self._metrics.request_failed(code)
         self._metrics.request_cancelled(by)
-        self._end(code, cause=by)
+        self._end(code, None, 504 if deadline else 499, cause=by)
 
-    def _end(self, status: str, times: Times | None = None, **more: str | int | float) -> None:
+    def _end(
+        self, status: str, times: Times | None = None, http_status: int | None = 200, **more: str | int | float
+    ) -> None:
         self._ended = True
         fields = self._fields | {"tokens": self._tokens, "seconds": round(self.seconds, 6)} | more
         logger.info("%s", json.dumps(fields | {"status": status} | self._texts))
         if self._trace is not None:
-            self._trace.end(status, fields, times)
+            self._trace.end(status, fields, times, http_status)
+
+
+def _field_of(error: Exception) -> str | None:
+    """Return the field that the message of a caller's error begins with; None if it begins otherwise."""
+    found = _FIELD.match(str(error)) if isinstance(error, ValueError) else None
+    return found[1] if found else None
 
 
 Parser = Callable[[str], Awaitable[Sequence[Request]]]

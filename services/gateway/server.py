@@ -158,7 +158,7 @@ class Gateway:
     ) -> None:
         self._config, self._pair, self.metrics = config, pair, metrics
         self._tracing = Tracing.from_environment()
-        self._calls = Calls(metrics, self._tracing)
+        self._calls = Calls(metrics, config.name_of(pair.target.name), self._tracing)
         self.handler = RequestHandler(pair, backend, self._calls, status, config)
         self.token_file = config.token_file()
         self.call_limit = CallLimit(config.max_calls)

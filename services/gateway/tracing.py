@@ -23,6 +23,7 @@ _ATTRIBUTES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "tokens": "gen_ai.usage.output_tokens",
     "finish_reason": "gen_ai.response.finish_reason",
+    "model": "gen_ai.response.model",
 }
 """Names of the log's fields in OpenTelemetry's semantic conventions."""
 
@@ -36,22 +37,35 @@ class Trace:
 
         self._tracer, self._name, self._context, self._began = tracer, name, context, began
         self._span = tracer.start_span(name, context, SpanKind.SERVER, start_time=began)
+        self._http: dict[str, str] = {}
+        """Attributes of a call over HTTP."""
 
     def another(self) -> Trace:
         """Return the span of a further answer to the same call."""
-        return Trace(self._tracer, self._name, self._context, self._began)
+        trace = Trace(self._tracer, self._name, self._context, self._began)
+        trace._http = self._http
+        return trace
 
     @property
     def trace_id(self) -> str:
         """32 hexadecimal digits, as collectors show it."""
         return f"{self._span.get_span_context().trace_id:032x}"
 
-    def end(self, status: str, fields: Mapping[str, Any], times: Times | None) -> None:
-        """End the span. `fields`: the call's fields in the log. `times`: the times of its answer, if it has one."""
+    def is_http(self, method: str, path: str) -> None:
+        """Record that the call came over HTTP."""
+        self._http = {"http.request.method": method, "url.path": path}
+
+    def end(self, status: str, fields: Mapping[str, Any], times: Times | None, http_status: int | None) -> None:
+        """End the span. `fields`: the call's fields in the log. `times`: the times of its answer, if it has one.
+        `http_status`: status of the answer if the call came over HTTP."""
         from opentelemetry.trace import StatusCode, set_span_in_context
 
         self._span.set_attributes({_ATTRIBUTES.get(name, f"smc.{name}"): value for name, value in fields.items()})
         self._span.set_attribute("rpc.grpc.status_code", status)
+        if self._http and http_status is not None:
+            self._span.set_attributes({**self._http, "http.response.status_code": http_status})
+        if first := fields.get("first_token_seconds"):
+            self._span.add_event("first token", timestamp=self._began + int(first * NANOSECONDS))
         if status != "OK":
             self._span.set_status(StatusCode.ERROR, str(fields.get("cause", "")))
         if times is not None:

@@ -561,8 +561,9 @@ class OpenAiServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         dialect = DIALECTS[request.path]
-        records = [self._calls.arrives(f"POST {request.path}", request.headers.items())]
+        records = [self._calls.arrives(request.path, request.headers.items(), request.method)]
         reply = HttpReply(request, self._config.write_timeout, lambda: self._is_last(request), dialect.id_headers)
+        records[0].is_of(reply.request_id)
         try:
             with self._call_limit.taken():
                 call = await self._read(request, lambda data: dialect.read(parsed(data), self._served))
@@ -580,11 +581,14 @@ class OpenAiServer:
             status = status_of(error)
             if status.cause == "internal":
                 logger.error("unexpected error", exc_info=error)
-            for record in records:
-                record.failed(status, error)
-            if isinstance(error, SlowReader):
+            if isinstance(error, SlowReader):  # it is sent no error
+                for record in records:
+                    record.failed(status, error)
                 return reply.abandon()
-            return await reply.refuse(dialect.refusal(error, reply.request_id))
+            refused = dialect.refusal(error, reply.request_id)
+            for record in records:
+                record.failed(status, error, refused.http_status if reply.stream is None else reply.stream.status)
+            return await reply.refuse(refused)
 
     async def _read(self, request: web.Request, understand: Callable[[bytes], T]) -> T:
         """Return what `understand` makes of the body. Raises BadRequest, TooLarge, SlowSender, QueueFull, and what

@@ -13,6 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from services.gateway.tracing import Tracing
 from services.pb import generation_pb2 as pb
 from tests.gateway.harness import serving
+from tests.openai.asking import chat, post
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -70,6 +71,25 @@ def test_a_call_continues_its_callers_trace(pair, monkeypatch):
         3,
     )
     assert (whole.status.code, refused.status.code) == (0, 2) and refused.trace_id.hex() != TRACE
+
+
+def test_spans_of_calls_over_http(pair, monkeypatch):
+    with collector() as (kept, endpoint):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        with serving(pair, http_port=0, served_model_names=("demo",)) as service:
+            assert post(service, chat(max_tokens=3, method="target")).status == 200
+            assert post(service, chat(max_tokens=-1)).status == 400
+            assert post(service, chat(model="other")).status == 404
+    spans = [span for span in kept.spans if span.name == "POST /v1/chat/completions"]
+    attributes = [{a.key: a.value.string_value or a.value.int_value for a in span.attributes} for span in spans]
+    assert [each["http.response.status_code"] for each in attributes] == [200, 400, 404]
+    for each in attributes:
+        assert (each["http.request.method"], each["url.path"]) == ("POST", "/v1/chat/completions")
+        assert each["gen_ai.response.model"] == "demo"
+    (prefill,) = [span for span in kept.spans if span.name == "prefill"]
+    (first,) = spans[0].events
+    assert first.name == "first token"
+    assert prefill.start_time_unix_nano < first.time_unix_nano <= spans[0].end_time_unix_nano
 
 
 def test_tracing_off_without_collector(monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.client import ServiceError
 from services.openai.bodies import CHAT, HTTP, MAX_NESTING, TOO_DEEP, refusal
 from services.openai.messages_api import MESSAGES
 from services.openai.server import DIALECTS
@@ -251,6 +252,35 @@ def test_a_model_that_is_not_served(service):
         "model='gpt-9'; allowed: 'demo', 'gpt-4o'",
         param="model",
     )
+
+
+def test_the_log_of_a_refused_request_names_it(service, caplog):
+    """By path, field and the id that the reply carries, too."""
+    caplog.set_level("INFO", "smcserve.requests")
+    cases = [
+        (CHAT, chat(temperature=-1), "temperature"),
+        (CHAT, chat(model="other"), "model"),
+        ("/v1/completions", b'{"prompt": "x", "colour": 1}', "colour"),
+        ("/v1/completions", b"{", None),
+        (MESSAGES, chat(max_tokens=0), "max_tokens"),
+        ("/v1/responses", json.dumps({"input": "x", "n" * 500: 1}).encode(), "n" * 64),
+    ]
+    for path, body, field in cases:
+        caplog.clear()
+        said = post(service, body, path)
+        (line,) = [json.loads(one.getMessage()) for one in caplog.records if one.name == "smcserve.requests"]
+        assert said.status >= 400 and (line["path"], line.get("field")) == (path, field)
+        assert line["request_id"] == said.headers["x-request-id"] and line["cause"] == "invalid"
+    caplog.clear()
+    said = post(service, chat(temperature=-1, request_id="mine"))
+    with service.client() as client, pytest.raises(ServiceError):
+        client.generate("x", temperature=-1.0, request_id="theirs")
+    lines = [json.loads(one.getMessage()) for one in caplog.records if one.name == "smcserve.requests"]
+    assert [(line["path"], line["field"]) for line in lines] == [
+        (CHAT, "temperature"),
+        ("/smc.v1.GenerationService/Generate", "temperature"),
+    ]
+    assert lines[1]["request_id"] == "theirs" and said.headers["x-request-id"] == lines[0]["request_id"]
 
 
 BROKEN = [
