@@ -105,7 +105,12 @@ class Holds:
 
 def number(holds: Callable[[Any], bool], allowed: str) -> Check:
     """Make a check that accepts a finite number for which `holds` is true."""
-    return Holds(holds, allowed, is_number, "a number")
+    return Holds(
+        lambda value: is_number(value) and holds(value),
+        allowed,
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+        "a number",
+    )
 
 
 def integer(holds: Callable[[Any], bool], allowed: str) -> Check:

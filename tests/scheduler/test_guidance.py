@@ -275,7 +275,7 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config):
         ({"guidance_scale": 0.9}, r"guidance_scale=0.9; allowed: 1 to 1000 \(1 = none\)"),
         ({"guidance_scale": math.inf}, "guidance_scale=inf; allowed: 1 to 1000"),
         ({"guidance_scale": math.nan}, "guidance_scale=nan; allowed: 1 to 1000"),
-        ({"guidance_scale": True}, "guidance_scale=True; allowed: 1 to 1000"),
+        ({"guidance_scale": True}, "guidance_scale=True; allowed: a number, 1 to 1000"),
         ({"method": "draft"}, "guidance_scale=2.5 has no effect with method='draft'"),
         ({"guidance_scale": 1}, "negative_prompt has no effect with guidance_scale=1"),
         ({"negative": ()}, "negative_prompt is empty"),

@@ -108,7 +108,7 @@ def test_short_prompts(prompt, more):
     [
         ({"prompt_logprobs": 21}, r"prompt_logprobs=21; allowed: 0\.\.20"),
         ({"prompt_logprobs": -1}, r"prompt_logprobs=-1; allowed: 0\.\.20"),
-        ({"prompt_logprobs": True}, r"prompt_logprobs=True; allowed: 0\.\.20"),
+        ({"prompt_logprobs": True}, r"prompt_logprobs=True; allowed: an integer, 0\.\.20"),
         ({"method": "draft", "prompt_logprobs": 0}, "prompt_logprobs=0 has no effect with method='draft'"),
     ],
 )

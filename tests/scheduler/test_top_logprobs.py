@@ -229,7 +229,7 @@ def test_nan_ends_the_request_and_no_other():
     [
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs=21; allowed: 0..20"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs=-1; allowed: 0..20"),
-        ({"logprobs": True, "top_logprobs": True}, "top_logprobs=True; allowed: 0..20"),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs=True; allowed: an integer, 0..20"),
         ({"top_logprobs": 2}, "top_logprobs=2 has no effect without logprobs"),
         ({"method": "draft", "logprobs": True, "top_logprobs": 2}, "logprobs=True has no effect with method='draft'"),
     ],
