@@ -159,7 +159,7 @@ class ToolCallReader:
         yield from self._blanks()
         is_fenced = self._lenient and (yield from self._literal(FENCE))
         if is_fenced:
-            yield from self._pattern(_WORD)
+            _ = (yield from self._literal("json")) or (yield from self._literal("tool_call"))
             yield from self._blanks()
             is_marked = is_marked and self._format is ToolFormat.HERMES
         is_list = (self._lenient or self._format is ToolFormat.MISTRAL) and (yield from self._literal("["))

@@ -80,14 +80,14 @@ class ToolUse:
 
     @property
     def checked(self) -> list[dict[str, Any]]:
-        """The functions with their `parameters`: the schema that calls must follow. A function without parameters has
-        no arguments; the arguments of one that is not checked are any object."""
+        """The functions with their `parameters`: the schema that calls must follow, None for no arguments. The
+        arguments of a function that is not checked are any object."""
         return [{"name": function["name"], "parameters": self._schema(function)} for function in self.functions]
 
-    def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
-        parameters: dict[str, Any] = function.get("parameters") or {"type": "object", "properties": {}}
-        is_checked = self.required or function.get("strict") or not function.get("parameters")
-        return parameters if is_checked else {"type": "object"}
+    def _schema(self, function: dict[str, Any]) -> dict[str, Any] | None:
+        if not function.get("parameters"):
+            return None
+        return function["parameters"] if self.required or function.get("strict") else {"type": "object"}
 
 
 @dataclass(frozen=True)

@@ -60,10 +60,10 @@ class ToolFormat(StrEnum):
         return f"{MISTRAL_MARK} [{call}]" if self is ToolFormat.MISTRAL else call
 
     def grammar(self, tools: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, parallel: bool, required: bool) -> str:
-        """Return the grammar of answers that call these functions only. `tools`: each with `name` and `parameters`;
-        `parallel`: allow more than one call; `required`: the answer consists of 1 to `MOST_CALLS` calls. Otherwise the
-        answer is any text in which calls are valid once they begin: text that would be read as another call is not
-        allowed."""
+        """Return the grammar of answers that call these functions only. `tools`: each with `name` and `parameters`,
+        None for no arguments; `parallel`: allow more than one call; `required`: the answer consists of 1 to
+        `MOST_CALLS` calls. Otherwise the answer is any text in which calls are valid once they begin: text that would
+        be read as another call is not allowed."""
         rules = _Rules(tools, self.arguments)
         if self is ToolFormat.HERMES:
             rules.hermes(tokenizer, parallel, required)
@@ -84,10 +84,8 @@ class _Rules:
         for number, tool in enumerate(tools):
             name = json.dumps(tool["name"])
             names = {json.dumps(text) for text in (name, json.dumps(tool["name"], ensure_ascii=False))}
-            parameters = _closed(tool["parameters"])
-            schema = {"x-guidance": {"whitespace_pattern": "\\x20"}, "type": "object"} | parameters
             self.add(f"NAME_{number}", " | ".join(sorted(names)))
-            self.add(f"arguments_{number}", f"%json {json.dumps(schema)}")
+            self.add(f"arguments_{number}", _arguments(tool["parameters"]))
             self.head("HEAD", number, "", BLANK)
         self.add("call", self.calls("HEAD"))
 
@@ -162,6 +160,14 @@ class _Rules:
             self.add("start", f"{mark} first{more}")
         else:
             self.add("start", f"TEXT | {mark}? first{more}" if is_token else f"TEXT | first{more}")
+
+
+def _arguments(parameters: dict[str, Any] | None) -> str:
+    """Return the body of a rule for arguments that follow a schema; None: there are none."""
+    if parameters is None:
+        return '"{}"'
+    schema = {"x-guidance": {"whitespace_pattern": "\\x20"}, "type": "object"} | _closed(parameters)
+    return f"%json {json.dumps(schema)}"
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -120,19 +120,22 @@ PROSE = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map(" ".join)
 
 
 @st.composite
-def written_call(draw: st.DrawFn, form: ToolFormat, named: bool) -> tuple[str, tuple[str, dict]]:
-    """A call as a model may write it, with the name and arguments that must be read. `named`: in Mistral's later
-    form."""
+def written_call(draw: st.DrawFn, form: ToolFormat, named: bool, further: bool) -> tuple[str, tuple[str, dict]]:
+    """A call as a model may write it, with the name and arguments that must be read. `named`: in Mistral's later form;
+    `further`: it may have an id and a type; otherwise, a member that no call has."""
     name, arguments = draw(st.sampled_from(NAMES)), draw(ARGUMENTS)
     ascii_only, indent = draw(st.booleans()), draw(st.sampled_from([None, 1]))
     given = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
     if named:
-        between = draw(st.sampled_from(["[ARGS]", "[CALL_ID]a1B[ARGS]"]))
+        between = draw(st.sampled_from(["[ARGS]", "[CALL_ID]a1B[ARGS]"])) if further else "[ARGS]"
         return name + between + given, (name, arguments)
     members = {"name": json.dumps(name, ensure_ascii=ascii_only)}
     key = draw(st.sampled_from(["arguments", "parameters"]))
     members[key] = json.dumps(given) if draw(st.integers(0, 4)) == 0 else given
-    members |= draw(st.sampled_from([{}, {"id": '"a\\"}"'}, {"type": '"function"'}, {"id": "17", "type": "null"}]))
+    if further:
+        members |= draw(st.sampled_from([{}, {"id": '"a\\"}"'}, {"type": '"function"'}, {"id": "17", "type": "null"}]))
+    else:
+        members |= draw(st.sampled_from([{}, {"x": '"w7w"'}, {"w8w": "{}"}, {"arguments": '{"x": "w9w"}'}]))
     blank = draw(st.sampled_from(["", " ", "\n  "]))
     order = draw(st.permutations(list(members)))
     body = f",{blank}".join(f'"{one}":{blank}{members[one]}' for one in order)
@@ -140,10 +143,10 @@ def written_call(draw: st.DrawFn, form: ToolFormat, named: bool) -> tuple[str, t
 
 
 @st.composite
-def written_calls(draw: st.DrawFn, form: ToolFormat, begins: bool) -> tuple[str, list]:
+def written_calls(draw: st.DrawFn, form: ToolFormat, begins: bool, further: bool) -> tuple[str, list]:
     """One or more calls together. `begins`: the answer begins with them."""
     named = form is MISTRAL and draw(st.booleans())
-    made = [draw(written_call(form, named)) for _ in range(draw(st.integers(1, 3)))]
+    made = [draw(written_call(form, named, further)) for _ in range(draw(st.integers(1, 3)))]
     texts, calls = [text for text, _ in made], [call for _, call in made]
     if named:
         return "".join(draw(st.sampled_from(["[TOOL_CALLS]", "[TOOL_CALLS] ", ""])) + text for text in texts), calls
@@ -163,14 +166,14 @@ def written_calls(draw: st.DrawFn, form: ToolFormat, begins: bool) -> tuple[str,
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[ToolFormat, str, list[str], list]:
+def answers(draw: st.DrawFn, further: bool = True) -> tuple[ToolFormat, str, list[str], list]:
     """A format, an answer of texts and calls in turn, and the words and calls in it."""
     form = draw(st.sampled_from(ToolFormat))
     whole, words, calls = "", [], []
     begins = draw(st.booleans())
     for number in range(draw(st.integers(1, 4))):
         if (number % 2 == 0) is begins:
-            text, more = draw(written_calls(form, begins and number == 0))
+            text, more = draw(written_calls(form, begins and number == 0, further))
             calls += more
         else:
             text = draw(PROSE)
@@ -189,6 +192,31 @@ def test_every_call_and_every_word_is_read(answer, cuts):
     content, found = read_in_pieces(syntax(form), text, cuts)
     assert content.split() == words
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+def check_words(written: CallSyntax, text: str, cuts: list[int]) -> None:
+    """Every word of the form w7w is in the content or in a call."""
+    content, calls = read_in_pieces(written, text, cuts)
+    found = re.findall(r"w\d+w", content + "".join(f"\n{name}\n{arguments}" for name, arguments in calls))
+    assert Counter(found) == Counter(re.findall(r"w\d+w", text))
+
+
+@settings(SOME, max_examples=300)
+@given(
+    answers(further=False),
+    st.lists(st.integers(0, 10_000), max_size=1),
+    st.none() | st.integers(0, 400),
+    st.lists(st.integers(0, 10_000), max_size=5),
+    st.booleans(),
+)
+def test_no_word_within_calls_is_dropped(answer, places, end: int | None, cuts, constrained: bool):
+    """Words that a model writes into its calls, wherever, also if the answer is cut: what makes a call no call becomes
+    content."""
+    form, text, _, _ = answer
+    for place in places:
+        at = place % (len(text) + 1)
+        text = text[:at] + "w1w" + text[at:]
+    check_words(syntax(form, constrained=constrained), text[:end], cuts)
 
 
 FRAGMENTS = (
@@ -225,7 +253,4 @@ FRAGMENTS = (
 def test_no_word_is_dropped(form: ToolFormat, fragments: list[str], cuts: list[int], constrained: bool):
     """Whatever pieces of calls come in whatever order, every word is in the content or in a call, and pieces give what
     the whole gives."""
-    text = "".join(fragments)
-    content, calls = read_in_pieces(syntax(form, constrained=constrained), text, cuts)
-    found = re.findall(r"w\d+w", content + "".join(name + "\n" + arguments for name, arguments in calls))
-    assert Counter(found) == Counter(re.findall(r"w\d+w", text))
+    check_words(syntax(form, constrained=constrained), "".join(fragments), cuts)

@@ -130,7 +130,7 @@ def test_a_function_without_parameters_has_no_arguments(pair, given: dict, how: 
     how = {name: value for name, value in how.items() if name != "strict"}
     constraint = asked(tokenizer, tools=[{"type": "function", "function": function}], **how).settings["constraint"]
     follower = Compiler.of(TokenBytes.of(tokenizer)).follower(StopMachine.of((), (), (), constraint))
-    for arguments, is_allowed in (("{}", True), ('{"x": 1}', False)):
+    for arguments, is_allowed in (("{}", True), ("{ }", False), ('{"x": 1}', False)):
         text = ToolFormat.HERMES.written("stop", arguments)
         assert follower.ends(np.array(tokenizer.encode(text, add_special=False))) == is_allowed
 
