@@ -32,6 +32,7 @@ from services.openai.responses import OPENAI_FINISH
 from services.prompts import Prompt
 from services.protobuf.generation import check_counts
 from services.security import caller_of
+from smc.api.constraint import Constraint
 from smc.api.limits import MAX_TOP_LOGPROBS
 from smc.api.request import Alternatives, Answer, FinishReason, Output, Request
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams, with_defaults
@@ -115,7 +116,8 @@ def _constraint(message: pb.SamplingParams) -> dict[str, Any]:
         raise ValueError("structural_tag is given; allowed: json_schema, json_object, regex, grammar or choice")
     if kind is None or getattr(message, kind) is False:
         return {}
-    return {"constraint": {kind: list(message.choice.choices) if kind == "choice" else getattr(message, kind)}}
+    value = list(message.choice.choices) if kind == "choice" else getattr(message, kind)
+    return {"constraint": Constraint.of({kind: value}, kind)}
 
 
 def _check_unset(message: pb.SamplingParams | pb.GenerateRequest) -> None:

@@ -1,4 +1,5 @@
-"""Constraints over tokens: computes which tokens may follow, with the library llguidance, which only this file imports.
+"""Constraints over tokens: computes which tokens may follow, with the library llguidance, which only this
+file and `smc.grammar.compiler` import.
 
 A `Follower` reads the tokens of answers to one request. For each answer it returns to the beginning that the answer
 shares with the previous one and continues from there, so positions of a tree cost little in the right order. Knows
@@ -9,7 +10,6 @@ Axes: L tokens of an answer, W words of 32 tokens each, R rows."""
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 import threading
@@ -23,14 +23,10 @@ from typing import NamedTuple
 import llguidance
 import numpy as np
 
-from smc.api.constraint import Constraint
+from smc.api.constraint import Constraint, ConstraintRefused
+from smc.grammar.compiler import LIMITS, NotCompiled, compiled
 from smc.stops import StopMachine, TokenBytes
 
-LIMITS = llguidance.LLParserLimits(verbose_errors=False)
-"""The library's own limits: a million steps of regular expressions, half a million symbols, 50,000 items a mask."""
-WHITESPACE = r"\x20|\x0A[\x20\x09]{0,40}"
-"""Maximum whitespace between tokens of JSON: a space, or a line end and an indentation. Small models write blanks for
-ever where they are allowed. A schema can change this (`x-guidance`)."""
 MOST_KEPT = 256
 """Maximum number of compiled constraints that are kept: the most recently used ones."""
 MOST_THREADS = 4
@@ -51,7 +47,7 @@ class Compiler:
         self._hits = 0
         self._lock = threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher | str] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher | NotCompiled] = OrderedDict()
 
     @staticmethod
     @lru_cache(maxsize=4)
@@ -69,7 +65,7 @@ class Compiler:
         return np.array(self._bytes.eos_ids, dtype=np.int64)
 
     def check(self, constraint: Constraint) -> None:
-        """Compile a constraint. Raises ValueError, with the library's message if the library refuses it."""
+        """Compile a constraint. Raises ConstraintRefused."""
         self._start(constraint)
 
     def warm(self) -> None:
@@ -83,7 +79,7 @@ class Compiler:
         return found
 
     def follower(self, machine: StopMachine) -> Follower:
-        """Return a follower that reads answers from their beginning. Raises ValueError if the constraint is refused."""
+        """Return a follower that reads answers from their beginning. Raises ConstraintRefused."""
         return Follower(machine, None if machine.constraint is None else self._start(machine.constraint), self)
 
     def write_masks(self, needed: Iterable[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
@@ -110,36 +106,34 @@ class Compiler:
     def _start(self, constraint: Constraint) -> llguidance.LLMatcher:
         """Return the matcher of a constraint at its beginning. It is shared: copy it before use."""
         if not len(self._bytes.data_B):
-            raise ValueError("constraint is given, but the model's tokens stand for no text; leave it out")
+            raise constraint.refused("the model's tokens stand for no text; leave it out")
         if not self._bytes.eos_ids:
-            raise ValueError("constraint is given, but the model has no token that ends texts; leave it out")
+            raise constraint.refused("the model has no token that ends texts; leave it out")
         if constraint.after is not None and constraint.after >= self.vocab:
-            raise ValueError(f"constraint: after={constraint.after}; allowed: 0..{self.vocab - 1}")
+            raise ConstraintRefused(f"after={constraint.after}; allowed: 0..{self.vocab - 1}")
         with self._lock:
-            matcher = self._compiled(constraint)
-        if isinstance(matcher, str):
-            raise ValueError(f"constraint: the {constraint.kind} is refused: {matcher}")
-        return matcher
+            found = self._compiled(constraint)
+        if isinstance(found, NotCompiled):
+            raise constraint.refused(found.why, found.rule) from found
+        return found
 
-    def _compiled(self, constraint: Constraint) -> llguidance.LLMatcher | str:
-        """Return the constraint's matcher at its beginning, or the reason why it is refused."""
+    def _compiled(self, constraint: Constraint) -> llguidance.LLMatcher | NotCompiled:
+        """Return the constraint's matcher at its beginning, or why it is refused."""
         key = (constraint.kind, constraint.text)
         if key in self._kept:
             self._kept.move_to_end(key)
             self._hits += 1
             return self._kept[key]
         vocabulary, begin = self._vocabulary(), time.perf_counter()
-        found: llguidance.LLMatcher | str
+        found: llguidance.LLMatcher | NotCompiled
         try:
             # The library releases the interpreter's lock meanwhile.
-            found = llguidance.LLMatcher(vocabulary, _grammar(constraint), log_level=0, limits=LIMITS)
-            if found.is_error():
-                found = found.get_error().strip()
-        except ValueError as error:
-            found = str(error)
+            found = compiled(constraint, vocabulary, LIMITS)
+        except NotCompiled as error:
+            found = error
         seconds = time.perf_counter() - begin
         if seconds > MOST_COMPILED:
-            found = f"it took {seconds:.1f} s to compile, more than {MOST_COMPILED:g} s"
+            found = NotCompiled(f"it took {seconds:.1f} s to compile, more than {MOST_COMPILED:g} s")
         self._seconds.append(seconds)
         while len(self._kept) >= MOST_KEPT:
             self._kept.popitem(last=False)
@@ -363,21 +357,6 @@ class Follower:
             return True
         size = len(self._answer_L)
         return self._begin <= size and self._read(self._matcher, size) and self._matcher.is_accepting()
-
-
-def _grammar(constraint: Constraint) -> str:
-    """Convert a constraint to the library's form. Raises ValueError if it is invalid."""
-    if constraint.kind in ("json_object", "json_schema"):
-        schema = constraint.text or '{"type": "object"}'
-        has_own = '"x-guidance"' in schema
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            schema, defaults=None if has_own else {"whitespace_pattern": WHITESPACE}
-        )
-    if constraint.kind == "choice":
-        return llguidance.grammar_from("choice", json.dumps(constraint.choices))
-    if constraint.kind == "regex":
-        return llguidance.grammar_from("regex", constraint.text)
-    return llguidance.grammar_from("grammar", constraint.text)
 
 
 @cache

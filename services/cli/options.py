@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from typer.models import ArgumentInfo
 
+from smc.api.constraint import Constraint
 from smc.api.sampling_params import SETTINGS, SamplingParams
 from smc.api.settings import Scope
 from smc.terminal import flag, option, with_mappings, with_parameters
@@ -89,7 +90,8 @@ def _with_constraint(sampling: dict[str, Any]) -> dict[str, Any]:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in found)
         raise ValueError(f"{names} are given; allowed: one of them")
     ((name, value),) = found.items()
-    return sampling | {"constraint": {name: value.read_text(encoding="utf-8") if isinstance(value, Path) else value}}
+    value = value.read_text(encoding="utf-8") if isinstance(value, Path) else value
+    return sampling | {"constraint": Constraint.of({name: value}, f"--{name.replace('_', '-')}")}
 
 
 def with_settings(command: Callable[..., int]) -> Callable[..., int]:

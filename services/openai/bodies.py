@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from services.errors import TooLarge, status_of
+from smc.api.constraint import ConstraintRefused, json_float
 from smc.api.limits import PromptTooLong
 from smc.api.sampling_params import SETTINGS
 from smc.scheduler.admission import DuplicateRequest
@@ -63,6 +64,8 @@ MOST_LOGGED, MAX_LOGGED = 256, 64
 logger = logging.getLogger(__name__)
 KIND = "kind:"
 """Prefix of the tags of unions. It distinguishes tags from fields in the path of an error."""
+TOOL_PARAMETERS = ".function.parameters"
+"""Where a tool of a chat has its JSON schema."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 B = TypeVar("B", bound=BaseModel)
 KINDS = {
@@ -84,7 +87,7 @@ def parse(data: bytes) -> Any:
     """Parse JSON strictly. Raises ValueError if it is not valid, gives a field twice, has a number that JSON does not
     know, or is nested too deeply."""
     try:
-        document = json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant)
+        document = json.loads(data, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=json_float)
     except json.JSONDecodeError as error:
         raise ValueError(f"this is not JSON: {error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
@@ -192,6 +195,8 @@ def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
     if isinstance(error, (BadRequest, DuplicateRequest)):
         return error
     message = str(error)
+    if isinstance(error, ConstraintRefused):
+        return BadRequest(message, error.field)
     first = _FIRST_WORD.match(message)
     param = first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None
     return BadRequest(message, param, code=CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None)
@@ -549,8 +554,13 @@ def renamed(error: ValueError, names: Mapping[str, str]) -> ValueError:
     chat."""
     if not isinstance(error, BadRequest) or error.param is None:
         return error
+    tool, dot, _ = error.param.partition(TOOL_PARAMETERS)
     first = _FIRST_WORD.match(error.param)
-    if first is None or (name := names.get(first[0])) is None:
+    if dot and TOOL_PARAMETERS in names:
+        old, name = error.param, tool + names[TOOL_PARAMETERS]
+    elif first is not None and first[0] in names:
+        old, name = first[0], names[first[0]]
+    else:
         return error
-    message = re.sub(rf"^{first[0]}\b", name, str(error))
+    message = re.sub(rf"^{re.escape(old)}(?!\w)", name, str(error))
     return BadRequest(message, name, error.http_status, error.code)

@@ -78,8 +78,7 @@ class ChatForm(Generic[B]):
     replaced: frozenset[str]
     """Settings that a body does not have under their own names: other fields replace them, or the API lacks them."""
     field_names: Mapping[str, str]
-    """The API's names for fields of a chat, where they differ. If `response_format` is given, errors about the
-    constraint name that field."""
+    """The API's names for fields of a chat, where they differ."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -88,21 +87,19 @@ class ChatForm(Generic[B]):
 
     def read(
         self, document: Any, served: Served, chat_of: Callable[[B, dict[str, Any]], dict[str, Any]]
-    ) -> tuple[B, CompletionRequest, Mapping[str, str]]:
-        """Read a body. Returns the body, the chat that it asks for, and the API's names for fields of this chat.
-        `chat_of`: returns the chat's fields, except for settings, from the body and its settings. Raises BadRequest."""
+    ) -> tuple[B, CompletionRequest]:
+        """Read a body. Returns the body, and the chat that it asks for. `chat_of`: returns the chat's fields, except
+        for settings, from the body and its settings. Raises BadRequest."""
         given = given_fields(document)
         settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in self.replaced}
         body = validated(self.body, given, self.endpoint, self.names, served.unknown)
         shared = {name: value for name in SHARED if (value := getattr(body, name)) is not None}
         chat = shared | chat_of(body, settings)
-        names = dict(self.field_names)
-        if "response_format" in chat:
-            names["constraint"] = names["response_format"]
         try:
-            return body, understood(settings | chat, True, served).with_tool_format(served.tokenizer), names
+            completion = understood(settings | chat, True, served).with_tool_format(served.tokenizer)
         except BadRequest as error:
-            raise renamed(error, names) from error
+            raise renamed(error, self.field_names) from error
+        return body, completion
 
 
 @dataclass(frozen=True)

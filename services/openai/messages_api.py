@@ -13,6 +13,7 @@ from pydantic import Field, Tag
 
 from services.openai.bodies import (
     KIND,
+    TOOL_PARAMETERS,
     BadRequest,
     Refusal,
     Strict,
@@ -51,6 +52,7 @@ BLOCKS = "a string, or a list of blocks"
 """What the error allows as content."""
 FIELD_NAMES = {
     "stop": "stop_sequences",
+    TOOL_PARAMETERS: ".input_schema",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
@@ -214,8 +216,8 @@ class MessagesDialect(Dialect):
     id_headers = ("x-request-id", "request-id")
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        _, completion, names = FORM.read(document, served, lambda body, _: _chat(body, served.tokenizer))
-        return ApiCall(completion, MessagesWriter, names)
+        _, completion = FORM.read(document, served, lambda body, _: _chat(body, served.tokenizer))
+        return ApiCall(completion, MessagesWriter, FIELD_NAMES)
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         refused = refusal(error)

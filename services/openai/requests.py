@@ -6,6 +6,7 @@ The library names and checks sampling settings; where OpenAI or vLLM have other 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from services.openai.bodies import (
     CHAT,
     COMPLETIONS,
     NAMES,
+    TOOL_PARAMETERS,
     AnyBody,
     BadRequest,
     Body,
@@ -38,9 +40,9 @@ from services.openai.bodies import (
     validated,
 )
 from services.openai.messages import Reasoning
-from services.openai.tool_calls import CallSyntax, ToolFormat
+from services.openai.tool_calls import CallSyntax, ToolFormat, arguments_rule
 from services.prompts import Prompt, of_negative
-from smc.api.constraint import Constraint, check_constraint
+from smc.api.constraint import MAX_BYTES, Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS
 from smc.api.request import MAX_PRIORITY, check_guidance, check_priority
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
@@ -68,6 +70,8 @@ class ToolUse:
 
     functions: tuple[dict[str, Any], ...]
     """The functions, each with `name` and, if it has any, `parameters`."""
+    places: tuple[int, ...]
+    """Index of each in the caller's list."""
     required: bool
     """Whether the answer must consist of calls of these functions."""
     parallel: bool
@@ -181,10 +185,11 @@ class CompletionRequest:
             for name in ("stop", "stop_token_ids"):
                 settings.pop(name, None)
         grammar = form.grammar(tools.checked, tokenizer, parallel=tools.parallel, required=tools.required)
-        try:
-            constraint = Constraint("grammar", grammar)
-        except ValueError as error:
-            raise BadRequest(f"tools: {error}", "tools") from error
+        if (size := len(grammar.encode())) > MAX_BYTES:
+            raise BadRequest(f"tools: their schemas have {size} bytes together; allowed: at most {MAX_BYTES}", "tools")
+        rules = zip(map(arguments_rule, itertools.count()), tools.places)
+        fields = {rule: f"tools[{place}]{TOOL_PARAMETERS}" for rule, place in rules}
+        constraint = Constraint("grammar", grammar, fields={"": "tools"} | fields)
         syntax = CallSyntax(form, names, constrained=True, required=tools.required)
         return replace(self, syntax=syntax, settings=settings | {"constraint": constraint})
 
@@ -348,7 +353,8 @@ def _constraint(settings: dict[str, Any], body: Body) -> dict[str, Any]:
     if body.response_format is not None and (constraint := _format(body.response_format)):
         given.append(("response_format", constraint))
     if body.structured_outputs is not None:
-        given.append(("structured_outputs", _structured(body.structured_outputs)))
+        name, constraint = _structured(body.structured_outputs)
+        given.append((f"structured_outputs.{name}", constraint))
     for name in ("guided_json", "guided_regex", "guided_grammar", "guided_choice"):
         if (value := getattr(body, name)) is not None:
             given.append((name, {STRUCTURED[name.removeprefix("guided_")]: value}))
@@ -358,10 +364,7 @@ def _constraint(settings: dict[str, Any], body: Body) -> dict[str, Any]:
     if not given:
         return {}
     ((name, constraint),) = given
-    try:
-        return {"constraint": Constraint.of(constraint)}
-    except ValueError as error:
-        raise BadRequest(f"{name}: {error}", name) from error
+    return {"constraint": Constraint.of(constraint, name)}
 
 
 def _format(form: ResponseFormat) -> dict[str, Any]:
@@ -377,14 +380,16 @@ def _format(form: ResponseFormat) -> dict[str, Any]:
     return {"json_object": True} if schema is None else {"json_schema": schema}
 
 
-def _structured(values: dict[str, Any]) -> dict[str, Any]:
+def _structured(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the key that is given, and its constraint."""
     given = {name: value for name, value in values.items() if value not in (None, False)}
     if len(given) != 1 or not given.keys() <= STRUCTURED.keys():
         raise BadRequest(
             f"structured_outputs has {', '.join(given) or 'nothing'}; allowed: one of {', '.join(STRUCTURED)}",
             "structured_outputs",
         )
-    return {STRUCTURED[name]: value for name, value in given.items()}
+    ((name, value),) = given.items()
+    return name, {STRUCTURED[name]: value}
 
 
 def _logprobs(settings: dict[str, Any], chat: bool) -> dict[str, Any]:
@@ -480,9 +485,11 @@ def _tool_use(body: ChatBody) -> ToolUse | None:
             raise BadRequest("tool_choice requires a call, and tools is missing", "tool_choice")
         return None
     functions = tuple(_tool(tool)["function"] for tool in body.tools)
+    places = tuple(range(len(functions)))
     if isinstance(choice, NamedTool):
         name = choice.function.name
-        functions = tuple(function for function in functions if function["name"] == name)
+        places = tuple(place for place in places if functions[place]["name"] == name)
+        functions = tuple(functions[place] for place in places)
         if not functions:
             names = ", ".join(repr(tool.function.name) for tool in body.tools)
             raise BadRequest(f"tool_choice names {name!r}; allowed: {names}", "tool_choice")
@@ -490,7 +497,7 @@ def _tool_use(body: ChatBody) -> ToolUse | None:
     required = choice == "required" or is_named
     # Where calls are required, a weak model repeats one until its answer is full: several must be asked for.
     parallel = not required if body.parallel_tool_calls is None else body.parallel_tool_calls and not is_named
-    return ToolUse(functions, required, parallel)
+    return ToolUse(functions, places, required, parallel)
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.openai.bodies import KIND, Strict, in_form, joined, kind_of_item, neutral, text_or, tools_of
+from services.openai.bodies import (
+    KIND,
+    TOOL_PARAMETERS,
+    Strict,
+    in_form,
+    joined,
+    kind_of_item,
+    neutral,
+    text_or,
+    tools_of,
+)
 from services.openai.dialects import ApiCall, ChatForm, Dialect
 from services.openai.messages import (
     MessagePart,
@@ -42,6 +52,7 @@ NOT_STORED = "responses are not stored here"
 FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
+    TOOL_PARAMETERS: ".parameters",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
@@ -212,8 +223,8 @@ class ResponsesDialect(Dialect):
     prompt = "input"
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        body, completion, names = FORM.read(document, served, _chat)
-        return ApiCall(completion, partial(ResponsesWriter, body), names)
+        body, completion = FORM.read(document, served, _chat)
+        return ApiCall(completion, partial(ResponsesWriter, body), FIELD_NAMES)
 
 
 def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:

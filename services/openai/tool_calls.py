@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from smc.api.constraint import schema_text
 from smc.model.tokenizer import Tokenizer
 
 MISTRAL_MARK, HERMES_MARK, HERMES_END = "[TOOL_CALLS]", "<tool_call>", "</tool_call>"
@@ -85,7 +86,7 @@ class _Rules:
             name = json.dumps(tool["name"])
             names = {json.dumps(text) for text in (name, json.dumps(tool["name"], ensure_ascii=False))}
             self.add(f"NAME_{number}", " | ".join(sorted(names)))
-            self.add(f"arguments_{number}", _arguments(tool["parameters"]))
+            self.add(arguments_rule(number), _arguments(tool["parameters"]))
             self.head("HEAD", number, "", BLANK)
         self.add("call", self.calls("HEAD"))
 
@@ -105,7 +106,7 @@ class _Rules:
 
     def calls(self, head: str) -> str:
         """Return the body of a rule for a call of any function. `head`: name of the terminals before the arguments."""
-        return " | ".join(rf"{head}_{number} arguments_{number} /{BLANK}\}}/" for number in range(self._count))
+        return " | ".join(rf"{head}_{number} {arguments_rule(number)} /{BLANK}\}}/" for number in range(self._count))
 
     def text(self, begin: str) -> None:
         """Add the terminal of any text, except text that would be read as a call. `begin`: what may precede a call."""
@@ -162,12 +163,17 @@ class _Rules:
             self.add("start", f"TEXT | {mark}? first{more}" if is_token else f"TEXT | first{more}")
 
 
+def arguments_rule(number: int) -> str:
+    """Return the name of the rule for the arguments of a function."""
+    return f"arguments_{number}"
+
+
 def _arguments(parameters: dict[str, Any] | None) -> str:
     """Return the body of a rule for arguments that follow a schema; None: there are none."""
     if parameters is None:
         return '"{}"'
     schema = {"x-guidance": {"whitespace_pattern": "\\x20"}, "type": "object"} | _closed(parameters)
-    return f"%json {json.dumps(schema)}"
+    return f"%json {schema_text(schema)}"
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:

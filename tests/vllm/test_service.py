@@ -176,7 +176,7 @@ WRONG = [
     ({"logprobs": 21}, r"logprobs=21; allowed: 0\.\.20"),
     ({"logprobs": -1}, r"logprobs=-1; allowed: 0\.\.20"),
     ({"n": 129}, "n=129; allowed: 1..128"),
-    ({"json_schema": '{"type": "no"}'}, "constraint: the json_schema is refused: Invalid type: no"),
+    ({"json_schema": '{"type": "no"}'}, "json_schema: Invalid type: no"),
     ({"choice": pb.ChoiceConstraint(choices=[""])}, "a list of non-empty strings"),
     ({"structural_tag": "{}"}, "structural_tag is given; allowed: json_schema"),
     ({"temperature": -1.0}, "temperature=-1.0; allowed: > 0"),
