@@ -317,7 +317,7 @@ def test_a_constraint_that_becomes_too_complex_ends_its_request_alone(how: str, 
     limits = llguidance.LLParserLimits(step_max_items=8, verbose_errors=False)
     monkeypatch.setattr("smc.constraints.LIMITS", limits)
     grammar = (
-        'start: ("a" | "c") x "b"\nx: | "a" y x | "b" y x | "c" y x\ny: "c" | "b" y | '
+        'start: ("a" | "c") ("a" | "c") ("a" | "b" | "c") x "b"\nx: | "c" y x\ny: "c" | "b" y | '
         + " | ".join(f'"{t}" x y' for t in "abc")
         + f"\n// {how}"
     )
