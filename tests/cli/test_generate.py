@@ -127,7 +127,7 @@ def test_conditions(smcserve, tmp_path):
     both = smcserve(*TARGET, "--regex", "a", "--choice", "b")
     assert both.code == 2 and "--regex and --choice are given; allowed: one of them" in both.err
     wrong = smcserve(*TARGET, "--regex", "(")
-    assert wrong.code == 2 and "the regex is refused" in wrong.err
+    assert wrong.code == 2 and "--regex: unclosed group" in wrong.err
 
 
 def test_settings_that_need_not_change_the_answer(smcserve):

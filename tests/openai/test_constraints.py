@@ -7,7 +7,10 @@ import re
 
 import pytest
 
-from services.client import Client
+from services.client import Client, ServiceError
+from services.openai.bodies import CHAT, COMPLETIONS
+from services.openai.messages_api import MESSAGES
+from services.openai.responses_api import RESPONSES
 from smc.api.request import Answer
 from tests.gateway.harness import Service, local_answer
 from tests.openai.asking import QUESTIONS, chat, is_error, post, user
@@ -71,6 +74,42 @@ def test_over_grpc(service: Service):
     with Client(service.address) as client:
         found = client.generate("x", constraint={"choice": ["up", "down"]}, max_tokens=20, seed=1)
         assert found.text in ("up", "down")
+
+
+NOTHING = {"$ref": "#"}
+FAILED = ("UNAVAILABLE", "INTERNAL")
+"""Statuses that use up the error budget of the availability objective, see deploy/prometheus/rules.yml."""
+
+
+def test_what_nothing_satisfies_is_the_caller_s_error_in_every_api(service: Service):
+    """It is refused with the name of the caller's field before it is queued, and uses up no error budget."""
+
+    def counted() -> tuple[float, float]:
+        bad, failed = (
+            sum(service.metric("smc_requests_total", status=status, finish_reason="none") for status in statuses)
+            for statuses in (("INVALID_ARGUMENT",), FAILED)
+        )
+        return bad, failed
+
+    before, form = counted(), {"type": "json_schema", "name": "x", "schema": NOTHING}
+    asked: list[tuple[str, dict, str]] = [
+        (CHAT, {"messages": user("x"), "response_format": schema_format(schema=NOTHING)}, "response_format"),
+        (COMPLETIONS, {"prompt": "x", "guided_regex": "x*[a&&b]"}, "guided_regex"),
+        (CHAT, {"messages": user("x"), "structured_outputs": {"regex": "[a&&b]"}}, "structured_outputs.regex"),
+        (RESPONSES, {"input": "x", "text": {"format": form}}, "text.format"),
+    ]
+    for path, body, field in asked:
+        error = post(service, json.dumps(body).encode(), path)
+        is_error(error, 400, "invalid", re.compile(f"^{field}: nothing satisfies it: "), param=field)
+    config = {"format": {"type": "json_schema", "schema": NOTHING}}
+    body = {"messages": user("x"), "max_tokens": 9, "model": "demo", "output_config": config}
+    found = post(service, json.dumps(body).encode(), MESSAGES)
+    assert found.status == 400 and found.json["error"]["type"] == "invalid_request_error"
+    assert found.json["error"]["message"].startswith("output_config.format: nothing satisfies it: ")
+    with Client(service.address) as client, pytest.raises(ServiceError, match=r"constraint\.regex: nothing") as caught:
+        client.generate("x", constraint={"regex": "[a&&b]"})
+    assert caught.value.code.name == "INVALID_ARGUMENT"
+    assert counted() == (before[0] + len(asked) + 2, before[1])
 
 
 def test_what_happened_is_counted(service: Service):

@@ -11,12 +11,15 @@ import jsonschema
 import numpy as np
 import pytest
 
-from services.openai.bodies import BadRequest
+from services.openai.bodies import CHAT, BadRequest, parse
 from services.openai.messages import MessageReader, message_of
+from services.openai.messages_api import MESSAGES
 from services.openai.requests import Served, understood
+from services.openai.responses_api import RESPONSES
+from services.openai.server import DIALECTS
 from services.openai.tool_calls import CallSyntax, ToolFormat
 from smc import demo
-from smc.api.constraint import Constraint
+from smc.api.constraint import Constraint, ConstraintRefused
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason
 from smc.constraints import Compiler
@@ -156,6 +159,39 @@ def test_settings_incompatible_with_strict_tools(setting: dict):
         with pytest.raises(BadRequest, match="is not available where calls are constrained") as caught:
             constraint_of(ToolFormat.HERMES, **how, **setting)
         assert caught.value.param == list(setting)[-1]
+
+
+NOTHING = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+INEXACT = {"type": "object", "properties": {"a": {"const": 2**53 + 1}}}
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize(("schema", "why"), [(NOTHING, "nothing satisfies it: every"), (INEXACT, "const in #/pro")])
+@pytest.mark.parametrize(
+    ("path", "field", "tool"),
+    [
+        (CHAT, "tools[1].function.parameters", lambda f: {"type": "function", "function": f}),
+        (RESPONSES, "tools[1].parameters", lambda f: {"type": "function"} | f),
+        (MESSAGES, "tools[1].input_schema", lambda f: {"input_schema": f.pop("parameters")} | f),
+    ],
+)
+def test_a_schema_that_is_refused_is_named_by_its_place(path, field, tool, schema, why, required):
+    """Also where the answer need not call it, and where only it may be called."""
+    tokenizer = with_template(demo_tokenizer(), ToolFormat.HERMES)
+    functions = [STRICT, {"name": "bad", "strict": True, "parameters": schema}]
+    body: dict = {"tools": [tool(dict(function)) for function in functions]}
+    body |= {"input": "x"} if path == RESPONSES else {"messages": [{"role": "user", "content": "x"}]}
+    if path == MESSAGES:
+        body |= {"max_tokens": 9} | ({"tool_choice": {"type": "tool", "name": "bad"}} if required else {})
+    elif required:
+        named = {"name": "bad"} if path == RESPONSES else {"function": {"name": "bad"}}
+        body["tool_choice"] = {"type": "function"} | named
+    call = DIALECTS[path].read(parse(json.dumps(body).encode()), Served(("demo",), tokenizer))
+    with pytest.raises(ConstraintRefused) as caught:
+        Compiler.of(TokenBytes.of(demo_tokenizer())).check(call.completion.settings["constraint"])
+    error = call.named(caught.value)
+    assert isinstance(error, BadRequest) and error.param == field
+    assert str(error).startswith(f"{field}: {why}")
 
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
