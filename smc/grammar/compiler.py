@@ -111,7 +111,9 @@ def _grammar(constraint: Constraint) -> str:
         raise ValueError(f"{TOO_COMPLEX}: {error}") from error
     except ValueError:  # the library may know more
         return llguidance.grammar_from("lark", text)
-    return llguidance.grammar_from("lark", grammar.without_dead_ends(_is_empty, partial(_cut_schema, constraint)))
+    return llguidance.grammar_from(
+        "lark", grammar.without_dead_ends(_is_empty_terminal, partial(_cut_schema, constraint))
+    )
 
 
 def _lark(text: str) -> str:
@@ -149,6 +151,9 @@ def _schema(
                 f"{TOO_COMPLEX}: {found.path} has {found.most} optional properties in a row; make some required, "
                 "or divide them among several objects"
             )
+    for name, expression in schema.separators():
+        if may_match_nothing(expression) and _is_empty(llguidance.LLMatcher.grammar_from_regex(expression)):
+            raise ValueError(f"{name} matches no text")
     empty = frozenset(one for one in schema.patterns() if may_match_nothing(one) and _is_empty_pattern(one))
     dead: set[int] = set()
     while True:
@@ -203,9 +208,14 @@ def _matcher_of_bytes(grammar: str) -> llguidance.LLMatcher:
     return llguidance.LLMatcher(_bytes(), grammar, log_level=0, limits=LIMITS)
 
 
+def _is_empty_terminal(text: str) -> bool:
+    """Return whether a grammar, in Lark's syntax, that is one terminal matches nothing."""
+    return _is_empty(llguidance.LLMatcher.grammar_from_lark(text))
+
+
 def _is_empty(grammar: str) -> bool:
-    """Return whether a grammar of one terminal matches nothing."""
-    matcher = _matcher_of_bytes(llguidance.LLMatcher.grammar_from_lark(grammar))
+    """Return whether a grammar that is one terminal matches nothing."""
+    matcher = _matcher_of_bytes(grammar)
     if matcher.is_error():
         return False
     matcher.compute_bitmask()

@@ -23,6 +23,7 @@ MAPS = ("properties", "patternProperties", "dependentSchemas")
 DEFINITIONS = ("$defs", "definitions")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SINGLE = ("items", "additionalItems", "additionalProperties")
+SEPARATORS = ("item_separator", "key_separator")
 EMPTY: dict[str, Any] = {"enum": []}
 """A schema that nothing satisfies. The compiler leaves out optional properties and alternatives that have it."""
 
@@ -110,6 +111,14 @@ class JsonSchema:
         for schema in self._schemas:
             if isinstance(named := schema.get("patternProperties"), dict):
                 yield from named
+
+    def separators(self) -> Iterator[tuple[str, str]]:
+        """Yield the regular expressions of `x-guidance`, each with its name."""
+        guidance = self.document.get("x-guidance") if isinstance(self.document, dict) else None
+        guidance = guidance if isinstance(guidance, dict) else {}
+        for name in SEPARATORS:
+            if isinstance(expression := guidance.get(name), str):
+                yield f"x-guidance.{name}", expression
 
     def wide_objects(self, least: int) -> Iterator[WideObject]:
         """Yield the objects with more than `least` optional properties in a row."""

@@ -14,7 +14,7 @@ SAFE, LEAST, MOST = 2**53, -(2**63), 2**63 - 1
 """Integers up to `SAFE` are exact as floats; `LEAST` and `MOST` limit integers with bounds. The library calls itself
 without end where `LEAST` is the only integer allowed."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-ALLOWED = "integers up to 2^53, and other numbers that a 64-bit float holds exactly"
+ALLOWED = "integers up to 2^53, and other numbers that 64 bits hold exactly, as a float and as an integer"
 
 
 def inexact(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -135,6 +135,8 @@ def test_wide_objects_that_can_be_followed(schema: dict):
          "only where its alternatives exclude each other by their types or by constants of required properties; write "
          "anyOf"),
         ({"json_schema": "{"}, "constraint.json_schema: it is not JSON: "),
+        ({"json_schema": {"x-guidance": {"item_separator": "[a&&b]"}, "type": "array"}},
+         "constraint.json_schema: x-guidance.item_separator matches no text"),
         ({"json_schema": {"type": "string", "pattern": "("}}, "unclosed group in the regular expression ("),
         ({"json_schema": {"anyOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"type": "no"}}}}, "Invalid type: no"),
     ],

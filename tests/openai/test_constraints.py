@@ -76,6 +76,18 @@ def test_over_grpc(service: Service):
         assert found.text in ("up", "down")
 
 
+def test_digits_that_no_float_holds(service: Service):
+    """They are kept where a schema has them, and rounded where a setting has them."""
+    body = chat(QUESTIONS[0], **EXACT, temperature=0.7)
+    longer = body.replace(b"0.7", b"0.70000000000000001")
+    assert longer != body
+    texts = [post(service, one).json["choices"][0]["message"]["content"] for one in (body, longer)]
+    assert texts[0] == texts[1]
+    schema = chat(response_format=schema_format(schema={"const": 0.7})).replace(b"0.7", b"0.70000000000000001")
+    message = "response_format: const in # has 0.70000000000000001, which cannot be kept exactly"
+    is_error(post(service, schema), 400, "invalid", message, param="response_format")
+
+
 NOTHING = {"$ref": "#"}
 FAILED = ("UNAVAILABLE", "INTERNAL")
 """Statuses that use up the error budget of the availability objective, see deploy/prometheus/rules.yml."""
