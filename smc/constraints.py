@@ -24,6 +24,7 @@ import llguidance
 import numpy as np
 
 from smc.api.constraint import Constraint, ConstraintRefused
+from smc.bad_words import BadWords
 from smc.grammar.compiler import LIMITS, NotCompiled, compiled
 from smc.stops import StopMachine, TokenBytes
 
@@ -41,7 +42,7 @@ class Compiler:
     """Compiles constraints for one vocabulary, and caches them. Thread-safe."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
-        self._bytes = token_bytes
+        self.token_bytes = token_bytes
         self.vocab = len(token_bytes.offset_V) - 1
         self._seconds: list[float] = []
         self._hits = 0
@@ -62,7 +63,7 @@ class Compiler:
     @property
     def eos_ids(self) -> np.ndarray:
         """Tokens that end an answer, int64."""
-        return np.array(self._bytes.eos_ids, dtype=np.int64)
+        return np.array(self.token_bytes.eos_ids, dtype=np.int64)
 
     def check(self, constraint: Constraint) -> None:
         """Compile a constraint. Raises ConstraintRefused."""
@@ -105,9 +106,9 @@ class Compiler:
 
     def _start(self, constraint: Constraint) -> llguidance.LLMatcher:
         """Return the matcher of a constraint at its beginning. It is shared: copy it before use."""
-        if not len(self._bytes.data_B):
+        if not len(self.token_bytes.data_B):
             raise constraint.refused("the model's tokens stand for no text; leave it out")
-        if not self._bytes.eos_ids:
+        if not self.token_bytes.eos_ids:
             raise constraint.refused("the model has no token that ends texts; leave it out")
         if constraint.after is not None and constraint.after >= self.vocab:
             raise ConstraintRefused(f"after={constraint.after}; allowed: 0..{self.vocab - 1}")
@@ -143,7 +144,7 @@ class Compiler:
     def _vocabulary(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
             # An additional token stands for the end, because a model may have several tokens that end texts.
-            wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._bytes))
+            wrapper = llguidance.TokenizerWrapper(_Vocabulary(self.token_bytes))
             self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.vocab + 1, eos_token=self.vocab)
         return self._tokenizer
 
@@ -218,7 +219,8 @@ class Follower:
     def __init__(self, machine: StopMachine, matcher: llguidance.LLMatcher | None, compiler: Compiler) -> None:
         """`matcher`: that of the constraint at its beginning, shared with other followers; None without a
         constraint."""
-        self._start, self._bad_words = matcher, machine.bad_words
+        self._start = matcher
+        self._bad_words = BadWords.of(machine.bad_words, compiler.token_bytes) if machine.bad_words else None
         self._after = None if machine.constraint is None else machine.constraint.after
         self._compiler, self._eos_ids = compiler, frozenset(compiler.eos_ids.tolist())
         self._reset()
@@ -248,7 +250,7 @@ class Follower:
             copied = 0 if before is None else self._copied(before, path, same)
             if before is not None and copied:
                 ends.copies.append((path.row, copied, before.row + path.first - before.first))
-            if self._bad_words:
+            if self._bad_words is not None:
                 ends.bad_words.append((self, path, range(path.row + copied, path.row + path.masks)))
             before = path
             if self._matcher is not None:
@@ -291,30 +293,25 @@ class Follower:
 
     def take_out(self, path: MaskPath, rows: range, masks_RW: np.ndarray) -> None:
         """Forbid tokens that would complete a bad word, unless the constraint then allows no token at all."""
-        longest = max(map(len, self._bad_words)) - 1
-        size = path.first + rows.start - path.row
-        begin = max(size - longest, 0)
-        tokens = path.answer_L[begin : size + len(rows)].tolist()
+        assert self._bad_words is not None, "called only with bad words"
+        bad, size = self._bad_words, path.first + rows.start - path.row
+        answer = path.answer_L.tolist()
+        state, is_free = bad.state_after(answer[:size])
         for row in rows:
-            before = tuple(tokens[: size - begin])
-            bad = [
-                word[-1]
-                for word in self._bad_words
-                if len(word) <= len(before) + 1 and before[len(before) + 1 - len(word) :] == word[:-1]
-            ]
-            if bad:
-                self._forbid(bad, masks_RW[row])
-            size += 1
+            self._forbid(bad.forbidden(state), masks_RW[row])
+            if row + 1 < rows.stop:
+                if is_free:
+                    state, is_free = bad.next_state(state, answer[size])
+                size += 1
+                if not is_free:
+                    state, is_free = bad.state_after(answer[:size])
 
-    def _forbid(self, tokens: list[int], mask_W: np.ndarray) -> None:
-        before_W = mask_W.copy()
+    def _forbid(self, forbidden_W: np.ndarray, mask_W: np.ndarray) -> None:
         bits_W = mask_W.view(np.uint32)
-        for token in tokens:
-            bits_W[token // 32] &= ~np.uint32(1 << token % 32)
-        last_W = mask_W.copy()
-        last_W[-1] &= (1 << self._compiler.vocab % 32) - 1  # ignore the library's own end token
-        if not last_W.any():
-            mask_W[:] = before_W
+        left_W = bits_W & ~forbidden_W
+        last = left_W[-1] & np.uint32((1 << self._compiler.vocab % 32) - 1)  # without the library's own end token
+        if left_W[:-1].any() or last:
+            bits_W[:] = left_W
 
     def _take(self, answer_L: np.ndarray) -> int:
         """Switch to another answer, and go back to the tokens that it shares with the last one. Return their number."""

@@ -67,13 +67,13 @@ class StopMachine:
     store them with it."""
     constraint: Constraint | None = None
     """The constraint on the answer."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the answer must not contain, ascending."""
+    bad_words: tuple[bytes, ...] = ()
+    """Texts that the answer must not contain, ascending."""
     next_XB: np.ndarray | None = field(init=False, compare=False, repr=False)
     """State after a byte, int16 [X, 256]; None without strings."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "next_XB", _byte_machine(self.strings) if self.strings else None)
+        object.__setattr__(self, "next_XB", byte_machine(self.strings) if self.strings else None)
 
     @staticmethod
     def of(
@@ -81,7 +81,7 @@ class StopMachine:
         strings: Sequence[bytes],
         biases: tuple[tuple[int, float], ...] = (),
         constraint: Constraint | None = None,
-        bad_words: Iterable[tuple[int, ...]] = (),
+        bad_words: Iterable[bytes] = (),
     ) -> StopMachine:
         """Make a machine. `strings` must not be empty. Raises ValueError if they are longer than `MAX_STOP_BYTES`
         together."""
@@ -120,7 +120,7 @@ class StopMachine:
         return np.where(state_P == DONE, START, state_P) if early else state_P
 
 
-def _byte_machine(strings: Sequence[bytes]) -> np.ndarray:
+def byte_machine(strings: Sequence[bytes]) -> np.ndarray:
     """Next state, int16 [X, 256]: `START` and `DONE`, then a state for every proper prefix of a string."""
     children = _trie(strings)
     next_XB = np.zeros((len(children), 256), dtype=np.int16)

@@ -20,7 +20,7 @@ LIBRARY = [
     ("smc.distributions",),
     ("smc.algorithm",),
     ("smc.model",),
-    ("smc.memory", "smc.stops", "smc.grammar", "smc.constraints", "smc.potentials"),
+    ("smc.memory", "smc.stops", "smc.bad_words", "smc.grammar", "smc.constraints", "smc.potentials"),
     ("smc.attention", "smc.kernels"),
     ("smc.executor",),
     ("smc.reference",),

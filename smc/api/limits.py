@@ -23,6 +23,8 @@ MAX_TOP_LOGPROBS = 20
 """Maximum number of likeliest tokens that are reported at a position of an answer or a prompt."""
 MAX_STOP_BYTES = 1000
 """Maximum UTF-8 bytes of all stop strings of a request together."""
+MAX_BAD_BYTES = 4096
+"""Maximum UTF-8 bytes of all bad words of a request together."""
 UNSET: Any = None
 """The default of a field that is filled in when its object is built."""
 

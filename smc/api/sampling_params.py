@@ -5,6 +5,7 @@ Settings are checked when the object is built; a setting that the chosen method 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from smc.api.constraint import SCOPES, Constraint, check_constraint
 from smc.api.limits import (
     DEFAULT_MAX_TOKENS,
+    MAX_BAD_BYTES,
     MAX_BIASES,
     MAX_PARTICLES,
     MAX_STOP_BYTES,
@@ -38,8 +40,10 @@ from smc.api.settings import (
     setting,
     settings_of,
 )
+from smc.once import warn_once
 from smc.types import ModelRole
 
+logger = logging.getLogger(__name__)
 MAX_STOPS = 64
 MAX_BIAS = 100.0
 """Maximum absolute value of a change to a logit."""
@@ -338,8 +342,8 @@ class SamplingParams:
         ),
         option=Option("A text that the answer must not contain; may be repeated.", "TEXT", ("--bad-word",)),
     )
-    """Texts that the answer does not contain, as tokenized at the beginning of an answer or after a blank: the last
-    token of such a text is never drawn directly after its other tokens."""
+    """Texts that the answer does not contain, whatever tokens they are written with, also within words: a token that
+    would complete one is not drawn, unless a constraint allows no other. At most `MAX_BAD_BYTES` bytes together."""
     constraint: Constraint | None = setting(None, check_constraint)
     """Allowed answers: a `Constraint`, or an object with one of json_schema, json_object, regex, grammar and choice.
     The answer ends where the constraint allows it, or at `max_tokens`, a stop string or a stop token."""
@@ -380,7 +384,8 @@ class SamplingParams:
             object.__setattr__(self, name, self._settled(name, known))
         object.__setattr__(self, "method", Method(self.method))
         self._check_together()
-        self._check_stop_bytes()
+        self._check_bytes("stop", self.stop, MAX_STOP_BYTES)
+        self._check_bytes("bad_words", self.bad_words, MAX_BAD_BYTES)
 
     @property
     def rows(self) -> int:
@@ -518,17 +523,17 @@ class SamplingParams:
                 "min_particles", self.min_particles
             )
 
-    def _check_stop_bytes(self) -> None:
+    def _check_bytes(self, name: str, texts: tuple[str, ...], most: int) -> None:
         # Counting characters is cheaper than counting bytes, and a text has at least as many bytes.
-        if (size := sum(map(len, self.stop))) <= MAX_STOP_BYTES:
+        if (size := sum(map(len, texts))) <= most:
             try:
-                size = sum(len(text.encode()) for text in self.stop)
+                size = sum(len(text.encode()) for text in texts)
             except UnicodeEncodeError as error:  # a lone surrogate
                 raise ValueError(
-                    f"stop contains {error.object!r}, which has no UTF-8 form; allowed: valid Unicode"
+                    f"{name} contains {error.object!r}, which has no UTF-8 form; allowed: valid Unicode"
                 ) from error
-        if size > MAX_STOP_BYTES:
-            raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
+        if size > most:
+            raise ValueError(f"{name} has strings of {size} bytes together; allowed: at most {most}")
 
 
 SETTINGS = settings_of(SamplingParams)
@@ -536,13 +541,30 @@ SETTINGS = settings_of(SamplingParams)
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given settings, completed with defaults by name. A default that contradicts them is left out."""
+    """Return the given settings, completed with defaults by name. A default that contradicts them is left out; the
+    first time, the log says so."""
     settings = dict(given)
     for name, value in defaults.items():
         if name not in given:
             try:
                 SamplingParams(**{**settings, name: value})
             except ValueError:
+                if _is_valid(settings):  # otherwise the request itself is wrong
+                    warn_once(
+                        logger,
+                        "the model's generation_config.json has %s=%r by default, which contradicts what some requests "
+                        "ask for; it is left out of those",
+                        name,
+                        value,
+                    )
                 continue
             settings[name] = value
     return settings
+
+
+def _is_valid(settings: Mapping[str, Any]) -> bool:
+    try:
+        SamplingParams(**settings)
+    except ValueError:
+        return False
+    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from smc.api.limits import MAX_STOP_BYTES
@@ -38,7 +38,7 @@ class StopRules:
             [pattern for _, pattern in self.strings],
             params.logit_bias,
             params.constraint,
-            _bad_tokens(params.bad_words, tokenizer),
+            [word.encode() for word in params.bad_words],
         )
         """Detects the end of a growing answer."""
         if beyond := [token for token, _ in params.logit_bias if token >= tokenizer.size]:
@@ -102,18 +102,6 @@ class StopRules:
 
     def _first_stop(self, data: bytes, begin: int = 0) -> int:
         return min((at for _, pattern in self.strings if (at := data.find(pattern, begin)) >= 0), default=len(data))
-
-
-def _bad_tokens(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
-    """Convert texts to tokens as vLLM does: as at the beginning of a text, and as after a blank if that gives the same
-    number of tokens with another first one. Raises ValueError for a text without tokens."""
-    for word in words:
-        plain, after_blank = (tuple(tokenizer.encode(blank + word.lstrip(), add_special=False)) for blank in ("", " "))
-        if not plain:
-            raise ValueError(f"bad_words contains {word!r}, which has no tokens; leave it out")
-        yield plain
-        if len(after_blank) == len(plain) and after_blank[0] != plain[0]:
-            yield after_blank
 
 
 class TextStream:

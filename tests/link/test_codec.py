@@ -98,7 +98,7 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     machines = (
         None,
         StopMachine.of([7], [], (), Constraint("choice", '["b"]', 2)),
-        StopMachine.of([], [], (), Constraint("regex", "a+"), [(1, 2), (3,)]),
+        StopMachine.of([], [], (), Constraint("regex", "a+"), [b"ab", b"\n#"]),
     )
     given = tuple(machines[i] for i in rng.integers(0, 3, r))
     return replace(one, machines=given, by_answer_R=rng.random(r) < 0.5) if rng.random() < 0.5 else one

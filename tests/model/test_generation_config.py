@@ -73,6 +73,17 @@ def test_a_default_that_contradicts_what_is_given_is_left_out():
     assert with_defaults({"temperature": -1}, {"top_p": 0.9}) == {"temperature": -1}
 
 
+def test_that_a_default_is_left_out_is_said_once(caplog):
+    """Only of requests that are valid without it."""
+    for count in range(3):
+        assert "repetition_penalty" not in with_defaults(
+            {"logprobs": True, "top_logprobs": 1 + count}, {"repetition_penalty": 1.234}
+        )
+        with_defaults({"temperature": -1}, {"top_p": 0.87})
+    (record,) = [record for record in caplog.records if "generation_config.json" in record.getMessage()]
+    assert "repetition_penalty=1.234 by default, which contradicts" in record.getMessage()
+
+
 def test_commands_say_and_have_them(target, smcserve):
     pair = ("--target", target, "--draft", demo.DRAFT)
     checked = smcserve("check", *pair)

@@ -302,10 +302,15 @@ def test_bad_words_are_not_written(config: EngineConfig):
         assert not any(word in written for word in words)
         expected = []
         for t, token in enumerate(answer.tokens):
-            before = answer.tokens[:t]
-            out = [word[-1] for word in bad if before[t - len(word) + 1 :] == word[:-1] and len(word) <= t + 1]
+            # End tokens have no text, so a word continues after them.
+            before = tuple(x for x in answer.tokens[:t] if x != EOS)
+            out = [
+                word[-1]
+                for word in bad
+                if before[len(before) - len(word) + 1 :] == word[:-1] and len(word) <= len(before) + 1
+            ]
             mask_V = torch.tensor([token not in out for token in range(4)])
-            logp_V = next_log_probs(tiny_pair().target, (*PROMPT, *before)).where(mask_V, -torch.inf)
+            logp_V = next_log_probs(tiny_pair().target, (*PROMPT, *answer.tokens[:t])).where(mask_V, -torch.inf)
             expected.append(logp_V.log_softmax(-1)[token].item())
         assert answer.logprobs == pytest.approx(expected, abs=2e-5)
         assert answer.tokens == found[one.request_id.replace("exact", "target")].tokens

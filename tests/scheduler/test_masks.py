@@ -23,13 +23,13 @@ SCHEMA = {
     "properties": {"a": {"type": "string"}, "b": {"type": "array", "items": {"type": "integer"}}},
     "required": ["a", "b"],
 }
-REQUESTS: dict[str, tuple[dict | None, tuple[tuple[int, ...], ...]]] = {
+REQUESTS: dict[str, tuple[dict | None, tuple[bytes, ...]]] = {
     "schema": ({"json_schema": SCHEMA}, ()),
     "reasons": ({"json_object": True, "after": AFTER}, ()),
     "choices": ({"choice": ["abc", "abd", "a"]}, ()),
-    "expression": ({"regex": "a(ab|b)*c?"}, ((IDS[b"a"], IDS[b"b"]), (IDS[b"c"],))),
-    "after a token, without words": ({"regex": "(ab){1,3}", "after": AFTER}, ((IDS[b"b"],), (AFTER, IDS[b"ab"]))),
-    "words alone": (None, ((IDS[b"a"], IDS[b"b"]), (IDS[b"q"],), (EOS[0],))),
+    "expression": ({"regex": "a(ab|b)*c?"}, (b"ab", b"c")),
+    "after a token, without words": ({"regex": "(ab){1,3}", "after": AFTER}, (b"bab",)),
+    "words alone": (None, (b"ab", b"q", b"b12", b"12a1")),
 }
 
 
@@ -82,8 +82,12 @@ def plain(compiler: Compiler, machine: StopMachine, path: MaskPath) -> np.ndarra
 
 
 def take_bad_words(machine: StopMachine, answer: list[int], allowed_V: np.ndarray) -> None:
-    text = ",".join(map(str, ["", *answer]))
-    bad = [word[-1] for word in machine.bad_words if text.endswith("".join(f",{token}" for token in word[:-1]))]
+    # Bad words that are already there were forced by the constraint; reading starts again after them.
+    text = b"".join(TEXTS[token] for token in answer if token < len(TEXTS))
+    tail = text[max(len(text) - max(map(len, machine.bad_words), default=1) + 1, 0) :]
+    while ends := [at + len(word) for word in machine.bad_words if (at := tail.find(word)) >= 0]:
+        tail = tail[min(ends) :]
+    bad = [t for t, more in enumerate(TEXTS) if any(word in tail + more for word in machine.bad_words)]
     left_V = allowed_V.copy()
     left_V[bad] = False
     if left_V.any():
