@@ -34,6 +34,8 @@ MOST_FORCED, FORCED_SECONDS = 16, 0.1
 """Maximum number of tokens, and seconds, for which the only possible beginning of a text is followed."""
 WIDE, TOO_WIDE = 300, 1000
 """Numbers of optional properties in a row: up to the first they can be followed, beyond the second they cannot."""
+MOST_GBNF = 1000
+"""Maximum number of rules in GBNF: converting them takes the square of the time, a second for these."""
 ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 """Classes of characters in regular expressions, which mean ASCII as in JSON schemas."""
 ONE_OF = (
@@ -118,6 +120,8 @@ def _grammar(constraint: Constraint) -> str:
 
 def _lark(text: str) -> str:
     """Return a grammar in Lark's syntax, or in GBNF, in Lark's syntax."""
+    if not gbnf_to_lark.is_lark_syntax(text) and (rules := text.count("::=")) > MOST_GBNF:
+        raise ValueError(f"it has {rules} rules in GBNF; allowed: at most {MOST_GBNF}, or Lark's syntax")
     try:
         return gbnf_to_lark.any_to_lark(text)
     except Exception as error:  # of many kinds

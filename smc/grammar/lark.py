@@ -25,7 +25,7 @@ _LEXEME = re.compile(
 )
 _EXCLUDES = re.compile(r"&&|--|~~|\[\^|\\[pP]")
 """What a regular expression that matches nothing has: operators on classes of characters."""
-_RULE_LINE = re.compile(r"^[!?_]*[a-z][^\n:]*:", re.MULTILINE)
+_RULE_LINE = re.compile(r"^[ \t]*[!?_]*[A-Za-z][^\n:]*:", re.MULTILINE)
 ENDS = ("|", ")", "]", "->")
 """Marks after an alternative."""
 Edit = tuple[int, int, str]
@@ -84,7 +84,7 @@ class LarkGrammar:
         self._depth = 0
         """Groups around the current position."""
         self._uses: dict[str, list[tuple[str, int]]] = {}
-        """Rules that a rule names, in their order, each with the number of groups around it."""
+        """Rules and terminals that each names, in their order, each with the number of groups around it."""
         try:
             self._lexemes = [*_lexemes(text), *2 * [Lexeme("end", "", len(text), len(text))]]
             self._at = 0
@@ -173,6 +173,7 @@ class LarkGrammar:
                 self._rule(lexeme.text.lstrip("!?"))
             elif lexeme.kind == "token":
                 self._terminals[lexeme.text] = [lexeme, *self._definition()]
+                self._uses[lexeme.text] = list(_uses(self._terminals[lexeme.text][1:]))
             elif lexeme.text in ("%ignore", "%import", "%declare", "%llguidance"):
                 self._definition()
             else:
@@ -303,6 +304,15 @@ class LarkGrammar:
         if what not in (lexeme.text, lexeme.kind):
             raise _Unreadable
         return lexeme
+
+
+def _uses(lexemes: list[Lexeme]) -> Iterator[tuple[str, int]]:
+    """Yield the names in a terminal, each with the number of groups around it."""
+    depth = 0
+    for lexeme in lexemes:
+        depth += (lexeme.text in ("(", "[")) - (lexeme.text in (")", "]"))
+        if lexeme.kind == "token":
+            yield lexeme.text, depth
 
 
 def _may_be_empty(lexeme: Lexeme) -> bool:

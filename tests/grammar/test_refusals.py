@@ -129,6 +129,7 @@ def test_wide_objects_that_can_be_followed(schema: dict):
         ({"regex": "((a{1000}){1000}){1000}"}, "constraint.regex: it is too complex to be followed"),
         ({"grammar": 'start: "a" b'}, 'constraint.grammar: at 1(8): unknown name: "b"'),
         ({"grammar": 'root ::= "a" b'}, "Rule 'b' not found"),
+        ({"grammar": "root ::= r0\n" + "".join(f'r{i} ::= "x"\n' for i in range(2000))}, "it has 2001 rules in GBNF"),
         ({"grammar": "nothing"}, "constraint.grammar: it is neither in Lark's syntax, with a rule start, nor in GBNF"),
         ({"json_schema": {"type": "strin"}}, "constraint.json_schema: Invalid type: strin"),
         ({"json_schema": {"oneOf": [{"type": "integer"}, {"minimum": 1}]}}, "oneOf is supported "
@@ -176,13 +177,14 @@ def test_digits_and_letters_of_words_are_ascii():
     assert allows({"json_schema": schema}, '"3"') and not allows({"json_schema": schema}, '"٣"')
 
 
-@pytest.mark.parametrize("body", ['{} "x"', '("z" | {})+', "(((({}))))", '"a" | {} | "b" {}'])
+@pytest.mark.parametrize("body", ['{} "x"', '("z" | {})+', "(((({}))))", '"a" | {} | "b" {}', "((({} & {})))"])
 def test_rules_nested_so_deeply_that_the_library_would_end_the_process(body: str):
     for count, is_refused in ((150, False), (2000, True)):
-        rules = [f"r{i}:" + body.replace("{}", f"r{i + 1}") for i in range(count)]
-        grammar = {"grammar": "\n".join((*rules, f'r{count}:"y"', "start:r0"))}
+        name = "R" if "&" in body else "r"
+        rules = [f"{name}{i}:" + body.replace("{}", f"{name}{i + 1}") for i in range(count)]
+        grammar = {"grammar": "\n".join((*rules, f'{name}{count}:"y"', f"start:{name}0"))}
         if is_refused:
-            assert "too complex to be followed: r" in refusal(grammar)
+            assert f"too complex to be followed: {name}" in refusal(grammar)
         else:
             compiler().check(Constraint.of(grammar))
 
