@@ -23,6 +23,7 @@ def serve(arguments: ServeOptions) -> int:
     import logging
 
     from services.gateway.config import check_ports
+    from services.launch import logs
     from services.launch.config import check_gpus
 
     given = {"max_queue": MAX_QUEUE} | options.values_of(arguments)
@@ -34,8 +35,17 @@ def serve(arguments: ServeOptions) -> int:
         print(options.config_file_text(effective(group, gateway, given), ServeOptions), end="")
         return 0
     check_gpus(group, given.get("ray_address"))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    err.print("starting Ray; then draft, target and coordinator, each in a process of its own", soft_wrap=True)
+    in_json = gateway.log_format == "json"
+    logs.set_up(in_json)
+    logger = logging.getLogger("smcserve")
+
+    def say(text: str) -> None:
+        if in_json:
+            logger.info("%s", text)
+        else:
+            err.print(text, soft_wrap=True)
+
+    say("starting Ray; then draft, target and coordinator, each in a process of its own")
     begin = time.monotonic()
 
     def announce(served: Gateway) -> None:
@@ -43,7 +53,7 @@ def serve(arguments: ServeOptions) -> int:
         metrics = f", metrics on http://{gateway.host}:{served.metrics_port}/metrics" if served.metrics_port else ""
         http = f", OpenAI's API on {scheme}://{gateway.host}:{served.http_port}/v1" if served.http_port else ""
         where = f"{gateway.host}:{served.port}{metrics}{http}"
-        err.print(f"serving on {where} (ready after {time.monotonic() - begin:.1f} s); Ctrl-C stops", soft_wrap=True)
+        say(f"serving on {where} (ready after {time.monotonic() - begin:.1f} s); Ctrl-C stops")
 
     from services.launch import cluster
     from services.launch.config import WorkerGroupError
@@ -51,6 +61,8 @@ def serve(arguments: ServeOptions) -> int:
     try:
         cluster.import_meanwhile("services.launch.service")
         cluster.connect(given.get("ray_address"))
+        if in_json:
+            logs.take_over_ray()
         from services.launch.service import serve as run
 
         asyncio.run(run(group, gateway, announce))
@@ -59,6 +71,9 @@ def serve(arguments: ServeOptions) -> int:
             raise
         return 128 + signal.SIGTERM
     except (WorkerGroupError, ConnectionError) as error:
-        print_error(str(error))
+        if in_json:
+            logger.error("%s", error)
+        else:
+            print_error(str(error))
         return 1
     return 0

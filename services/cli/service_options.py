@@ -253,6 +253,14 @@ class ServeOptions(WorkerGroupOptions):
     no_page: Annotated[
         bool | None, flag(LISTEN, "Do not serve the web page for trying the models at / of --http-port.", "--no-page")
     ] = None
+    log_format: Annotated[
+        str | None,
+        option(
+            LISTEN,
+            "Format of the log. json: each line is an object, also of what other processes log. Default: text.",
+            metavar="text|json",
+        ),
+    ] = None
     log_texts: Annotated[
         bool | None,
         option(

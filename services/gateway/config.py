@@ -17,6 +17,7 @@ DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
 """Default HTTP port of `serve`."""
 UNKNOWN_FIELDS = ("refuse", "ignore")
+LOG_FORMATS = ("text", "json")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 """Origin of a web page, as browsers write it, or `*` for any origin."""
 MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
@@ -80,6 +81,8 @@ class GatewayConfig:
     """Origins of web pages that may use the HTTP API, such as https://app.example.com; `*`: any. Empty: none."""
     page: bool = True
     """Serve a web page for people at / of `http_port`."""
+    log_format: str = "text"
+    """Format of the log: `text`, or `json`, one object a line."""
     log_texts: bool = False
     """Log the prompt and the answer of every request as text; otherwise the log has no text of users."""
     unknown_fields: str = "refuse"
@@ -206,6 +209,8 @@ class GatewayConfig:
                 f"allow_origins contains {wrong[0]!r}; allowed: * or SCHEME://HOST[:PORT], such as "
                 "https://app.example.com, without a path"
             )
+        if self.log_format not in LOG_FORMATS:
+            raise ValueError(f"log_format={self.log_format!r}; allowed: {', '.join(LOG_FORMATS)}")
         if self.unknown_fields not in UNKNOWN_FIELDS:
             raise ValueError(f"unknown_fields={self.unknown_fields!r}; allowed: {', '.join(UNKNOWN_FIELDS)}")
         if self.allowed_hosts and self.http_port is None and self.metrics_port is None:

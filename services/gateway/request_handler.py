@@ -282,7 +282,8 @@ class CallRecord:
     ) -> None:
         self._ended = True
         fields = self._fields | {"tokens": self._tokens, "seconds": round(self.seconds, 6)} | more
-        logger.info("%s", json.dumps(fields | {"status": status} | self._texts))
+        line = fields | {"status": status} | self._texts
+        logger.info("%s", json.dumps(line), extra={"fields": line})
         if self._trace is not None:
             self._trace.end(status, fields, times, http_status)
 

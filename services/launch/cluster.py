@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 LOCAL_CPUS = 64
 """CPUs that a cluster started here declares: its processes share this machine's cores anyway."""
 OBJECT_STORE_BYTES = 100_000_000
+LOG_LIMITS = {"RAY_ROTATION_MAX_BYTES": str(16 << 20), "RAY_ROTATION_BACKUP_COUNT": "1"}
+"""Each of Ray's log files, of which there are about twenty, is replaced at this size, and so many old ones are kept.
+Ray's own limit is 512 MiB."""
 SLOW_STARTS = ("timed out during startup", "Timed out waiting for file")
 """Text in Ray's error when its processes were not up in time."""
 RESOURCE_SHARE = 0.001
@@ -137,6 +140,8 @@ def connect(address: str | None) -> bool:
     # Ray asks for a token unless RAY_AUTH_MODE says otherwise. Only this process and its children know this one, which
     # keeps other users of this machine from running code as this user.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    for name, value in LOG_LIMITS.items():
+        os.environ.setdefault(name, value)
     options: dict[str, Any] = {
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,

@@ -78,8 +78,8 @@ class Service:
 
 
 async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Callable[[Gateway], None]) -> None:
-    """Run until SIGTERM or SIGINT, on the cluster that Ray is connected to; leave it at the end. `announce` is called
-    when the service accepts requests. A second signal ends calls still in flight at once."""
+    """Run until SIGTERM, SIGINT or SIGHUP, on the cluster that Ray is connected to; leave it at the end. `announce` is
+    called when the service accepts requests. A second signal ends calls still in flight at once."""
     stopping = _signals()  # Ray has installed handlers of its own
     try:
         service = Service(group, gateway)
@@ -106,14 +106,22 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
 
 
 def _signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; the second signal has its usual effect."""
+    """Return an event that the first SIGTERM, SIGINT or SIGHUP sets; the second signal has its usual effect."""
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def stop() -> None:
-        stopping.set()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which `nohup` sets
+        numbers.append(signal.SIGHUP)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    def stop(number: signal.Signals) -> None:
+        as_after = "" if number is signal.SIGTERM else ", as after SIGTERM"
+        logger.info(
+            "%s: draining%s; nothing is reloaded, changed tokens and certificates apply at once", number.name, as_after
+        )
+        stopping.set()
+        for one in numbers:
+            loop.remove_signal_handler(one)
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
     return stopping

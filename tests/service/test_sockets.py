@@ -34,7 +34,8 @@ def command(*arguments: object, log: Path) -> Iterator[psutil.Process]:
         wait_until_serving(process, log)
         yield process
     finally:
-        end_family(process)
+        if process.poll() is None:
+            end_family(process)
 
 
 def wait_until_serving(process: psutil.Popen, log: Path) -> None:
