@@ -11,6 +11,7 @@ import numpy as np
 from loadtest.monitor import RAY, ServerSample
 from loadtest.settings import LoadSettings
 from loadtest.summary import RunSummary
+from smc.terminal import number
 
 BROKEN = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED")
 """Codes that no load excuses."""
@@ -198,7 +199,7 @@ def _flat(name: str, times: list[float], values: list[float]) -> RunCheck:
     growth = slope * (times[-1] - times[begin])
     allowed = max(MEMORY_SLACK, MEMORY_GROWTH * values[begin])
     mib = 1 << 20
-    seen = f"{60 * slope / mib:+.2f} MiB a minute, {values[-1] / mib:.0f} MiB at the end"
+    seen = f"{number(60 * slope / mib, '+.2f')} MiB a minute, {values[-1] / mib:.0f} MiB at the end"
     text = f"{seen}; allowed: growth by {allowed / mib:.0f} MiB in the last two thirds of the run"
     return RunCheck(title, growth <= allowed, text)
 

@@ -5,7 +5,8 @@ Axes: S positions of a text, V vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,7 @@ from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.speculation import LatencyModel
+from smc.scheduler.stats import SpecStats
 from smc.scheduler.tree_policy import ThroughputForecast
 
 PROMPTS = (
@@ -31,6 +33,14 @@ PROMPTS = (
 )
 TOKENS = 32
 """Maximum tokens of each answer."""
+FIRST_TOKENS = 8
+"""Tokens of one answer after which the first figures are reported."""
+REPORT_SECONDS = 10.0
+"""Seconds between two reports of how far a part is."""
+SHARES = {"target": 0.4, "exact": 0.7, "smc": 0.9}
+"""Part of the probe -> share of its seconds after which the part is cut."""
+COSTS_SECONDS = 60.0
+"""Seconds that must be left for the costs to be measured, which cannot be cut."""
 CONFIG = EngineConfig(form="lockstep", block=5, drafting="always")
 """In lockstep every round drafts from the target's own token: acceptance depends on the models, not on guesses
 ahead."""
@@ -55,9 +65,9 @@ class Probe:
     """Share of positions at which both models have the same likeliest token."""
     accepted_by_depth: tuple[float, ...]
     """Share of rounds of exact decoding in which the first, the first two, ... drafted tokens were accepted."""
-    tokens_a_round: float
-    """Tokens of a round of exact decoding, including the target's own."""
-    log_evidence: float
+    tokens_a_round: float | None
+    """Tokens of a round of exact decoding, including the target's own; None, like the next: there was no time."""
+    log_evidence: float | None
     """log Z-hat of SMC per token."""
     exact_speed: float | None
     """Expected speed of exact decoding by measured costs, for one request in lockstep on this machine, as a multiple of
@@ -66,23 +76,21 @@ class Probe:
     """Expected speed of SMC, likewise."""
 
     @property
-    def accepted(self) -> float:
-        """Number of drafted tokens that a round of exact decoding accepts."""
-        return self.tokens_a_round - 1
-
-    @property
     def recommendation(self) -> tuple[str, ...]:
-        """Advice on the method, one sentence for each of exact decoding and SMC."""
-        exact, smc = self._of_exact(), fit_by_evidence(self.log_evidence, self.particles)
-        return (
-            exact,
-            f"method=smc: {smc}."
-            if smc
-            else f"method=smc: {self.particles} particles represent the target well enough for many weighted answers.",
-        )
+        """Advice on the method, one sentence for each of exact decoding and SMC that was measured."""
+        return tuple(words for words in (self._of_exact(), self._of_smc()) if words)
+
+    def _of_smc(self) -> str:
+        if self.log_evidence is None:
+            return ""
+        words = fit_by_evidence(self.log_evidence, self.particles)
+        enough = f"{self.particles} particles represent the target well enough for many weighted answers"
+        return f"method=smc: {words or enough}."
 
     def _of_exact(self) -> str:
-        if words := fit_by_acceptance(self.accepted):
+        if self.tokens_a_round is None:
+            return ""
+        if words := fit_by_acceptance(self.tokens_a_round - 1):
             return f"Use method=target: {words}."
         if self.exact_speed is None:
             return f"method=exact: a round brings {self.tokens_a_round:.1f} tokens."
@@ -94,34 +102,57 @@ class Probe:
         return f"Use method=exact: about {self.exact_speed:.1f} times as fast as the target alone on this machine."
 
 
+class ProbeClock:
+    """The time that a probe may take, and its reports."""
+
+    def __init__(self, seconds: float | None = None, report: Callable[[str], None] = lambda text: None) -> None:
+        """`seconds` from now, None: unlimited. `report` gets each line of progress."""
+        self._seconds, self._report = seconds, report
+        self._begin = self._said = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the probe began."""
+        return time.monotonic() - self._begin
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left; None: unlimited."""
+        return None if self._seconds is None else self._seconds - self.spent
+
+    def over(self, part: str) -> bool:
+        """Whether the share of a part has passed."""
+        return self._seconds is not None and self.spent >= SHARES[part] * self._seconds
+
+    def say(self, text: str) -> None:
+        self._said = time.monotonic()
+        self._report(f"[{self.spent:5.1f} s] {text}")
+
+    def say_now_and_then(self, text: str) -> None:
+        if time.monotonic() - self._said >= REPORT_SECONDS:
+            self.say(text)
+
+
 def probe_pair(
     pair: ModelPair,
     prompts: Sequence[Sequence[int]],
-    costs: LatencyModel | None,
+    costs: Callable[[], LatencyModel | None],
     particles: int = 8,
     temperature: float = 1.0,
+    clock: ProbeClock | None = None,
 ) -> Probe:
-    """Run prompts, given as token ids, through both models and measure. Raises ValueError if the draft or the prompts
-    do not fit."""
-    longest = max(map(len, prompts)) + TOKENS
-    slots = max(len(prompts), particles)
-    engine = local_engine(
-        pair, replace(CONFIG, max_slots=slots, max_context=min(longest + CONFIG.block, pair.max_context))
-    )
+    """Run prompts, given as token ids, through both models and measure. `costs` is called at the end, if there is time.
+    Raises ValueError if the draft or the prompts do not fit."""
+    clock = clock or ProbeClock()
     params = SamplingParams(method=Method.TARGET, temperature=temperature, max_tokens=TOKENS)
-    answers = _answers(engine, prompts, params)
-    compared = list(_compare(pair, prompts, answers, temperature))
-    engine.take_stats()
-    _answers(engine, prompts, replace(params, method=Method.EXACT, particles=particles))
-    spec = engine.take_stats().spec["walk"]
-    smc = _answers(engine, prompts, replace(params, method=Method.SMC, particles=particles, population="distinct"))
-    tokens = spec.tokens_a_round or 1.0
-    speeds = (
-        (None, None)
-        if costs is None
-        else tuple(expected_speed(costs, each, particles) for each in (tokens, CONFIG.block + 1.0))
-    )
+    compared, spec, smc = _measure(pair, prompts, params, particles, clock)
+    tokens = None if spec is None else spec.tokens_a_round or 1.0
     kl, overlap, same = torch.stack(compared).mean(0).tolist()
+    speeds: tuple[float | None, ...] = (None, None)
+    if tokens is not None and (clock.left is None or clock.left >= COSTS_SECONDS):
+        clock.say("measuring the costs of passes, unless they are known")
+        if (known := costs()) is not None:
+            speeds = tuple(expected_speed(known, each, particles) for each in (tokens, CONFIG.block + 1.0))
     return Probe(
         temperature=temperature,
         particles=particles,
@@ -130,18 +161,72 @@ def probe_pair(
         kl=kl,
         overlap=overlap,
         same_likeliest=same,
-        accepted_by_depth=spec.accepted_by_depth,
+        accepted_by_depth=() if spec is None else spec.accepted_by_depth,
         tokens_a_round=tokens,
-        log_evidence=sum(answer.statistics.log_z for answer in smc) / sum(len(answer.tokens) for answer in smc),
+        log_evidence=_log_evidence(smc),
         exact_speed=speeds[0],
         smc_speed=speeds[1],
     )
 
 
-def _answers(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
-    requests = [Request(str(i), tuple(prompt), replace(params, seed=i)) for i, prompt in enumerate(prompts)]
-    found = {output.request_id: output.answer for output in engine.run(requests) if output.answer is not None}
-    return [found[request.request_id] for request in requests]
+def _measure(
+    pair: ModelPair, prompts: Sequence[Sequence[int]], params: SamplingParams, particles: int, clock: ProbeClock
+) -> tuple[list[Tensor], SpecStats | None, list[Answer]]:
+    """Return the comparisons of the target's answer tokens, the counters of exact decoding (None: there was no time)
+    and the answers of SMC (none: likewise)."""
+    longest = max(map(len, prompts)) + TOKENS
+    slots = max(len(prompts), particles)
+    engine = local_engine(
+        pair, replace(CONFIG, max_slots=slots, max_context=min(longest + CONFIG.block, pair.max_context))
+    )
+    first = _answers(engine, prompts[:1], replace(params, max_tokens=min(FIRST_TOKENS, TOKENS)), "target", clock)
+    clock.say(f"first look, {_in_words(list(_compare(pair, prompts, first, params.temperature)))}")
+    answers = first if clock.over("target") else _answers(engine, prompts, params, "target", clock)
+    compared = list(_compare(pair, prompts, answers, params.temperature))
+    clock.say(f"all prompts, {_in_words(compared)}")
+    engine.take_stats()
+    spec, smc = None, []
+    if not clock.over("exact"):
+        _answers(engine, prompts, replace(params, method=Method.EXACT, particles=particles), "exact", clock)
+        spec = engine.take_stats().spec["walk"]
+        clock.say(f"exact decoding: {spec.tokens_a_round or 1.0:.2f} tokens a round")
+    if not clock.over("smc"):
+        drawn = replace(params, method=Method.SMC, particles=particles, population="distinct")
+        smc = _answers(engine, prompts, drawn, "smc", clock)
+    return compared, spec, smc
+
+
+def _in_words(compared: Sequence[Tensor]) -> str:
+    kl, overlap, same = torch.stack(list(compared)).mean(0).tolist()
+    return (
+        f"{len(compared)} answer tokens of the target: KL {kl:.2f} nats a token, overlap {overlap:.2f}, "
+        f"same likeliest token {same:.0%}"
+    )
+
+
+def _log_evidence(answers: Sequence[Answer]) -> float | None:
+    tokens = sum(len(answer.tokens) for answer in answers)
+    return sum(answer.statistics.log_z for answer in answers) / tokens if tokens else None
+
+
+def _answers(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, part: str, clock: ProbeClock
+) -> list[Answer]:
+    """Answer all prompts; those that are not finished when the part's time has passed are cut."""
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(str(index), tuple(prompt), replace(params, seed=index)))
+    found: dict[str, Answer] = {}
+    count = 0
+    while not engine.idle:
+        for output in engine.step():
+            count += len(output.tokens)
+            if output.answer is not None:
+                found[output.request_id] = output.answer
+        clock.say_now_and_then(f"{part}: {count} tokens of at most {params.max_tokens * len(prompts)}")
+        if clock.over(part) and count:
+            for index in range(len(prompts)):
+                engine.abort(str(index))
+    return [found[str(index)] for index in range(len(prompts))]
 
 
 @torch.inference_mode()

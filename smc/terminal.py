@@ -103,6 +103,12 @@ def progress_bar() -> PlainProgress:
     return PlainProgress(TextColumn("{task.description}"), BarColumn())
 
 
+def number(value: float, form: str) -> str:
+    """Return a number in the format `form`; what is rounded to zero has no sign."""
+    text = format(value, form)
+    return text if any(digit in text for digit in "123456789") else text.lstrip("+-")
+
+
 def check_drawing() -> None:
     """Raise ValueError if matplotlib is not installed, as in the serving images."""
     if importlib.util.find_spec("matplotlib") is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +15,15 @@ from rich.text import Text
 from services.cli import options
 from smc.api.sampling_params import Method, SamplingParams
 from smc.model.check import DEGREES
-from smc.terminal import finite, out
+from smc.terminal import err, finite, number, out
 
 if TYPE_CHECKING:
     from smc.model.check import ModelReport, PairReport
     from smc.probe import Probe
 
 
+LEAST_SECONDS = 10
+"""Fewest seconds for a probe: the first figures need a few."""
 Probed = Annotated[
     bool,
     options.flag(
@@ -49,6 +53,14 @@ def check(
         float | None,
         options.option(options.SAMPLING, "Temperature of --probe, above 0 and at most 2. Default: 1.", metavar="T"),
     ] = None,
+    seconds: Annotated[
+        float | None,
+        options.option(
+            options.MEASURE,
+            "Seconds that --probe may take, from 10; what is not measured by then is left out. Default: no limit.",
+            metavar="SECONDS",
+        ),
+    ] = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     as_json: options.JsonFlag = False,
@@ -57,17 +69,21 @@ def check(
     from smc.loading import pair_directories
     from smc.model.check import check_pair
 
-    if not probed and not (particles is None and temperature is None and threads is None and device == "cpu"):
-        raise ValueError("--particles, --temperature, --device and --threads have no effect without --probe")
+    own = (particles, temperature, seconds, threads)
+    if not probed and not (own == (None,) * len(own) and device == "cpu"):
+        raise ValueError("--particles, --temperature, --seconds, --device and --threads have no effect without --probe")
     if particles is not None:
         SamplingParams(method=Method.EXACT, particles=particles)
     if temperature is not None and not 0 < temperature <= 2:
         raise ValueError(f"--temperature {temperature:g}; allowed with --probe: above 0, at most 2")
+    if seconds is not None and not LEAST_SECONDS <= seconds < math.inf:
+        raise ValueError(f"--seconds {seconds:g}; allowed with --probe: at least {LEAST_SECONDS}")
     directories = pair_directories(target, draft)
     report = check_pair(*directories)
     found = None
     if probed and not report.problems:
-        found = _probe(directories, device, threads, particles or 8, 1.0 if temperature is None else temperature)
+        settings = (particles or 8, 1.0 if temperature is None else temperature)
+        found = _probe(directories, device, threads, settings, seconds)
     if as_json:
         print(
             json.dumps({"ok": not report.problems, **asdict(report), **({"probe": _as_dict(found)} if found else {})})
@@ -80,22 +96,34 @@ def check(
 
 
 def _probe(
-    directories: tuple[Path, Path], device: str, threads: int | None, particles: int, temperature: float
+    directories: tuple[Path, Path],
+    device: str,
+    threads: int | None,
+    settings: tuple[int, float],
+    seconds: float | None,
 ) -> Probe:
+    """`settings`: N and the temperature."""
     from smc.demo.problems import generate
     from smc.loading import DEMO, load_pair, use_threads
     from smc.local_engine import stored_latency
-    from smc.probe import CONFIG, PROMPTS, probe_pair
+    from smc.probe import CONFIG, PROMPTS, ProbeClock, probe_pair
 
+    clock = ProbeClock(seconds, lambda text: err.print(text, soft_wrap=True, markup=False))
+    clock.say("loading both models")
     use_threads(threads, directories)
     pair = load_pair(directories, device, None)
+    costs = partial(stored_latency, pair, directories, CONFIG)
+    if device != "cpu":
+        # Takes seconds, and must come before another engine takes memory.
+        known = costs()
+        costs = partial(lambda found: found, known)
     texts = [problem.question for problem in generate(0, len(PROMPTS), "test")] if directories == DEMO else PROMPTS
     chat = pair.tokenizer.has_chat_template
     prompts = [
         pair.tokenizer.chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text)
         for text in texts
     ]
-    return probe_pair(pair, prompts, stored_latency(pair, directories, CONFIG), particles, temperature)
+    return probe_pair(pair, prompts, costs, *settings, clock)
 
 
 def _as_dict(found: Probe) -> object:
@@ -105,13 +133,15 @@ def _as_dict(found: Probe) -> object:
 def _print_probe(found: Probe) -> None:
     depths = ", ".join(f"{share:.0%}" for share in found.accepted_by_depth)
     speeds = {"exact": found.exact_speed, "smc": found.smc_speed}
+    late, rounds = "not measured, there was no time", found.tokens_a_round
+    of_rounds = f"{depths or 'nothing'}; {rounds or 0.0:.2f} tokens a round"
     lines = [
         f"probe: {found.positions} answer tokens of the target at temperature {found.temperature:g}; "
         f"N={found.particles}, K={found.block}, lockstep",
         f"distributions: KL {found.kl:.2f} nats a token, overlap {found.overlap:.2f}, same likeliest token "
         f"{found.same_likeliest:.0%}",
-        f"accepted by depth: {depths or 'nothing'}; {found.tokens_a_round:.2f} tokens a round",
-        f"SMC: log Z {found.log_evidence:+.2f} a token",
+        f"accepted by depth: {late if rounds is None else of_rounds}",
+        "SMC: " + (late if found.log_evidence is None else f"log Z {number(found.log_evidence, '+.2f')} a token"),
         "expected speed, relative to the target alone: "
         + ", ".join(f"{name} {'unknown' if speed is None else f'{speed:.2f}x'}" for name, speed in speeds.items()),
         *found.recommendation,

@@ -17,7 +17,7 @@ from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Answer, Request, check_guidance, fit_of_answer
 from smc.api.sampling_params import SamplingParams, with_defaults
 from smc.model.config import GENERATION_CONFIGS, sampling_defaults
-from smc.terminal import err, finite, print_error, print_warning
+from smc.terminal import err, finite, number, print_error, print_warning
 
 if TYPE_CHECKING:
     from services.client import Completion
@@ -169,7 +169,7 @@ def summary(answer: Answer | Completion) -> str:
         parts += [f"{stats.resamples} resamples"] if stats.resamples else []
         parts += [
             f"mean ESS {stats.mean_ess / stats.particles:.0%} of N={stats.particles}",
-            f"log Z {stats.log_z:+.2f}",
+            f"log Z {number(stats.log_z, '+.2f')}",
         ]
     if stats is not None and stats.particles_left < stats.particles:
         parts += [f"{stats.particles_left} particles left"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -94,6 +95,40 @@ def test_a_probe_of_the_demo_pair(smcserve, brief):
     assert found["tokens_a_round"] == pytest.approx(1 + sum(depths))
 
 
+def test_a_probe_says_how_far_it_is(smcserve, brief, monkeypatch):
+    """First figures come early, and further ones with each part. A long part says how many tokens it has."""
+    monkeypatch.setattr(probe, "REPORT_SECONDS", 0.0)
+    ran = smcserve("check", "--probe", "--json")
+    lines = [re.fullmatch(r"\[ *[0-9.]+ s\] (.+)", line) for line in ran.err.splitlines()]
+    said = [line[1] for line in lines if line]
+    assert len(said) == len(lines) and said[0] == "loading both models"
+    first = next(number for number, text in enumerate(said) if text.startswith("first look, "))
+    assert re.match(r"first look, [1-8] answer tokens of the target: KL \d+\.\d\d nats a token, overlap", said[first])
+    parts = ["first look", "all prompts", "exact decoding: ", "measuring the costs"]
+    order = [next(number for number, text in enumerate(said) if text.startswith(part)) for part in parts]
+    assert order == sorted(order)
+    for part, most in (("target", 24), ("exact", 24), ("smc", 24)):
+        assert any(re.fullmatch(rf"{part}: \d+ tokens of at most {most}", text) for text in said)
+    assert json.loads(ran.out)["probe"]["tokens_a_round"] > 1
+
+
+def test_seconds_bound_a_probe(smcserve, brief, monkeypatch):
+    """Parts are cut, or left out, and the others are as they would be: the answers' first tokens are the same."""
+    monkeypatch.setattr(probe, "TOKENS", 600)
+    monkeypatch.setattr(probe, "SHARES", {"target": 0.02, "exact": 0.02, "smc": 0.02})
+    ran = smcserve("check", "--probe", "--seconds", 10, "--temperature", 2)
+    assert ran.code == 0 and "accepted by depth: not measured, there was no time" in ran.out
+    assert "SMC: not measured, there was no time" in ran.out and "exact unknown, smc unknown" in ran.out
+    assert "Use method" not in ran.out and "measuring the costs" not in ran.err
+    positions = int(re.search(r"probe: (\d+) answer tokens", ran.out)[1])
+    assert 0 < positions < 600
+    assert "allowed with --probe: at least 10" in smcserve("check", "--probe", "--seconds", 1).err
+    monkeypatch.setattr(probe, "SHARES", {"target": 0.02, "exact": 1.0, "smc": 1.0})
+    monkeypatch.setattr(probe, "TOKENS", 12)
+    found = json.loads(smcserve("check", "--probe", "--seconds", 30, "--json").out)["probe"]
+    assert found["exact_speed"] is None and found["tokens_a_round"] > 1 and found["log_evidence"] is not None
+
+
 @pytest.mark.slow
 def test_a_probe_of_a_draft_that_does_not_know_the_text(smcserve, brief, mismatched):
     ran = smcserve("check", "--probe", "--target", demo.TARGET, "--draft", mismatched)
@@ -121,7 +156,7 @@ def test_words_about_an_answer():
     assert fit_of_answer(SamplingParams(method="target"), Statistics(1, rounds=20), 20) is None
 
 
-@pytest.mark.parametrize("option", [("--particles", 4), ("--temperature", 0.5), ("--threads", 1)])
+@pytest.mark.parametrize("option", [("--particles", 4), ("--temperature", 0.5), ("--threads", 1), ("--seconds", 20)])
 def test_options_of_a_probe_have_no_effect_without_it(smcserve, option):
     ran = smcserve("check", *option)
     assert ran.code == 2 and "have no effect without --probe" in ran.err
