@@ -17,10 +17,12 @@ install: $(STAMP)  ## Create .venv with the pinned dependencies
 # process of a service imports torch, in half the time if it is there, and nothing else writes it where PYTHONDONTWRITEBYTECODE is set.
 $(STAMP): pyproject.toml constraints.txt setup.py proto/build.py $(PROTOS) $(wildcard $(LOCKS)/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ..."'
+	@echo "Setting up .venv: about 190 packages are fetched, unpacked and compiled. This takes a minute or two."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --require-hashes -r $(LOCKS)/uv.txt
-	UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt \
-		-c $(LOCKS)/install.txt $(if $(PIP_FIND_LINKS),,-c $(LOCKS)/torch.txt) -b $(LOCKS)/build.txt -e '.[dev]'
+	@UV_FIND_LINKS="$${PIP_FIND_LINKS:-}" bash -o pipefail -c "$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python \
+		-c constraints.txt -c $(LOCKS)/install.txt $(if $(PIP_FIND_LINKS),,-c $(LOCKS)/torch.txt) -b $(LOCKS)/build.txt \
+		-e '.[dev]' 2>&1 | grep --line-buffered -v '^ + '"
 	@touch $@
 
 proto: install   ## Generate services/pb from proto/

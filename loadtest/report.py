@@ -209,8 +209,9 @@ def figures(run: LoadRun) -> list[tuple[str, str]]:
         figures.append(
             (
                 "goodput",
-                f"{summary.goodput:.2f} requests/s that met {run.settings.goodput} "
-                f"({summary.attainment or 0:.1%} of those sent)",
+                f"{summary.goodput:.2f} requests/s that met {run.settings.goodput}: {summary.good} of "
+                f"{summary.ordinary} requests whose clients wait and read at full speed "
+                f"({summary.attainment or 0:.1%})",
             )
         )
     return figures + [

@@ -48,7 +48,8 @@ class StartProgress:
     def __str__(self) -> str:
         if self.step == "load":
             return ", ".join(f"{percent}% of the {role}" for role, percent in self.percent.items()) + " loaded"
-        return {"reserve": "waiting for CPUs or GPUs", "prepare": "both models are loaded, getting ready"}[self.step]
+        prepare = "both models are loaded; warming up and timing them, about 20 s, on a GPU up to some minutes"
+        return {"reserve": "waiting for CPUs or GPUs", "prepare": prepare}[self.step]
 
 
 class Unimplemented(RuntimeError):

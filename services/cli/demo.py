@@ -38,6 +38,12 @@ two models are, and gives more right answers with more particles. On a GPU a pas
 as a pass over one row, so the number of passes determines the time. On a CPU it takes longer, and look-ahead, which \
 is made for models that work at the same time, gains nothing: these speeds hold only for CPUs.
 """
+WORDS = """\
+N: rows that are decoded at once: particles, which are weighted answers in progress, or in exact decoding drafted \
+alternatives of one answer. K: tokens drafted in a round. F: continuations drafted ahead of each row. \
+exact: the target's own answer. distinct: SMC whose particles all differ. lockstep: the models work in turn; \
+look-ahead: at the same time.
+"""
 NEXT = """\
 Next:  smcserve generate "Mia has 12 apples. She buys 30 more. How many now?"
        smcserve eval --problems 100 --only alone --only "lockstep N=8 K=5"
@@ -201,6 +207,7 @@ def demo(
     use_threads(None, DEMO)
     pair = load_pair(DEMO, "cpu", None)
     generated = generate(seed, QUESTIONS + problems, "test")
+    out.print(Text(WORDS, style="dim"))
     for number, problem in enumerate(generated[:QUESTIONS], 1):
         out.print(Heading(f"Question {number} of {QUESTIONS}"))
         _ask(pair, problem, seed + number)
