@@ -12,7 +12,7 @@ from loadtest.settings import LoadSettings
 from loadtest.summary import summarise
 from services.client import ModelDescription, ModelInfo, ServerInfo
 
-SERVER = ServerInfo("1.2.3", "lookahead", 8, 4, 64, "nccl", 1, True, 0, 0, 12.5, 256, 1024, 4 << 20)
+SERVER = ServerInfo("1.2.3", "lookahead", 8, 4, 64, "nccl", 1, True, 0, 0, 12.5, 256, 1024, 4 << 20, 8192)
 MODEL = ModelInfo(
     ModelDescription("big", "llama", 1000, 1), ModelDescription("small", "llama", 10, 1), 512, 512, (1,), True
 )
