@@ -114,18 +114,16 @@ def test_a_probe_says_how_far_it_is(smcserve, brief, monkeypatch):
 
 def test_seconds_bound_a_probe(smcserve, brief, monkeypatch):
     """Parts are cut, or left out, and the others are as they would be: the answers' first tokens are the same."""
-    monkeypatch.setattr(probe, "TOKENS", 600)
-    monkeypatch.setattr(probe, "SHARES", {"target": 0.02, "exact": 0.02, "smc": 0.02})
+    monkeypatch.setattr(probe, "SHARES", dict.fromkeys(probe.SHARES, 0.0))
     ran = smcserve("check", "--probe", "--seconds", 10, "--temperature", 2)
     assert ran.code == 0 and "accepted by depth: not measured, there was no time" in ran.out
     assert "SMC: not measured, there was no time" in ran.out and "exact unknown, smc unknown" in ran.out
     assert "Use method" not in ran.out and "measuring the costs" not in ran.err
     positions = int(re.search(r"probe: (\d+) answer tokens", ran.out)[1])
-    assert 0 < positions < 600
+    assert 0 < positions <= 8
     assert "allowed with --probe: at least 10" in smcserve("check", "--probe", "--seconds", 1).err
-    monkeypatch.setattr(probe, "SHARES", {"target": 0.02, "exact": 1.0, "smc": 1.0})
-    monkeypatch.setattr(probe, "TOKENS", 12)
-    found = json.loads(smcserve("check", "--probe", "--seconds", 30, "--json").out)["probe"]
+    monkeypatch.setattr(probe, "SHARES", {"target": 0.0, "exact": 1.0, "smc": 1.0})
+    found = json.loads(smcserve("check", "--probe", "--seconds", 59, "--json").out)["probe"]
     assert found["exact_speed"] is None and found["tokens_a_round"] > 1 and found["log_evidence"] is not None
 
 
