@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from smc import distributions
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.expansion import expand as torch_expand
-from smc.algorithm.resampling import Bounds
+from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select as torch_select
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
@@ -318,7 +318,8 @@ def bench_expansion(groups: int, rows: int, kind: PopulationKind, vocab: int = 1
     first_G, size_G = torch.arange(groups, device=device) * rows, torch.full((groups,), rows, device=device)
     kind_G, seed_G = torch.full_like(size_G, int(kind)), torch.arange(groups, device=device)
     mass_R, there_R = torch.randn(total, device=device, dtype=torch.float64), ones_R > 0
-    rest = (mass_R, there_R, (first_G, size_G), (first_G, size_G), size_G, kind_G, (seed_G, seed_G, 1), total)
+    spans = Spans(first_G, size_G)
+    rest = (mass_R, there_R, spans, spans, size_G, kind_G, (seed_G, seed_G, 1), total)
     made, expected = expand(candidates, *rest), torch_expand(candidates, *rest)
     assert torch.equal(made.parent_X, expected.parent_X) and torch.equal(made.candidate_X, expected.candidate_X)
     for chunk, w in ((256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)):

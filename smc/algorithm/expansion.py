@@ -14,14 +14,14 @@ or batch indices of a group, A batch indices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.resampling import assign_slots, effective_sample_size, grid, normalise
+from smc.algorithm.resampling import Spans, assign_slots, effective_sample_size, grid, normalise
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
 
@@ -50,8 +50,7 @@ class PopulationKind(IntEnum):
     """Each row is a draft chain from one root, verified by rejection sampling (`smc.algorithm.verification`)."""
 
 
-@dataclass(frozen=True)
-class CandidateTokens:
+class CandidateTokens(NamedTuple):
     """Candidate tokens of each row."""
 
     token_RC: Tensor
@@ -77,8 +76,7 @@ class CandidateTokens:
         )
 
 
-@dataclass(frozen=True)
-class Expansion:
+class Expansion(NamedTuple):
     """The rows that are kept, group after group, in the order of their source rows. A row that is not alive repeats the
     first row of its group."""
 
@@ -102,8 +100,8 @@ def expand(
     candidates: CandidateTokens,
     mass_R: Tensor,
     there_R: Tensor,
-    sources: tuple[Tensor, Tensor],
-    rows: tuple[Tensor, Tensor],
+    sources: Spans,
+    rows: Spans,
     most_G: Tensor,
     kind_G: Tensor,
     keys: tuple[Tensor, Tensor, int],
@@ -115,8 +113,8 @@ def expand(
     """Choose the candidates that each group keeps. Exact kinds are treated as `BEST`; `INDEPENDENT` groups keep no
     rows.
 
-    `mass_R`: float64 log mass of the source rows; `there_R`: whether the source row exists. `sources`, `rows`: first
-    index and number [G] of every group's source rows and kept rows, with `total` kept rows; a padding group has size 0.
+    `mass_R`: float64 log mass of the source rows; `there_R`: whether the source row exists. `sources`, `rows`: every
+    group's source rows and kept rows, with `total` kept rows; a padding group has size 0.
     `most_G`: maximum number of rows kept. `keys`: seed [G], round [G] and the number of this step. `least`: see
     `inclusion`. Source rows that have `ended` have one candidate, which stands for the row itself. `has_rest`: the last
     candidate of a row represents the rest of its distribution, which `BEST` ignores. Synchronises with the host."""
@@ -124,7 +122,7 @@ def expand(
     is_rest_C = (
         torch.arange(candidates.share_RC.shape[1], device=mass_R.device) >= candidates.share_RC.shape[1] - has_rest
     )
-    used_H = ((sources[1] > 0) & (kind_G != PopulationKind.INDEPENDENT)).nonzero()[:, 0]
+    used_H = ((sources.size_G > 0) & (kind_G != PopulationKind.INDEPENDENT)).nonzero()[:, 0]
     device = mass_R.device
     parent_X = torch.zeros(total, dtype=torch.int64, device=device)
     candidate_X, mass_X = (
@@ -223,34 +221,44 @@ def _take(log_pi_HM: Tensor, most_H: Tensor, uniform_H1: Tensor) -> Tensor:
     return taken_HM & (taken_HM.long().cumsum(-1) <= most_H[:, None])
 
 
+class SelectedTrees(NamedTuple):
+    """The choice for distinct populations and for groups that are decoded exactly."""
+
+    chosen: Expansion
+    pick_A: Tensor
+    """int64 index of the chosen row that continues at each batch index."""
+    alive_A: Tensor
+    """bool: a row continues at the batch index."""
+
+
 def keep_roots(
     root_R: Tensor,
     parent_X: Tensor,
     alive_X: Tensor,
-    rows: tuple[Tensor, Tensor],
-    indices: tuple[Tensor, Tensor],
+    rows: Spans,
+    indices: Spans,
     total: int,
 ) -> tuple[Tensor, Tensor]:
     """Assign kept rows to batch indices such that no index is both copied from and overwritten. Returns the row at
     every batch index [A], and whether there is one [A].
 
-    `root_R`: batch index whose history a source row continues; `parent_X`: source of each row; `rows`, `indices`: first
-    index and number [G] of every group's rows and batch indices; `total`: number of batch indices. The first row that
+    `root_R`: batch index whose history a source row continues; `parent_X`: source of each row; `rows`, `indices`: every
+    group's rows and batch indices; `total`: number of batch indices. The first row that
     continues an index stays at it; further rows take, in order, the indices that no row continues. There are at most as
     many alive rows as indices. An index without a row repeats the first index of its group that has one, or, if there
     is none, the group's first row. Synchronises with the host."""
-    used_H = ((rows[1] > 0) & (indices[1] > 0)).nonzero()[:, 0]
+    used_H = ((rows.size_G > 0) & (indices.size_G > 0)).nonzero()[:, 0]
     row_A = torch.zeros(total, dtype=torch.int64, device=parent_X.device)
     alive_A = row_A > 0
     if not len(used_H):
         return row_A, alive_A
     row_HX, is_row_HX = grid(*(bound[used_H] for bound in rows))
     index_HN, exists_HN = grid(*(bound[used_H] for bound in indices))
-    own_HX = root_R[parent_X][row_HX] - indices[0][used_H].long()[:, None]
+    own_HX = root_R[parent_X][row_HX] - indices.first_G[used_H].long()[:, None]
     there_HX = is_row_HX & alive_X[row_HX]
     n = index_HN.shape[1]
     counts_HNX = (own_HX[:, None, :] == torch.arange(n, device=own_HX.device)[:, None]) & there_HX[:, None, :]
-    _, branch_HN, filled_HN = assign_slots(counts_HNX.long(), indices[1][used_H])
+    _, branch_HN, filled_HN = assign_slots(counts_HNX.long(), indices.size_G[used_H])
     filled_HN = filled_HN & exists_HN
     taken_HN = row_HX.gather(1, branch_HN)
     lead_H1 = filled_HN.long().argmax(-1, keepdim=True)

@@ -11,7 +11,7 @@ Axes in addition to the package's: H non-empty groups, N batch indices of a grou
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,10 +47,18 @@ def grid(first_G: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(exists_GN, index_GN, 0), exists_GN
 
 
-def used_grid(groups: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indices of the non-empty groups [H], and their `grid`. `groups`: first index and size [G].
-    Synchronises with the host."""
-    used_H = (groups[1] > 0).nonzero()[:, 0]
+class Spans(NamedTuple):
+    """The entries of each group in an array with the entries of all groups: integers [G]."""
+
+    first_G: Tensor
+    """First entry of the group."""
+    size_G: Tensor
+    """Number of its entries; 0 for a padding group."""
+
+
+def used_grid(groups: Spans) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the indices of the non-empty groups [H], and their `grid`. Synchronises with the host."""
+    used_H = (groups.size_G > 0).nonzero()[:, 0]
     return used_H, *grid(*(bound[used_H] for bound in groups))
 
 
@@ -71,8 +79,7 @@ def log_mean_weight(log_sum_G: Tensor, size_G: Tensor) -> Tensor:
     return log_sum_G - size_G.double().log()
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The groups of a packed batch, one after another: int32 tensors [G] on the batch's device. Batch indices outside
     all groups are padding."""
 
@@ -88,9 +95,7 @@ class Bounds:
     def used(self) -> tuple[Tensor, Bounds]:
         """Return the indices of the non-empty groups [H], and their bounds. Synchronises with the host."""
         index_H = (self.size_G > 0).nonzero()[:, 0]
-        return index_H, Bounds(
-            self.first_G[index_H], self.size_G[index_H], self.count_G[index_H], self.draws_G[index_H]
-        )
+        return index_H, Bounds(*(bound_G[index_H] for bound_G in self))
 
 
 def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:

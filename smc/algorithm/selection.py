@@ -10,7 +10,7 @@ indices of a group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from smc.algorithm.resampling import (
     Bounds,
+    Spans,
     assign_slots,
     effective_sample_size,
     grid,
@@ -40,8 +41,7 @@ PREFIX_POSITION = 3 << 20
 """Position of the uniform that draws a prefix."""
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The continuation at each batch index, and statistics of each group (zeros for padding groups)."""
 
     ancestor_A: Tensor
@@ -178,14 +178,14 @@ def final_draw(logw_N: Tensor, uniform: float) -> int:
 
 
 def surviving_prefix(
-    step_AQ: Tensor, count_A: Tensor, logw_A: Tensor, groups: tuple[Tensor, Tensor], uniform_G: Tensor
+    step_AQ: Tensor, count_A: Tensor, logw_A: Tensor, groups: Spans, uniform_G: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Draw, for each group, the prefix of a block from which a group without weight continues. Returns for every batch
     index the drawn block of its group [A] and how many of the block's tokens are kept, including its first [A].
 
     `step_AQ`: log-weight increment of the token after each token, -inf where the target cannot write it; the tokens of
-    a block are `count`. `logw_A`: log-weight of the block's first token, -inf where there is no block. `groups`: first
-    index and size [G]. If no block of a group has weight, the first is taken. Synchronises with the host."""
+    a block are `count`. `logw_A`: log-weight of the block's first token, -inf where there is no block. If no block of a
+    group has weight, the first is taken. Synchronises with the host."""
     exists_AQ = torch.arange(step_AQ.shape[1], device=step_AQ.device) < count_A[:, None] - 1
     step_AQ = torch.where(exists_AQ, step_AQ.double(), 0.0)
     survives_AQ = (step_AQ > -torch.inf).long().cumprod(-1) > 0

@@ -14,26 +14,31 @@ groups, N batch indices of a group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from smc.algorithm.resampling import used_grid
+from smc.algorithm.resampling import Spans, used_grid
 
 NO_TOKEN = -1
 """Value for a token that is not on the accepted path. Matches no token."""
 
 
-def match_samples(
-    tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Find the block of each group with the longest match. Returns for every batch index that block (the first among
-    equals) [A], and the number of its matching tokens, including its first [A].
+class Matches(NamedTuple):
+    """The block of each batch index's group with the longest match."""
+
+    best_A: Tensor
+    """int64 batch index of that block, the first among equals."""
+    right_A: Tensor
+    """int64 number of its matching tokens, including its first."""
+
+
+def match_samples(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: Spans) -> Matches:
+    """Find the block of each group with the longest match.
 
     `tokens_AQ`: blocks of `count` tokens, of which the first is already accepted. `drawn_AQ`: the target's draw after
-    each token. `groups`: first index and size [G]. A padding index is its own best block, with one token. Synchronises
-    with the host."""
+    each token. A padding index is its own best block, with one token. Synchronises with the host."""
     q = tokens_AQ.shape[1]
     exists_AQ = torch.arange(1, q, device=tokens_AQ.device) < count_A[:, None]
     agrees_AQ = (tokens_AQ[:, 1:] == drawn_AQ[:, :-1]) & exists_AQ
@@ -43,11 +48,10 @@ def match_samples(
     matching_HN = torch.where(exists_HN, matching_A[index_HN], -1)
     first_H1 = matching_HN.argmax(-1, keepdim=True)
     best_A[index_HN[exists_HN]] = index_HN.gather(1, first_H1).expand_as(index_HN)[exists_HN]
-    return best_A, matching_A[best_A].clamp(min=1)
+    return Matches(best_A, matching_A[best_A].clamp(min=1))
 
 
-@dataclass(frozen=True)
-class Chains:
+class Chains(NamedTuple):
     """Draft chains: blocks drawn independently from the draft's distribution. All chains of a group begin with the same
     token."""
 
@@ -63,15 +67,13 @@ class Chains:
     """Log-probabilities of the draft from which the next token was drawn."""
 
 
-def verify_by_rejection(
-    chains: Chains, groups: tuple[Tensor, Tensor], uniform_AQ: Tensor, noise_HQV: Tensor
-) -> tuple[Tensor, Tensor]:
+def verify_by_rejection(chains: Chains, groups: Spans, uniform_AQ: Tensor, noise_HQV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's token after each token on the accepted path [A, Q], `NO_TOKEN` elsewhere, and its
     log-probability under the target [A, Q].
 
-    `groups`: first index and size [G]. `uniform_AQ`: uniforms in [0, 1) for the trial of the next token. `noise_HQV`:
-    Gumbel variates of the non-empty groups, in order. The final draw after token j is argmax(log r + noise), where r is
-    the residual of p. Synchronises with the host."""
+    `uniform_AQ`: uniforms in [0, 1) for the trial of the next token. `noise_HQV`: Gumbel variates of the non-empty
+    groups, in order. The final draw after token j is argmax(log r + noise), where r is the residual of p. Synchronises
+    with the host."""
     token_AQ = torch.full_like(chains.tokens_AQ, NO_TOKEN)
     logp_AQ = torch.full(token_AQ.shape, torch.nan, dtype=torch.float32, device=token_AQ.device)
     _, index_HN, exists_HN = used_grid(groups)

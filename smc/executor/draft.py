@@ -27,6 +27,7 @@ from torch import Tensor
 
 from smc.algorithm.coupling import is_ranked, score_of_exponent
 from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.resampling import Spans
 from smc.distributions import DistributionSpec
 from smc.executor.forward import Rows
 from smc.executor.messages import DraftedRows, Lineage, RoundChoice
@@ -93,10 +94,10 @@ class CandidateLayout:
 
     group_S: Tensor
     """int32 group."""
-    sources: tuple[Tensor, Tensor]
-    """First row of each group and number of its rows, int32 [G] each."""
-    rows: tuple[Tensor, Tensor]
-    """The same for the rows that continue them."""
+    sources: Spans
+    """The rows of each group, int32."""
+    rows: Spans
+    """The rows of each group that continue them."""
     rank_S1: Tensor
     """int64 index of the row in its group."""
     stream_SD: Tensor
@@ -272,8 +273,8 @@ def _candidate_layout(
     round_S = plan.round_A[index_S]
     return CandidateLayout(
         group_S=group_S.int(),
-        sources=(plan.first_G * width, plan.size_G * width),
-        rows=(plan.first_G * f, plan.size_G * f),
+        sources=Spans(plan.first_G * width, plan.size_G * width),
+        rows=Spans(plan.first_G * f, plan.size_G * f),
         rank_S1=rank_S[:, None],
         stream_SD=stream_AF.view(len(index_S), -1),
         seed_S=plan.seed_A[index_S],

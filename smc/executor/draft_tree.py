@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
+from smc.algorithm.resampling import Spans
 from smc.executor.draft import GrownRows, TokenTree
 from smc.executor.messages import RoundChoice
 from smc.executor.plan import RoundPlan
@@ -216,14 +217,14 @@ def limit_outcomes(
     is_first_X = torch.arange(rows, device=device) == plan.first_G.long()[group_X] * plan.branches
     is_lead_XC = is_first_X[:, None] & (torch.arange(width, device=device) == 0)
     too_many_XC = (rank_XC >= most_X[:, None]) & (mass_XC > -torch.inf) & is_best_X[:, None] & ~is_lead_XC
-    return replace(candidates, share_RC=share_XC.masked_fill(too_many_XC, -torch.inf))
+    return candidates._replace(share_RC=share_XC.masked_fill(too_many_XC, -torch.inf))
 
 
 def with_inner_nodes(
     nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
-) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
-    """Return the candidates [H, C] at all nodes of the particles, the nodes as rows [H], and the first node and the
-    number of nodes of each group. `tree`: the particles as rows; `candidates`: [A, C] after their last tokens."""
+) -> tuple[CandidateTokens, TokenTree, Spans]:
+    """Return the candidates [H, C] at all nodes of the particles, the nodes as rows [H], and the nodes of each
+    group. `tree`: the particles as rows; `candidates`: [A, C] after their last tokens."""
     slot_A, k = plan.slot_A, nodes.block
     most = nodes.share_SDC.shape[2]
     share_ADC = nodes.share_SDC[slot_A].masked_fill(~plan.has_kind(PopulationKind.BEST)[:, None, None], -torch.inf)
@@ -261,4 +262,4 @@ def with_inner_nodes(
         run_4X=None,
     )
     candidates = CandidateTokens(*(values.flatten(0, 1) for values in (token_AKC, logq_AKC, share_AKC)))
-    return candidates, nodes_as_rows, (plan.first_G * k, plan.size_G * k)
+    return candidates, nodes_as_rows, Spans(plan.first_G * k, plan.size_G * k)

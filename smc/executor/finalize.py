@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.expansion import PopulationKind, SelectedTrees
+from smc.algorithm.resampling import Spans
 from smc.algorithm.selection import PREFIX_POSITION, Selection, surviving_prefix
+from smc.algorithm.verification import Matches
 from smc.arrays import to_device, to_host
 from smc.executor.messages import Lineage, RoundChoice, RoundResult
-from smc.executor.select import Candidates, ScoreInputs, SelectedTrees
+from smc.executor.select import Candidates, ScoreInputs
 from smc.philox import Purpose, uniforms
 from smc.stops import grow
 
@@ -65,8 +67,8 @@ class Finalizer:
     def of(self, own: Selection | None, trees: SelectedTrees | None) -> Finalized:
         taken = self._take(own, trees)
         right_A = torch.full_like(taken.block_A, self.blocks.tokens_AQ.shape[1])
-        if self.inputs.right_A is not None:
-            right_A = torch.where(self.is_exact_A, self.inputs.right_A, right_A)
+        if self.inputs.matched is not None:
+            right_A = torch.where(self.is_exact_A, self.inputs.matched.right_A, right_A)
         if not self.plan.all_exact:
             taken, right_A = self._redrawn(taken, right_A)
         count_A = self.blocks.count_A[taken.block_A]
@@ -90,8 +92,8 @@ class Finalizer:
             assert own is not None, "a round has groups of some kind"
             return self._of_own(own)
         theirs = self._of_trees(trees)
-        if self.plan.has_exact:
-            theirs = self._matched(theirs)
+        if self.inputs.matched is not None:
+            theirs = self._matched(theirs, self.inputs.matched)
         if own is None:
             return theirs
         is_tree_G = self.plan.kind_G != PopulationKind.INDEPENDENT
@@ -149,11 +151,11 @@ class Finalizer:
             collapsed_G=chosen.collapsed_G,
         )
 
-    def _matched(self, taken: SelectedRows) -> SelectedRows:
+    def _matched(self, taken: SelectedRows, matched: Matches) -> SelectedRows:
         """Complete the groups that are decoded exactly. If no drafted row of a group continues, the block that agrees
         longest does, followed by the target's next token."""
         plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
-        best_A, right_A = self.inputs.matched
+        best_A, right_A = matched
         any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
         misses_A = is_exact_A & ~any_A & (plan.size_G > 0)[plan.group_A]
         ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
@@ -190,7 +192,7 @@ class Finalizer:
         seed_G, round_G = (to_host(values_G) for values_G in (plan.seed_G, plan.round_G))
         uniform_G1 = uniforms(seed_G, round_G, np.array([PREFIX_POSITION]), Purpose.SELECTION)
         uniform_G = to_device(uniform_G1[:, 0], blocks.count_A.device)
-        drawn_A, kept_A = surviving_prefix(step_AQ, blocks.count_A, logw_A, (plan.first_G, plan.size_G), uniform_G)
+        drawn_A, kept_A = surviving_prefix(step_AQ, blocks.count_A, logw_A, Spans(plan.first_G, plan.size_G), uniform_G)
         index_A = torch.arange(len(drawn_A), device=drawn_A.device)
         origin_A = blocks.origin_A[drawn_A]
         is_copy_A = index_A - plan.first_G[plan.group_A] < plan.draws_G[plan.group_A]

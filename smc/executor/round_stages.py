@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
-from smc.algorithm.resampling import Bounds
+from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind, SelectedTrees
+from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import Selection
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
@@ -36,7 +36,7 @@ from smc.executor.messages import DraftedRows, DraftReport, RoundChoice, RoundRe
 from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan, SequenceHandoff
 from smc.executor.sampling import Coupling, DrawKeys, HeadSampling, Sampling
-from smc.executor.select import LEAST_SHARE, Candidates, ScoreInputs, SelectedTrees, target_outputs
+from smc.executor.select import LEAST_SHARE, Candidates, ScoreInputs, target_outputs
 from smc.executor.state import BiasTables, SlotState
 from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
 from smc.philox import Purpose
@@ -110,8 +110,8 @@ class Drafter:
             start_R=last_X,
             count_R=runs_X,
             group_R=inputs.later.group_S,
-            first_G=inputs.later.rows[0],
-            size_G=inputs.later.rows[1],
+            first_G=inputs.later.rows.first_G,
+            size_G=inputs.later.rows.size_G,
             shared_G=plan.shared_G,
             queries=1,
             contexts=plan.contexts,
@@ -246,7 +246,7 @@ class Drafter:
             elif plan.branches > 1:
                 useful = self.ops.limit_outcomes(plan, tree, candidate_tokens, has_rest)
         total = len(plan.branch_pages_XB)
-        given = (useful, tree.mass_X, tree.alive_X, sources, rows, rows[1], plan.kind_G, random, total)
+        given = (useful, tree.mass_X, tree.alive_X, sources, rows, rows.size_G, plan.kind_G, random, total)
         chosen = self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)
         return (chosen, candidate_tokens), tree
 
@@ -353,7 +353,7 @@ class Scorer:
         # Padding repeats the first chain.
         chain_C = torch.arange(len(index_C), device=index_C.device)
         token_CQ, logp_CQ = (
-            values_CQ[torch.where(chain_C < chain_groups(plan)[1].sum(), chain_C, 0)] for values_CQ in verdicts
+            values_CQ[torch.where(chain_C < chain_groups(plan).size_G.sum(), chain_C, 0)] for values_CQ in verdicts
         )
         none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
         token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
@@ -382,16 +382,14 @@ class Selector:
     def choose(self, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows) -> Finalized:
         """Choose among candidates. `drafted`: the rows that may follow the blocks (look-ahead), or the blocks
         themselves (lockstep)."""
-        best_A = right_A = own = trees = None
+        matched = own = trees = None
         if plan.has_exact:
-            blocks, groups = scored.blocks, (plan.first_G, plan.size_G)
-            best_A, right_A = self.ops.match_samples(
-                blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups
-            )
+            blocks, groups = scored.blocks, Spans(plan.first_G, plan.size_G)
+            matched = self.ops.match_samples(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
         if scored.next_mass_A is not None and plan.constraints is not None:
             plan = replace(plan, target_distribution=neutral(plan.target_distribution, plan.constraints.by_answer_A))
         target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
-        inputs = ScoreInputs(plan, self.state, scored, drafted, target, best_A, right_A, self.lookahead)
+        inputs = ScoreInputs(plan, self.state, scored, drafted, target, matched, self.lookahead)
         candidates = self.ops.score_candidates(inputs)
         if PopulationKind.INDEPENDENT in plan.kinds:
             own = self._selected(plan, candidates)
@@ -428,12 +426,12 @@ class Selector:
 
     def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
-        rows, batch_size = (plan.first_G, plan.size_G), len(plan.slot_A)
+        rows, batch_size = Spans(plan.first_G, plan.size_G), len(plan.slot_A)
         chosen = self.ops.expand(
             candidates.candidate_tokens,
             candidates.weight_X,
             candidates.there_X,
-            (candidates.source_first_G, candidates.source_size_G),
+            candidates.sources,
             rows,
             plan.draws_G,
             plan.kind_G,

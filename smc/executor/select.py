@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
-from smc.algorithm.resampling import block_log_weight
+from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.resampling import Spans, block_log_weight
+from smc.algorithm.verification import Matches
 from smc.executor.messages import DraftedRows
 from smc.executor.plan import RoundPlan
 from smc.executor.sampling import DrawKeys, Sampling
@@ -54,23 +55,15 @@ class ScoreInputs:
     scored: VerifyOutputs
     drafted: DraftedRows
     target: TargetOutputs
-    best_A: Tensor | None
-    """int64, for groups that are decoded exactly: the block that agrees longest with the target's draws. None: there
-    are no such groups."""
-    right_A: Tensor | None
-    """int64 number of its tokens that agree."""
+    matched: Matches | None
+    """The blocks that agree longest with the target's draws, for groups that are decoded exactly. None: there are no
+    such groups."""
     lookahead: bool
 
     @property
     def width(self) -> int:
         """F: number of rows of a batch index."""
         return self.drafted.all_WX.shape[1] // len(self.plan.slot_A)
-
-    @property
-    def matched(self) -> tuple[Tensor, Tensor]:
-        """`best` and `right`, in a round with groups that are decoded exactly."""
-        assert self.best_A is not None and self.right_A is not None, "no group is decoded exactly"
-        return self.best_A, self.right_A
 
     @property
     def open_X(self) -> Tensor:
@@ -97,25 +90,12 @@ class Candidates:
     draft_nan_G: Tensor
     own_size_G: Tensor
     """Number of batch indices of groups of independent particles; 0 for other groups."""
-    source_first_G: Tensor
-    """First candidate of each group."""
-    source_size_G: Tensor
-    """Number of candidates of each group."""
+    sources: Spans
+    """Candidates of each group."""
     seed_G: Tensor
     """Seed of each group's draws."""
     round_G: Tensor
     """Number of the round, for each group's draws."""
-
-
-@dataclass(frozen=True)
-class SelectedTrees:
-    """The choice for distinct populations and for groups that are decoded exactly."""
-
-    chosen: Expansion
-    pick_A: Tensor
-    """int64 index of the chosen row that continues at each batch index."""
-    alive_A: Tensor
-    """bool: a row continues at the batch index."""
 
 
 def target_outputs(
@@ -200,8 +180,7 @@ class CandidateScorer:
             target_nan_G=nan_2G[0],
             draft_nan_G=nan_2G[1],
             own_size_G=torch.where(plan.kind_G == PopulationKind.INDEPENDENT, plan.size_G, 0),
-            source_first_G=plan.first_G * width,
-            source_size_G=plan.size_G * width,
+            sources=Spans(plan.first_G * width, plan.size_G * width),
             seed_G=plan.seed_G,
             round_G=plan.round_G,
         )
@@ -235,6 +214,7 @@ class CandidateScorer:
         the block that agrees longest; in look-ahead the rows that begin where it ceases to agree, with the token that
         the target draws there."""
         plan, scored, index_X = self.plan, self.scored, self.index_X
+        assert self.inputs.matched is not None, "groups that are decoded exactly"
         best_A, right_A = self.inputs.matched
         is_exact_X = plan.is_exact_A[index_X]
         agrees_X = index_X == best_A[index_X]
@@ -243,7 +223,11 @@ class CandidateScorer:
             next_A = scored.drawn_AQ[best_A, right_A - 1]
             matches_X = self.drafted.tokens_XK[:, 0] == next_A[index_X]
             cut_X = self.drafted.cut_X
-            agrees_X = self._agrees_up_to(cut_X) & matches_X & (scored.blocks.open_A[root_X] | (cut_X > 0))
+            agrees_X = (
+                self._agrees_up_to(cut_X, self.inputs.matched)
+                & matches_X
+                & (scored.blocks.open_A[root_X] | (cut_X > 0))
+            )
         # The draft's outputs do not change exact answers, even if they are NaN, and neither do the target's outputs
         # after wrong tokens.
         column_Q = torch.arange(scored.nan_AQ.shape[1], device=index_X.device)
@@ -257,10 +241,10 @@ class CandidateScorer:
             torch.stack((target_nan_G, nan_2G[1] & ~is_exact_G)),
         )
 
-    def _agrees_up_to(self, cut_X: Tensor) -> Tensor:
+    def _agrees_up_to(self, cut_X: Tensor, matched: Matches) -> Tensor:
         """Return bool [X]: the block that a row continues, without its last `cut` tokens, is exactly the prefix that
         agrees with the target's draws. Among chains this may hold for several blocks with the same tokens."""
-        blocks, root_X, (best_A, right_A) = self.scored.blocks, self.drafted.root_X, self.inputs.matched
+        blocks, root_X, (best_A, right_A) = self.scored.blocks, self.drafted.root_X, matched
         best_X, right_X = best_A[self.index_X], right_A[self.index_X]
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=best_A.device)
         is_same_XQ = blocks.tokens_AQ[root_X] == blocks.tokens_AQ[best_X]

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.expansion import CandidateTokens, PopulationKind, SelectedTrees
+from smc.algorithm.resampling import Spans
 from smc.algorithm.selection import Selection
+from smc.algorithm.verification import Matches
 from smc.distributions import DistributionSpec
 from smc.executor.draft import (
     CandidateLayout,
@@ -31,21 +33,20 @@ from smc.executor.ops import RoundOps
 from smc.executor.plan import RoundPlan
 from smc.executor.remap import Followed
 from smc.executor.sampling import Coupling, DrawKeys, HeadSampling, Sampling
-from smc.executor.select import Candidates, ScoreInputs, SelectedTrees
+from smc.executor.select import Candidates, ScoreInputs
 from smc.executor.state import BiasTables, SlotEntries, SlotState
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.verify import Blocks, TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
 from smc.kernels import draft, draft_tree, finalize, remap, sampling, select, verify
-from smc.kernels.candidate_tokens import CouplingTensors, FoundTokens, propose_candidates
+from smc.kernels.candidate_tokens import CouplingTensors, propose_candidates
 from smc.kernels.draft import ChainTokens, ChosenTokens, observe_draws
 from smc.kernels.draft_tree import NodeTensors, StepRows, StepTensors
 from smc.kernels.expansion import expand, keep_roots
-from smc.kernels.finalize import CandidateOutputs, TreeSelection
+from smc.kernels.finalize import CandidateOutputs
 from smc.kernels.remap import NextSequences, remap_block_table
 from smc.kernels.round_tensors import (
     BlockTensors,
     DistributionTensors,
-    MatchTensors,
     PlanTensors,
     SlotTensors,
     StopTensors,
@@ -54,7 +55,7 @@ from smc.kernels.round_tensors import (
     fields_of,
 )
 from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_distribution
-from smc.kernels.select import ScoreTensors, SelectTensors
+from smc.kernels.select import ScoreTensors
 from smc.kernels.select import select as select_particles
 from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.kernels.verify import ChainTrials, SampleTensors, VerifyTensors, match_samples
@@ -127,7 +128,7 @@ class TritonOps(RoundOps):
             outcome_X=none_A,
             run_4X=None,
         )
-        later, (seed_G, round_G) = (out.bounds_2G[0], out.bounds_2G[1]), out.keys_2G
+        later, (seed_G, round_G) = Spans(*out.bounds_2G), out.keys_2G
         return DraftInputs(
             tokens_AP=out.tokens_AP,
             rows=Rows(state.table_SL, slot_R, None, None, held_R, run_R, group_R, *bounds, queries, plan.contexts),
@@ -135,7 +136,7 @@ class TritonOps(RoundOps):
             tree=tree,
             first=CandidateLayout(
                 group_S=group_R,
-                sources=(plan.first_G, plan.size_G),
+                sources=Spans(plan.first_G, plan.size_G),
                 rows=later,
                 rank_S1=rank_A[:, None],
                 stream_SD=stream_X.view(batch_size, branches),
@@ -225,12 +226,12 @@ class TritonOps(RoundOps):
 
     def with_inner_nodes(
         self, nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
-    ) -> tuple[CandidateTokens, TokenTree, tuple[Tensor, Tensor]]:
+    ) -> tuple[CandidateTokens, TokenTree, Spans]:
         out = draft_tree.with_inner_nodes(
             fields_of(NodeTensors, nodes),
             fields_of(PlanTensors, plan),
             fields_of(TreeTensors, tree),
-            contiguous(fields_of(FoundTokens, candidates)),
+            contiguous(candidates),
         )
         (root_H, none_H, text_H, cut_H), (alive_H, ended_H) = out.numbers_4H, out.flags_2H
         rows = TokenTree(
@@ -250,7 +251,7 @@ class TritonOps(RoundOps):
             outcome_X=none_H,
             run_4X=None,
         )
-        return CandidateTokens(out.token_HC, *out.values_2HC), rows, (out.bounds_2G[0], out.bounds_2G[1])
+        return CandidateTokens(out.token_HC, *out.values_2HC), rows, Spans(*out.bounds_2G)
 
     def pack_rows(self, state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
         rows, block = tree.tokens_XK.shape
@@ -376,7 +377,8 @@ class TritonOps(RoundOps):
         else:
             candidate_tokens = CandidateTokens(candidate_tokens.token_RC, candidate_tokens.logq_RC, out.share_XC)
         rows = (out.root_X, out.weight_X, out.there_X, candidate_tokens, out.alive_A)
-        return Candidates(*rows, *out.nan_2G, *out.size_3G, *out.random_2G)
+        own_size_G, *sources = out.size_3G
+        return Candidates(*rows, *out.nan_2G, own_size_G, Spans(*sources), *out.random_2G)
 
     select = staticmethod(select_particles)
     keep_roots = staticmethod(keep_roots)
@@ -398,8 +400,8 @@ class TritonOps(RoundOps):
             tables=StopTensors.of(inputs.state.stops),
             candidates=contiguous(outputs),
             matched=_matched(inputs),
-            own=None if own is None else contiguous(fields_of(SelectTensors, own)),
-            trees=_tree_selection(trees),
+            own=None if own is None else contiguous(own),
+            trees=contiguous(trees),
             lookahead=inputs.lookahead,
         )
         choice = RoundChoice(out.choice_9A)
@@ -476,26 +478,9 @@ def _scored(inputs: ScoreInputs) -> tuple[PlanTensors, BlockTensors, VerifyTenso
     )
 
 
-def _matched(inputs: ScoreInputs) -> MatchTensors | None:
+def _matched(inputs: ScoreInputs) -> Matches | None:
     """Return the matches of groups that are decoded exactly; None: there are no such groups."""
-    return contiguous(MatchTensors(*inputs.matched)) if inputs.plan.has_exact else None
-
-
-def _tree_selection(trees: SelectedTrees | None) -> TreeSelection | None:
-    if trees is None:
-        return None
-    chosen = trees.chosen
-    return contiguous(
-        TreeSelection(
-            chosen.parent_X,
-            chosen.candidate_X,
-            chosen.mass_X,
-            chosen.ess_G,
-            chosen.collapsed_G,
-            trees.pick_A,
-            trees.alive_A,
-        )
-    )
+    return contiguous(inputs.matched)
 
 
 class TritonSampling(Sampling):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import Chains, verify_by_rejection
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
@@ -211,10 +212,10 @@ def verify(
     return VerifyOutputs(blocks, logp_AQ, drawn_AQ.long(), drawn_logp_AQ, next_AV, nan_A, nan_AQ)
 
 
-def chain_groups(plan: RoundPlan[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the first chain, counted among all C, and the number of chains of every group [G]."""
+def chain_groups(plan: RoundPlan[Tensor]) -> Spans:
+    """Return the chains of every group, counted among all C."""
     size_G = torch.where(plan.kind_G == PopulationKind.CHAINS, plan.size_G, 0).long()
-    return size_G.cumsum(0) - size_G, size_G
+    return Spans(size_G.cumsum(0) - size_G, size_G)
 
 
 def verify_chains(
@@ -226,17 +227,17 @@ def verify_chains(
     `logp`: the target's log-distribution after every token; `logq`: the log-distribution that the next token was drawn
     from, after all tokens but the last."""
     blocks, index_C, vocab = inputs.blocks, plan.chain_C, logp_CQV.shape[-1]
-    first_G, size_G = chain_groups(plan)
+    groups = chain_groups(plan)
     q = blocks.tokens_AQ.shape[1]
     position_CQ = inputs.keys.position_R.view(-1, q)[index_C]
     seed_C1 = plan.seed_A[index_C][:, None]
     high_CQ, low_CQ, _, _ = _words(seed_C1, blocks.rank_A[index_C][:, None], position_CQ, Purpose.TRIAL)
     uniform_CQ = ((high_CQ << 21) | (low_CQ >> 11)) * 2.0**-53
-    lead_H = first_G[size_G > 0]
+    lead_H = groups.first_G[groups.size_G > 0]
     noise = _words(seed_C1[lead_H], torch.zeros_like(seed_C1[lead_H]), position_CQ[lead_H], Purpose.REMAINDER)
     noise_HQV = -exponentials(noise[0], noise[1], vocab).log()
     chains = Chains(blocks.tokens_AQ[index_C], blocks.count_A[index_C], blocks.alive_A[index_C], logp_CQV, logq_CLV)
-    return verify_by_rejection(chains, (first_G, size_G), uniform_CQ, noise_HQV)
+    return verify_by_rejection(chains, groups, uniform_CQ, noise_HQV)
 
 
 def _words(seed_C1: Tensor, stream_C1: Tensor, position_CQ: Tensor, purpose: Purpose) -> list[Tensor]:

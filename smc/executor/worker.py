@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.resampling import Spans
 from smc.arrays import offsets, to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
@@ -305,7 +306,7 @@ class ModelWorker:
         one_R, there_R = torch.ones_like(rows), rows >= 0
         kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)
         random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
-        bounds = ((rows, one_R), (rows * most, one_R * most))
+        bounds = (Spans(rows, one_R), Spans(rows * most, one_R * most))
         chosen = self.ops.expand(
             candidate_tokens, weight_R, there_R, *bounds, count_R, kind_R, random, len(rows) * most
         )

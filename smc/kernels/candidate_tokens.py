@@ -82,7 +82,7 @@ def propose_candidates(
     assert block >= PART or length < PART
     sums_2RS, largest_RP = room.floats(2, rows, splits), room.ints(rows, splits * (block // PART))
     bound_2R, norm_2R = room.ints(2, rows), room.floats(2, rows)
-    found = FoundTokens(room.longs(rows, width), *room.floats(2, rows, width))
+    found = CandidateTokens(room.longs(rows, width), room.floats(rows, width), room.floats(rows, width))
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     keys = tuple(key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
     blocks, by_row = {"BLOCK": block, "num_warps": warps}, {"SPLITS": triton.next_power_of_2(splits)}
@@ -112,7 +112,7 @@ def propose_candidates(
         SearchSizes(splits, most, width), PART=PART, **search, **by_row, num_warps=8,
     )  # fmt: skip
     if not has_rest:
-        return CandidateTokens(*found)
+        return found
     rest_2RS, won_RS, token_RS = room.floats(2, rows, splits), room.floats(rows, splits), room.ints(rows, splits)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
@@ -121,7 +121,7 @@ def propose_candidates(
     _finish_rest[(rows,)](
         *distribution, *rest_2RS, won_RS, token_RS, *norm_2R, *found, splits, most, **by_row, num_warps=1
     )
-    return CandidateTokens(*found)
+    return found
 
 
 def _steps(vocab: int) -> int:
@@ -219,14 +219,6 @@ class RowSearch(NamedTuple):
     bound_column_R: Tensor
     top_R: Tensor
     log_sum_R: Tensor
-
-
-class FoundTokens(NamedTuple):
-    """Tensors of a `CandidateTokens`."""
-
-    token_RC: Tensor
-    logq_RC: Tensor
-    share_RC: Tensor
 
 
 class SearchSizes(NamedTuple):

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import LEAD_GAIN, PopulationKind
+from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.candidate_tokens import FoundTokens
 from smc.kernels.expansion import find_bound
 from smc.kernels.launch import one_variant
 from smc.kernels.round_tensors import PlanTensors, Room, TreeTensors
@@ -378,7 +377,7 @@ def keep_nodes(
 
 
 def with_inner_nodes(
-    nodes: NodeTensors, plan: PlanTensors, particles: TreeTensors, candidates: FoundTokens
+    nodes: NodeTensors, plan: PlanTensors, particles: TreeTensors, candidates: CandidateTokens
 ) -> NodeRows:
     """See `smc.executor.draft_tree.with_inner_nodes`."""
     (batch_size, width), (_, inner, most) = candidates.share_RC.shape, nodes.share_SDC.shape

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansion, PopulationKind
 from smc.algorithm.expansion import LEAD as MOST_MASS
+from smc.algorithm.resampling import Spans
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import Room, contiguous
@@ -35,8 +36,8 @@ def expand(
     candidates: CandidateTokens,
     mass_R: Tensor,
     there_R: Tensor,
-    sources: tuple[Tensor, Tensor],
-    rows: tuple[Tensor, Tensor],
+    sources: Spans,
+    rows: Spans,
     most_G: Tensor,
     kind_G: Tensor,
     keys: tuple[Tensor, Tensor, int],
@@ -50,25 +51,30 @@ def expand(
     """As `smc.algorithm.expansion.expand`. If a group keeps nothing, its rows repeat the first candidate of its first
     source row."""
     (count, width), groups_count, room = candidates.share_RC.shape, len(kind_G), Room(mass_R.device)
-    (parent_X, candidate_X), (collapsed_G, nan_G) = room.longs(2, total), room.bools(2, groups_count)
-    scratch_2M = room.doubles(2, count * width)
-    source = contiguous(SourceTensors(candidates.share_RC, mass_R, there_R, ended_R))
-    groups = contiguous(ExpandGroups(*sources, *rows, most_G, kind_G, *keys[:2]))
-    out = ExpandTensors(
-        *(parent_X, candidate_X, room.doubles(total), room.bools(total)),
-        *(room.doubles(groups_count), collapsed_G, nan_G),
+    source = contiguous(SourceRows(candidates.share_RC, mass_R, there_R, ended_R))
+    groups = contiguous(ExpandGroups(sources, rows, most_G, kind_G, *keys[:2]))
+    log_mass_M, relative_M = room.doubles(count * width), room.doubles(count * width)
+    out = Expansion(
+        parent_X=room.longs(total),
+        candidate_X=room.longs(total),
+        mass_X=room.doubles(total),
+        alive_X=room.bools(total),
+        ess_G=room.doubles(groups_count),
+        collapsed_G=room.bools(groups_count),
+        nan_G=room.bools(groups_count),
     )
     # One more program, for the rows that belong to no group.
     _expand[(groups_count + 1,)](
-        source, groups, out, *scratch_2M, EXPANSION_POSITION + keys[2], width, width - 1 if has_rest else -1, total,
+        source, groups, out, log_mass_M, relative_M, EXPANSION_POSITION + keys[2], width,
+        width - 1 if has_rest else -1, total,
         LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
         # The reference rounds a product before it adds it.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
-    return Expansion(*out)
+    return out
 
 
-class SourceTensors(NamedTuple):
+class SourceRows(NamedTuple):
     """Candidate tokens of source rows."""
 
     share_RC: Tensor
@@ -80,40 +86,26 @@ class SourceTensors(NamedTuple):
 class ExpandGroups(NamedTuple):
     """Bounds, kinds and random numbers of groups."""
 
-    source_first_G: Tensor
-    source_size_G: Tensor
-    row_first_G: Tensor
-    row_size_G: Tensor
+    sources: Spans
+    rows: Spans
     most_G: Tensor
     kind_G: Tensor
     seed_G: Tensor
     round_G: Tensor
 
 
-class ExpandTensors(NamedTuple):
-    """Tensors of a `smc.algorithm.expansion.Expansion`."""
-
-    parent_X: Tensor
-    candidate_X: Tensor
-    mass_X: Tensor
-    alive_X: Tensor
-    ess_G: Tensor
-    collapsed_G: Tensor
-    nan_G: Tensor
-
-
 def keep_roots(
     root_R: Tensor,
     parent_X: Tensor,
     alive_X: Tensor,
-    rows: tuple[Tensor, Tensor],
-    indices: tuple[Tensor, Tensor],
+    rows: Spans,
+    indices: Spans,
     total: int,
 ) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.expansion.keep_roots`, for groups of up to MAX_PARTICLES batch indices."""
-    room, count = Room(root_R.device), len(rows[0])
+    room, count = Room(root_R.device), len(rows.first_G)
     row_A, alive_A = room.longs(total), room.bools(total)
-    given = (tensor.contiguous() for tensor in (root_R, parent_X, alive_X, *rows, *indices))
+    given = contiguous((root_R, parent_X, alive_X, rows, indices))
     _keep_roots[(programs(total, count),)](*given, row_A, alive_A, count, total, BLOCK_N=MAX_PARTICLES, num_warps=8)
     return row_A, alive_A
 
@@ -305,15 +297,15 @@ def _expand(
         end = 0
         for begin in range(0, count_G, CHUNK):
             g_I = begin + tl.arange(0, CHUNK)
-            size_I = tl.load(groups.row_size_G + g_I, mask=g_I < count_G, other=0).to(tl.int32)
-            end_I = tl.load(groups.row_first_G + g_I, mask=size_I > 0, other=0).to(tl.int32) + size_I
+            size_I = tl.load(groups.rows.size_G + g_I, mask=g_I < count_G, other=0).to(tl.int32)
+            end_I = tl.load(groups.rows.first_G + g_I, mask=size_I > 0, other=0).to(tl.int32) + size_I
             end = tl.maximum(end, tl.max(end_I, 0))
         _clear((out.parent_X, out.candidate_X, out.mass_X, out.alive_X), end, total, CHUNK)
         return
-    sources, kind = tl.load(groups.source_size_G + group).to(tl.int32), tl.load(groups.kind_G + group)
-    source_first = tl.load(groups.source_first_G + group).to(tl.int64)
-    row_first = tl.load(groups.row_first_G + group).to(tl.int64)
-    size, most = tl.load(groups.row_size_G + group).to(tl.int32), tl.load(groups.most_G + group).to(tl.int32)
+    sources, kind = tl.load(groups.sources.size_G + group).to(tl.int32), tl.load(groups.kind_G + group)
+    source_first = tl.load(groups.sources.first_G + group).to(tl.int64)
+    row_first = tl.load(groups.rows.first_G + group).to(tl.int64)
+    size, most = tl.load(groups.rows.size_G + group).to(tl.int32), tl.load(groups.most_G + group).to(tl.int32)
     is_best = kind >= BEST
     rows_N = (out.parent_X + row_first, out.candidate_X + row_first, out.mass_X + row_first, out.alive_X + row_first)
     _clear(rows_N, 0, size, CHUNK)
@@ -361,14 +353,13 @@ def _expand(
 
 @one_variant()
 def _keep_roots(
-    root_R, parent_X, alive_X, row_first_G, row_size_G, index_first_G, index_size_G, row_A, alive_A, groups, batch_size,
-    BLOCK_N: tl.constexpr,
+    root_R, parent_X, alive_X, rows_of, indices, row_A, alive_A, groups, batch_size, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Assign rows to batch indices in two passes over the group's rows, BLOCK_N at a time: count the rows that continue
     each batch index, then place those beyond the first of a batch index."""
-    index_N, exists_N, group, is_group = own_indices(index_first_G, index_size_G, groups, batch_size, BLOCK_N)
-    rows, size = tl.load(row_size_G + group).to(tl.int32), tl.load(index_size_G + group).to(tl.int32)
-    row_first, first = tl.load(row_first_G + group).to(tl.int64), tl.load(index_first_G + group).to(tl.int64)
+    index_N, exists_N, group, is_group = own_indices(indices.first_G, indices.size_G, groups, batch_size, BLOCK_N)
+    rows, size = tl.load(rows_of.size_G + group).to(tl.int32), tl.load(indices.size_G + group).to(tl.int32)
+    row_first, first = tl.load(rows_of.first_G + group).to(tl.int64), tl.load(indices.first_G + group).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     rows = tl.where(is_group & (size > 0), rows, 0)
     count_N, own_N = tl.zeros((BLOCK_N,), tl.int32), tl.zeros((BLOCK_N,), tl.int32) + rows

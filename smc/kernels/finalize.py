@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
-from smc.algorithm.selection import PREFIX_POSITION
+from smc.algorithm.expansion import PopulationKind, SelectedTrees
+from smc.algorithm.selection import PREFIX_POSITION, Selection
+from smc.algorithm.verification import Matches
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import (
     DONE,
     BlockTensors,
-    MatchTensors,
     PlanTensors,
     Room,
     Sizes,
@@ -32,7 +32,7 @@ from smc.kernels.round_tensors import (
     after_all,
     row_tokens,
 )
-from smc.kernels.select import SelectTensors, draw_uniforms
+from smc.kernels.select import draw_uniforms
 from smc.kernels.verify import VerifyTensors
 
 INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
@@ -49,18 +49,6 @@ class CandidateOutputs(NamedTuple):
     bonus_A: Tensor | None
     token_logp_AC: Tensor | None
     """Log p of each candidate token."""
-
-
-class TreeSelection(NamedTuple):
-    """Tensors of a `smc.executor.select.SelectedTrees`."""
-
-    parent_X: Tensor
-    candidate_X: Tensor
-    mass_X: Tensor
-    ess_G: Tensor
-    collapsed_G: Tensor
-    pick_A: Tensor
-    alive_A: Tensor
 
 
 class FinalizeOutputs(NamedTuple):
@@ -91,9 +79,9 @@ def finalize(
     slots: SlotTensors,
     tables: StopTensors,
     candidates: CandidateOutputs,
-    matched: MatchTensors | None,
-    own: SelectTensors | None,
-    trees: TreeSelection | None,
+    matched: Matches | None,
+    own: Selection | None,
+    trees: SelectedTrees | None,
     lookahead: bool,
 ) -> FinalizeOutputs:
     """See `smc.executor.finalize.finalize`."""
@@ -231,7 +219,9 @@ def _has_collapsed(group, plan, own, trees):
     if own is not None:
         collapsed = collapsed | ((kind == INDEPENDENT) & (tl.load(own.collapsed_G + group) != 0))
     if trees is not None:
-        collapsed = collapsed | ((kind != INDEPENDENT) & (kind < BEST) & (tl.load(trees.collapsed_G + group) != 0))
+        collapsed = collapsed | (
+            (kind != INDEPENDENT) & (kind < BEST) & (tl.load(trees.chosen.collapsed_G + group) != 0)
+        )
     return collapsed
 
 
@@ -286,13 +276,13 @@ def _of_trees(exists, index, trees, candidates, open_A, C: tl.constexpr, LOOKAHE
     chosen."""
     pick = tl.load(trees.pick_A + index, mask=exists, other=0)
     alive = tl.load(trees.alive_A + index, mask=exists, other=0) != 0
-    row = tl.load(trees.parent_X + pick, mask=exists, other=0).to(tl.int32)
+    row = tl.load(trees.chosen.parent_X + pick, mask=exists, other=0).to(tl.int32)
     ancestor = tl.load(candidates.root_X + row, mask=exists, other=0).to(tl.int32)
-    logw = tl.load(trees.mass_X + pick, mask=exists & alive, other=NONE)
+    logw = tl.load(trees.chosen.mass_X + pick, mask=exists & alive, other=NONE)
     bonus, logp = index.to(tl.int64) * 0 - 1, index.to(tl.float32) * 0 + float("nan")
     is_open = exists & (tl.load(open_A + (ancestor if LOOKAHEAD else row), mask=exists, other=0) != 0)
     if candidates.token_logp_AC is not None:
-        at = row * C + tl.load(trees.candidate_X + pick, mask=exists, other=0).to(tl.int32)
+        at = row * C + tl.load(trees.chosen.candidate_X + pick, mask=exists, other=0).to(tl.int32)
         bonus = tl.load(candidates.token_XC + at, mask=is_open, other=-1).to(tl.int64)
         logp = tl.load(candidates.token_logp_AC + at, mask=is_open, other=float("nan"))
     elif LOOKAHEAD and candidates.logp_X is not None:
@@ -337,8 +327,8 @@ def _write_group(group, groups, kind, own, trees, out):
         resampled, collapsed = tl.load(own.resampled_G + group) != 0, tl.load(own.collapsed_G + group) != 0
     if trees is not None:
         is_tree = (kind != INDEPENDENT) if own is not None else (kind == kind)
-        tree_collapsed = tl.load(trees.collapsed_G + group) != 0
-        ess = tl.where(is_tree, tl.load(trees.ess_G + group), ess)
+        tree_collapsed = tl.load(trees.chosen.collapsed_G + group) != 0
+        ess = tl.where(is_tree, tl.load(trees.chosen.ess_G + group), ess)
         log_z = tl.where(is_tree, tl.where(tree_collapsed, NONE, tl.zeros((), tl.float64)), log_z)
         resampled, collapsed = resampled & (is_tree == 0), tl.where(is_tree, tree_collapsed, collapsed)
     tl.store(out.values_2G + group, log_z)

@@ -6,7 +6,7 @@ See `smc.executor` for axes; E entries of the tables, X states, B bytes, V vocab
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import triton
@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from smc import stops
+from smc.arrays import map_tensors
 from smc.stops import StopTables
 
-Packed = TypeVar("Packed", bound=NamedTuple)
+Packed = TypeVar("Packed", bound="tuple | None")
 DONE, STATES = tl.constexpr(stops.DONE), tl.constexpr(stops.MAX_STATES)
 
 
@@ -84,13 +85,6 @@ class BlockTensors(NamedTuple):
     run_A: Tensor
 
 
-class MatchTensors(NamedTuple):
-    """The result of `smc.algorithm.verification.match_samples`."""
-
-    best_A: Tensor
-    right_A: Tensor
-
-
 class Sizes(NamedTuple):
     """Sizes of a batch."""
 
@@ -101,12 +95,12 @@ class Sizes(NamedTuple):
 
 def fields_of(kind: type[Packed], source: object) -> Packed:
     """Return the attributes of `source` that `kind` names, as a `kind`."""
-    return kind._make(getattr(source, name) for name in kind._fields)
+    return cast(Any, kind)._make(getattr(source, name) for name in cast(Any, kind)._fields)
 
 
 def contiguous(tensors: Packed) -> Packed:
-    """Return the tuple with every tensor contiguous; None and numbers stay."""
-    return tensors._make(each.contiguous() if isinstance(each, Tensor) else each for each in tensors)
+    """Return the same tuples with every tensor contiguous."""
+    return cast(Packed, map_tensors(Tensor.contiguous, tensors))
 
 
 class Room:

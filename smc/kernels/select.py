@@ -23,9 +23,10 @@ from torch import Tensor
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
+from smc.algorithm.verification import Matches
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import BlockTensors, MatchTensors, PlanTensors, Room, Sizes, fields_of, row_tokens
+from smc.kernels.round_tensors import BlockTensors, PlanTensors, Room, Sizes, row_tokens
 from smc.kernels.truncation import finite
 from smc.kernels.verify import VerifyTensors
 from smc.philox import Purpose
@@ -72,37 +73,6 @@ class CandidateTensors(NamedTuple):
     """Zeros, if a row is its own candidate; None: candidate tokens are given."""
 
 
-class GroupBounds(NamedTuple):
-    """Tensors of a `smc.algorithm.resampling.Bounds`."""
-
-    first_G: Tensor
-    size_G: Tensor
-    count_G: Tensor
-    draws_G: Tensor
-
-
-class SelectSettings(NamedTuple):
-    """Settings of the groups' resampling."""
-
-    threshold_G: Tensor
-    scheme_G: Tensor
-    seed_G: Tensor
-    round_G: Tensor
-
-
-class SelectTensors(NamedTuple):
-    """Tensors of a `smc.algorithm.selection.Selection`."""
-
-    ancestor_A: Tensor
-    branch_A: Tensor
-    logw_A: Tensor
-    alive_A: Tensor
-    log_z_G: Tensor
-    ess_G: Tensor
-    resampled_G: Tensor
-    collapsed_G: Tensor
-
-
 class SelectScratch(NamedTuple):
     """Memory of the scheme that processes candidates one by one."""
 
@@ -118,7 +88,7 @@ def score_candidates(
     rows_WX: Tensor,
     alive_S: Tensor,
     scores: ScoreTensors,
-    matched: MatchTensors | None,
+    matched: Matches | None,
     lookahead: bool,
 ) -> CandidateTensors:
     """See `smc.executor.select.score_candidates`. `matched`: results for groups of exact decoding."""
@@ -158,19 +128,25 @@ def select(
 ) -> Selection:
     """As `smc.algorithm.selection.select`, for groups of up to MAX_PARTICLES batch indices."""
     (batch_size, branches), count, room = candidates_AF.shape, len(seed_G), Room(candidates_AF.device)
-    out = SelectTensors(
-        *(*room.longs(2, batch_size), room.doubles(batch_size), room.bools(batch_size)),
-        *(*room.doubles(2, count), *room.bools(2, count)),
+    out = Selection(
+        ancestor_A=room.longs(batch_size),
+        branch_A=room.longs(batch_size),
+        logw_A=room.doubles(batch_size),
+        alive_A=room.bools(batch_size),
+        log_z_G=room.doubles(count),
+        ess_G=room.doubles(count),
+        resampled_G=room.bools(count),
+        collapsed_G=room.bools(count),
     )
     _select[(programs(batch_size, count),)](
-        candidates_AF.contiguous(), alive_A.contiguous(), fields_of(GroupBounds, groups),
-        SelectSettings(threshold_G, scheme_G, seed_G, round_G), out,
-        SelectScratch(*room.doubles(3, batch_size * branches)), branches, count, batch_size,
+        candidates_AF.contiguous(), alive_A.contiguous(), groups, threshold_G, scheme_G, seed_G, round_G, out,
+        SelectScratch(*(room.doubles(batch_size * branches) for _ in SelectScratch._fields)), branches, count,
+        batch_size,
         BLOCK_N=MAX_PARTICLES, BLOCK_F=triton.next_power_of_2(branches),
         # The reference rounds a product before it subtracts.
         enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
-    return Selection(*out)
+    return out
 
 
 @one_variant()
@@ -504,7 +480,7 @@ def _resample(
 
 @one_variant()
 def _select(
-    candidates_AF, alive_A, groups, settings, out, scratch, branches, count, batch_size,
+    candidates_AF, alive_A, groups, threshold_G, scheme_G, seed_G, round_G, out, scratch, branches, count, batch_size,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
@@ -523,7 +499,7 @@ def _select(
         tl.store(out.collapsed_G + group, False)
         return
     particles, draws = tl.load(groups.count_G + group), tl.load(groups.draws_G + group)
-    seed, rounds = tl.load(settings.seed_G + group), tl.load(settings.round_G + group)
+    seed, rounds = tl.load(seed_G + group), tl.load(round_G + group)
     n, f = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_F)
     exists_N, index_N = n < size, first + n
     alive_N = tl.load(alive_A + index_N, mask=exists_N, other=0) != 0
@@ -534,11 +510,11 @@ def _select(
     highest_N, family_N, log_sum, squares = _family_weights(candidates_NF)
     has_weight = squares > 0
     ess = tl.where(has_weight, 1.0 / squares, 0.0)
-    is_low = ess < tl.load(settings.threshold_G + group).to(tl.float64) * particles.to(tl.float64) * KEEP
+    is_low = ess < tl.load(threshold_G + group).to(tl.float64) * particles.to(tl.float64) * KEEP
     resampled = (is_low | (draws != particles)) & has_weight
     if resampled:
         taken_N, held_N = _resample(
-            candidates_NF, tl.max(highest_N, 0), at_NF, inside_NF, size, draws, tl.load(settings.scheme_G + group),
+            candidates_NF, tl.max(highest_N, 0), at_NF, inside_NF, size, draws, tl.load(scheme_G + group),
             seed, rounds, first * branches, branches, scratch, BLOCK_N, BLOCK_F,
         )  # fmt: skip
     else:

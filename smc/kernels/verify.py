@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
+from smc.algorithm.resampling import Spans
+from smc.algorithm.verification import Matches
 from smc.api.limits import MAX_PARTICLES
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.round_tensors import (
@@ -29,6 +31,7 @@ from smc.kernels.round_tensors import (
     Room,
     Sizes,
     SlotTensors,
+    contiguous,
     row_tokens,
 )
 from smc.kernels.sampling import exponentials
@@ -144,24 +147,21 @@ def verify(
     return out
 
 
-def match_samples(
-    tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def match_samples(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: Spans) -> Matches:
     """As `smc.algorithm.verification.match_samples`, for groups of up to MAX_PARTICLES batch indices; integers of
     any type."""
     batch_size, tokens = tokens_AQ.shape
-    (best_A, right_A), count = Room(tokens_AQ.device).longs(2, batch_size), len(groups[0])
-    given = (tensor.contiguous() for tensor in (tokens_AQ, count_A, drawn_AQ, alive_A, *groups))
+    room, count = Room(tokens_AQ.device), len(groups.first_G)
+    out = Matches(room.longs(batch_size), room.longs(batch_size))
+    given = contiguous((tokens_AQ, count_A, drawn_AQ, alive_A, groups))
     _match_samples[(programs(batch_size, count),)](
-        *given, best_A, right_A, tokens, count, batch_size,
+        *given, out, tokens, count, batch_size,
         BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(tokens + 1), num_warps=4,
     )  # fmt: skip
-    return best_A, right_A
+    return out
 
 
-def verify_chains(
-    trials: ChainTrials, logp_CQV: Tensor, logq_CLV: Tensor, groups: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def verify_chains(trials: ChainTrials, logp_CQV: Tensor, logq_CLV: Tensor, groups: Spans) -> tuple[Tensor, Tensor]:
     """As `smc.algorithm.verification.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0,
     for trials from the chain's own stream and for draws from stream 0. `groups`: first chain among all C, and number of
     chains [G], up to MAX_PARTICLES."""
@@ -171,8 +171,8 @@ def verify_chains(
     # A group uses the memory of its first chain.
     left_CV = torch.empty(chains, vocab, dtype=torch.float64, device=device)
     block = min(4096, triton.next_power_of_2(vocab))
-    _verify_chains[(len(groups[0]),)](
-        trials, logp_CQV.contiguous(), logq_CLV.contiguous(), *(bound_G.contiguous() for bound_G in groups),
+    _verify_chains[(len(groups.first_G),)](
+        trials, logp_CQV.contiguous(), logq_CLV.contiguous(), contiguous(groups),
         left_CV, token_CQ, token_logp_CQ, vocab, Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=8,
         # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
         # logarithm.
@@ -313,11 +313,11 @@ def _verify(
 
 @one_variant()
 def _match_samples(
-    tokens_AQ, count_A, drawn_AQ, alive_A, first_G, size_G, best_A, right_A, tokens, groups, batch_size,
+    tokens_AQ, count_A, drawn_AQ, alive_A, groups, out, tokens, count, batch_size,
     BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     q = tl.arange(0, BLOCK_Q)
-    index_N, exists_N, _, is_group = own_indices(first_G, size_G, groups, batch_size, BLOCK_N)
+    index_N, exists_N, _, is_group = own_indices(groups.first_G, groups.size_G, count, batch_size, BLOCK_N)
     count_N = tl.load(count_A + index_N, mask=exists_N, other=0)
     at_NQ = index_N[:, None] * tokens + q[None, :]
     # The first token is right; a later one is right if it exists and the target drew it after the previous token.
@@ -328,17 +328,19 @@ def _match_samples(
     right_N = tl.where(tl.load(alive_A + index_N, mask=exists_N, other=0) != 0, right_N, 0)
     right, best = tl.max(tl.where(exists_N, right_N, -1), 0, return_indices=True, return_indices_tie_break_left=True)
     first = tl.min(index_N, 0)
-    tl.store(best_A + index_N, tl.where(is_group, first + best, index_N).to(tl.int64), mask=exists_N)
-    tl.store(right_A + index_N, tl.where(is_group, tl.maximum(right, 1), 1) + index_N.to(tl.int64) * 0, mask=exists_N)
+    tl.store(out.best_A + index_N, tl.where(is_group, first + best, index_N).to(tl.int64), mask=exists_N)
+    tl.store(
+        out.right_A + index_N, tl.where(is_group, tl.maximum(right, 1), 1) + index_N.to(tl.int64) * 0, mask=exists_N
+    )
 
 
 @one_variant("logp_CQV", "logq_CLV", "left_CV", "vocab")
 def _verify_chains(
-    trials, logp_CQV, logq_CLV, first_G, size_G, left_CV, token_CQ, token_logp_CQ, vocab,
+    trials, logp_CQV, logq_CLV, groups, left_CV, token_CQ, token_logp_CQ, vocab,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     group, n = tl.program_id(0), tl.arange(0, BLOCK_N)
-    first, size = tl.load(first_G + group).to(tl.int64), tl.load(size_G + group).to(tl.int32)
+    first, size = tl.load(groups.first_G + group).to(tl.int64), tl.load(groups.size_G + group).to(tl.int32)
     exists = n < size
     index = tl.load(trials.index_C + first + n, mask=exists, other=0)
     count = tl.load(trials.count_A + index, mask=exists, other=0)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand
-from smc.algorithm.resampling import Bounds
+from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
 from smc.executor.messages import Lineage
@@ -253,7 +253,7 @@ def expand_rows(checkpoint: Checkpoint, rows: int, kind: PopulationKind, keys: R
     logw_N = torch.from_numpy(checkpoint["logw_S"])
     n, one_G = len(logw_N), torch.ones(1, dtype=torch.int64)
     random = (torch.tensor([keys.seed]), one_G * (SHRINK_ROUND + keys.choice), 0)
-    sources, kept = ((one_G * 0, one_G * size) for size in (n, rows))
+    sources, kept = (Spans(one_G * 0, one_G * size) for size in (n, rows))
     there_N = torch.ones(n, dtype=torch.bool)
     whole = CandidateTokens.whole(logw_N)
     chosen = expand(whole, logw_N, there_N, sources, kept, one_G * rows, one_G * int(kind), random, rows)

@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand, inclusion, keep_roots
+from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
 
 DISTINCT, BEST = int(PopulationKind.DISTINCT), int(PopulationKind.BEST)
 MASSES = st.lists(st.floats(-40, 3), min_size=1, max_size=12)
 
 
-def bounds(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First index and size of consecutive groups."""
+def bounds(*sizes: int) -> Spans:
+    """Consecutive groups."""
     size_G = torch.tensor(sizes)
-    return size_G.cumsum(0) - size_G, size_G
+    return Spans(size_G.cumsum(0) - size_G, size_G)
 
 
 def expanded(share_RC, mass_R, sizes, most, kind, *, seeds=None, there_R=None, least=0.0, step=0):
@@ -151,6 +152,6 @@ def test_the_block_that_agrees_longest():
     drawn_AQ = torch.tensor([[1, 4, 0, 0], [1, 4, 9, 8], [1, 4, 9, 8], [2, 0, 0, 0], [7, 7, 7, 7]])
     count_A, alive_A = torch.tensor([4, 4, 4, 1, 4]), torch.tensor([True, True, True, True, False])
     best_A, right_A = match_samples(
-        tokens_AQ, count_A, drawn_AQ, alive_A, (torch.tensor([0, 3, 0]), torch.tensor([3, 1, 0]))
+        tokens_AQ, count_A, drawn_AQ, alive_A, Spans(torch.tensor([0, 3, 0]), torch.tensor([3, 1, 0]))
     )
     assert best_A.tolist() == [2, 2, 2, 3, 4] and right_A.tolist() == [4, 4, 4, 1, 1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import NO_TOKEN, Chains, match_samples, verify_by_rejection
 
 V = 3
@@ -60,12 +61,12 @@ def one_round(p: dict, q: dict, n: int, k: int, seed: int, groups: int = GROUPS)
     count_A = torch.full((groups * n,), k + 1)
     alive_A = torch.ones(groups * n, dtype=torch.bool)
     chains = Chains(tokens_AQ, count_A, alive_A, packed(p, tokens_AQ), packed(q, tokens_AQ)[:, :-1])
-    bounds = (torch.arange(groups) * n, torch.full((groups,), n))
+    bounds = Spans(torch.arange(groups) * n, torch.full((groups,), n))
     uniform_AQ = torch.rand(groups * n, k + 1, dtype=torch.float64, generator=generator)
     noise_HQV = -torch.log(-torch.log(torch.rand(groups, k + 1, V, dtype=torch.float64, generator=generator)))
     said_AQ, _ = verify_by_rejection(chains, bounds, uniform_AQ, noise_HQV)
     best_A, right_A = match_samples(tokens_AQ, count_A, said_AQ, alive_A, bounds)
-    best_G, right_G = best_A[bounds[0]], right_A[bounds[0]]
+    best_G, right_G = best_A[bounds.first_G], right_A[bounds.first_G]
     taken_GT = said_AQ[best_G]
     taken_GT[torch.arange(k + 1) >= right_G[:, None]] = NO_TOKEN
     return taken_GT, right_G - 1
@@ -123,7 +124,10 @@ def test_a_token_is_kept_as_often_as_the_laws_overlap():
         )
         uniform_AQ = ((torch.arange(steps) + 0.5) / steps)[:, None].expand(steps, 2).double()
         said_AQ, _ = verify_by_rejection(
-            chains, (torch.arange(steps), torch.ones(steps, dtype=torch.int64)), uniform_AQ, torch.zeros(steps, 2, V)
+            chains,
+            Spans(torch.arange(steps), torch.ones(steps, dtype=torch.int64)),
+            uniform_AQ,
+            torch.zeros(steps, 2, V),
         )
         share = (said_AQ[:, 0] == token).double().mean().item()
         assert share == pytest.approx(min(1.0, (p[token] - q[token]).exp().item()), abs=1 / steps)
@@ -156,7 +160,7 @@ def test_chains_that_ended_and_places_without_one():
     tokens_AQ = torch.tensor([[0, 1, 2], [0, 1, 1], [0, 2, 2], [0, 0, 0]])
     count_A, alive_A = torch.tensor([1, 2, 3, 1]), torch.tensor([True, True, False, True])
     law_AQV = packed(p, tokens_AQ)
-    groups = (torch.tensor([0, 1, 4]), torch.tensor([1, 2, 0]))
+    groups = Spans(torch.tensor([0, 1, 4]), torch.tensor([1, 2, 0]))
     said_AQ, logp_AQ = verify_by_rejection(
         Chains(tokens_AQ, count_A, alive_A, law_AQV, law_AQV[:, :-1]), groups, torch.zeros(4, 3), torch.zeros(2, 3, V)
     )

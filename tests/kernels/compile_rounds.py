@@ -29,6 +29,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
 from smc.distributions import DistributionSpec
 from smc.executor.draft_tree import InnerNodes
@@ -183,8 +184,8 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     TritonOps().with_inner_nodes(nodes, plan, particles, candidates)
     TritonOps().limit_outcomes(plan, grown.tree, candidates, True)
     token_RC, share_RC = torch.zeros(places, 33, dtype=torch.int64), torch.zeros(places, 33)
-    bounds = (torch.zeros(1, dtype=torch.int32), torch.full((1,), places, dtype=torch.int32))
-    most_G, kind_G, random_G = bounds[1], torch.full((1,), 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    bounds = Spans(torch.zeros(1, dtype=torch.int32), torch.full((1,), places, dtype=torch.int32))
+    most_G, kind_G, random_G = bounds.size_G, torch.full((1,), 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     candidates, is_there_R = CandidateTokens(token_RC, share_RC, share_RC), torch.ones(places) > 0
     given = (candidates, one_R.double(), is_there_R, bounds, bounds, most_G, kind_G, (random_G, random_G, 0), places)
     TritonOps().expand(*given, ended_R=is_there_R, has_rest=True)

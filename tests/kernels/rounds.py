@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.resampling import Spans
 from smc.distributions import DistributionSpec
 from smc.executor.messages import DraftedRows
 from smc.executor.plan import Contexts, Program, RoundPlan
@@ -224,10 +225,10 @@ class Round:
         return TargetOutputs(*own, offers, candidate_logp_AC)
 
     def inputs(self, asked: VerifyInputs, drafted: DraftedRows, walk: object) -> ScoreInputs:
-        scored, blocks, walked = self.scored(asked), asked.blocks, (None, None)
+        scored, blocks, matched = self.scored(asked), asked.blocks, None
         if self.plan.has_exact:
-            groups = (self.plan.first_G, self.plan.size_G)
-            walked = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
+            groups = Spans(self.plan.first_G, self.plan.size_G)
+            matched = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
         return ScoreInputs(
-            self.plan, self.state, scored, drafted, self.target_outputs(drafted), *walked, self.lookahead
+            self.plan, self.state, scored, drafted, self.target_outputs(drafted), matched, self.lookahead
         )

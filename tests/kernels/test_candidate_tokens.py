@@ -157,7 +157,7 @@ def test_offers_of_a_powered_law(vocab, truncated):
     found = TritonSampling(vocab).propose_bonus(logits_RV, spec, key)
     expected = Sampling(vocab).propose_bonus(logits_RV, spec, key)
     laws = Distributions(spec, DEVICE)
-    offers = CandidateTokens(*(values_RC.cpu() for values_RC in vars(found[0]).values()))
+    offers = CandidateTokens(*(values_RC.cpu() for values_RC in found[0]))
     assert_offers(offers, logits_RV, laws.powered(laws.target(logits_RV))[0].cpu())
     # Among tokens without mass, any may be a candidate.
     torch.testing.assert_close(

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from smc.algorithm import expansion as reference
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples as reference_match
 from smc.api.limits import MAX_PARTICLES
+from smc.arrays import map_tensors
 from smc.kernels import expansion
 from smc.kernels.verify import match_samples
 from tests.kernels.conftest import DEVICE
@@ -27,22 +29,16 @@ ON_GPU = DEVICE.type == "cuda"
 CHUNK = 64
 NO_MASS = -math.inf
 examples = settings(max_examples=400 if ON_GPU else 8, deadline=None)
-Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
-def bounds(sizes: list[int]) -> Bounds:
-    """Return the first index and the size of groups that follow each other."""
-    return torch.tensor(list(itertools.accumulate(sizes[:-1], initial=0)), dtype=torch.int32), torch.tensor(
-        sizes, dtype=torch.int32
-    )
+def bounds(sizes: list[int]) -> Spans:
+    """Return groups that follow each other."""
+    first = list(itertools.accumulate(sizes[:-1], initial=0))
+    return Spans(torch.tensor(first, dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32))
 
 
 def to(device: torch.device, value: object) -> object:
-    if isinstance(value, tuple):
-        return tuple(to(device, one) for one in value)
-    if isinstance(value, CandidateTokens):
-        return CandidateTokens(*(one.to(device) for one in vars(value).values()))
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def grouped(
@@ -83,7 +79,7 @@ def assert_same(arguments: tuple, chunk: int | None = CHUNK) -> Expansion:
     """Compare kernel and reference, and return the kernel's expansion. Where no row of a group continues, its parents
     and candidates are not compared: they mean nothing."""
     expected, made = reference.expand(*arguments), expansion.expand(*to(DEVICE, arguments), chunk=chunk)
-    made = Expansion(*(value.cpu() for value in vars(made).values()))
+    made = Expansion(*(value.cpu() for value in made))
     rows, alive_X = arguments[4], expected.alive_X
     assert torch.equal(made.alive_X, alive_X) and torch.equal(made.collapsed_G, expected.collapsed_G)
     said_X = torch.ones_like(alive_X)
@@ -235,7 +231,7 @@ def test_edge_points_fill_all_rows_without_zero_mass(uniform, monkeypatch):
 
 
 @st.composite
-def populations(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Bounds, Bounds, int]:
+def populations(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans, Spans, int]:
     """Arguments of `keep_roots`: groups in which no more rows are alive than there are batch indices."""
     sizes = draw(st.lists(st.sampled_from([0, 1, 2, 5, MAX_PARTICLES]), min_size=1, max_size=4))
     rows = [size and draw(st.sampled_from([1, size, 3 * size])) for size in sizes]

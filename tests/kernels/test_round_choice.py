@@ -8,6 +8,7 @@ import torch
 
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.verification import match_samples
+from smc.arrays import map_tensors
 from smc.executor.ops import RoundOps
 from smc.executor.round_stages import Selector
 from smc.executor.select import ScoreInputs
@@ -45,7 +46,7 @@ def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **
     inputs, there = (inputs_of(seed, kinds, lookahead, device, **options) for device in (CPU, DEVICE))
     wanted = RoundOps().score_candidates(inputs)
     found = TritonOps().score_candidates(there)
-    sizes = ("own_size_G", "source_first_G", "source_size_G", "seed_G", "round_G")
+    sizes = ("own_size_G", "sources", "seed_G", "round_G")
     for name in ("root_X", "weight_X", "there_X", "alive_A", *sizes):
         assert_equal(getattr(found, name), getattr(wanted, name), name)
     assert_equal(
@@ -67,7 +68,9 @@ def moved(value: object) -> object:
     """Return a copy of `value` on the device."""
     if isinstance(value, torch.Tensor):
         return value.to(DEVICE)
-    return type(value)(**{name: moved(one) for name, one in vars(value).items()}) if value is not None else None
+    if value is None or isinstance(value, tuple):
+        return map_tensors(moved, value)
+    return type(value)(**{name: moved(one) for name, one in vars(value).items()})
 
 
 @pytest.mark.parametrize(("kinds", "lookahead"), ROUNDS, ids=name_of)

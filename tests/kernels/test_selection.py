@@ -4,7 +4,6 @@ Axes: A batch indices, G groups, N particles, F branches."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import replace
 
@@ -15,10 +14,10 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection
 from smc.algorithm.selection import select as reference
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
+from smc.arrays import map_tensors
 from smc.kernels import select as selection
 from smc.kernels.select import select
 from smc.philox import Purpose, uniforms
@@ -30,16 +29,15 @@ ON_GPU = DEVICE.type == "cuda"
 
 
 def on_device(arguments: dict[str, object]) -> dict[str, object]:
-    """Move the arguments to the device. The groups' bounds are a dataclass of tensors."""
-    bounds = Bounds(*(getattr(arguments["groups"], field.name).to(DEVICE) for field in dataclasses.fields(Bounds)))
-    return {name: bounds if name == "groups" else value.to(DEVICE) for name, value in arguments.items()}
+    """Move the arguments to the device."""
+    return {name: map_tensors(lambda tensor: tensor.to(DEVICE), value) for name, value in arguments.items()}
 
 
 def assert_same(populations: list[Population], padding: int = 0, padding_groups: int = 0) -> Selection:
     """Compare kernel and reference, and return the kernel's selection."""
     arguments = pack(populations, padding, padding_groups)
     expected, made = reference(**arguments), select(**on_device(arguments))
-    made = Selection(*(getattr(made, field.name).cpu() for field in dataclasses.fields(Selection)))
+    made = Selection(*(value.cpu() for value in made))
     for name in ("ancestor_A", "branch_A", "alive_A", "resampled_G", "collapsed_G"):
         assert torch.equal(getattr(made, name), getattr(expected, name)), name
     for name in ("logw_A", "log_z_G", "ess_G"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand
+from smc.algorithm.resampling import Spans
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason
 from smc.api.sampling_params import POPULATIONS, Method, SamplingParams
@@ -189,8 +190,8 @@ def test_the_tree_is_of_tokens_that_are_likely_themselves():
     given = (
         torch.zeros(1).double(),
         one_G > 0,
-        (zero_G, one_G),
-        (zero_G, one_G * 3),
+        Spans(zero_G, one_G),
+        Spans(zero_G, one_G * 3),
         one_G * 3,
         one_G * int(PopulationKind.BEST),
     )
