@@ -20,12 +20,12 @@ from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
 from smc.executor.model_runner import LocalRound, LocalRoundExecutor
-from smc.executor.plan import RoundPlan
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_cache import KVPool, pages_that_fit
 from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
+from smc.round.plan import RoundPlan
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import bucket
 from smc.stops import TokenBytes
@@ -75,7 +75,7 @@ def mixed(args: argparse.Namespace) -> dict:
     plans, ask = [], engine.executor.round
 
     def told(plan: RoundPlan) -> LocalRound:
-        plans.append((plan.program, len(plan.slot_A), int((plan.slot_A < config.max_slots).sum())))
+        plans.append((plan.kind.program, len(plan.arrays.slot_A), int((plan.arrays.slot_A < config.max_slots).sum())))
         return ask(plan)
 
     engine.executor.round = told

@@ -33,7 +33,7 @@ from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select as torch_select
 from smc.arrays import to_device
-from smc.distributions import DistributionSpec
+from smc.distributions import DistributionSpec, Processors
 from smc.executor import masks
 from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.expansion import expand
@@ -111,9 +111,9 @@ class Truncation:
 
 def truncate_arguments(spec: DistributionSpec, device: torch.device) -> list[Tensor | None]:
     """Return temperature, top-k, top-p and min-p as arguments of `truncate`: None for a setting that no row uses."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    used = {"temperature", *spec.active}
-    return [to_device(getattr(spec, f"{name}_R"), device) if name in used else None for name in names]
+    processors = {Processors.TOP_K: spec.top_k_R, Processors.TOP_P: spec.top_p_R, Processors.MIN_P: spec.min_p_R}
+    used = [to_device(values_R, device) if one & spec.active else None for one, values_R in processors.items()]
+    return [to_device(spec.temperature_R, device), *used]
 
 
 def kept(logits_RV: Tensor, cut: Cut) -> Tensor:
@@ -236,7 +236,10 @@ def bench_mask(rows: int, vocab: int = 128256) -> None:
 
 def bench_truncate(rows: int, truncation: Truncation, vocab: int = 128256) -> None:
     logits, every = copies(random(rows, vocab, scale=3.0)), truncation.spec(rows)
-    name, arguments = "+".join(sorted(every.active)), truncate_arguments(every, logits[0].device)
+    name, arguments = (
+        "+".join(sorted(str(one.name).lower() for one in every.active)),
+        truncate_arguments(every, logits[0].device),
+    )
     torch_distributions = distributions.Distributions(every, logits[0].device)
     expected_RV = torch_distributions.target(logits[0].float()) > -torch.inf
     differ = (kept(logits[0], truncate(logits[0], vocab, *arguments)) != expected_RV).sum().item()

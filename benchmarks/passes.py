@@ -39,10 +39,8 @@ from benchmarks.prompts import PEAK, operations
 from smc.api.limits import DTYPE_NAMES
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import FlashInferAttention, FusedAttention, kernels_of, obstacle
-from smc.executor.forward import Rows
 from smc.executor.messages import PromptBatch
 from smc.executor.ops import RoundOps
-from smc.executor.plan import Contexts
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
@@ -51,6 +49,8 @@ from smc.memory.pages import DUMMY_PAGE
 from smc.model.linear import DTYPES
 from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
+from smc.round.plan import Contexts
+from smc.round.tensors import Rows
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 

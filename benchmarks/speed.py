@@ -19,6 +19,7 @@ from benchmarks.rounds import decoding_name
 from smc.algorithm.expansion import PopulationKind
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import KINDS, warm_up, warm_up_plans
+from smc.distributions import NO_PROCESSORS
 from smc.scheduler.engine import Engine
 from smc.scheduler.speculation import LatencyModel
 from smc.types import ModelRole
@@ -257,7 +258,10 @@ def _warm_up(engine: Engine) -> None:
     warm_up(
         engine,
         warm_up_plans(
-            engine.config, engine.context, [kind for kind in KINDS if PopulationKind.DISTINCT not in kind[1]], [()]
+            engine.config,
+            engine.context,
+            [kind for kind in KINDS if PopulationKind.DISTINCT not in kind[1]],
+            [NO_PROCESSORS],
         ),
     )
 

@@ -4,11 +4,16 @@ tuples of arrays, and numbers the entries of ragged rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Arrays = TypeVar("Arrays")
+"""A tensor, or tuples of tensors."""
+ALIGNMENT = 16
+"""Bytes at whose multiples fields begin within one piece of memory."""
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
@@ -32,6 +37,64 @@ def map_tensors(function: Callable[..., Any], values: Any, *others: Any) -> Any:
         each = [map_tensors(function, *one) for one in zip(values, *others, strict=True)]
         return type(values)(*each) if hasattr(values, "_fields") else tuple(each)
     return function(values, *others) if isinstance(values, np.ndarray | Tensor) else values
+
+
+class Room:
+    """Allocates the tensors that a launch writes, on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def longs(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device=self._device)
+
+    def ints(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self._device)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+    def doubles(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float64, device=self._device)
+
+    def bools(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bool, device=self._device)
+
+
+def field(kind: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array that only has a type and a shape."""
+    return np.broadcast_to(np.zeros((), kind), shape)
+
+
+class FieldMemory:
+    """Where every array of tuples lies within one piece of memory, so that one copy or one message takes all."""
+
+    def __init__(self, like: Any) -> None:
+        """`like`: arrays or tensors of the same types and shapes, in tuples and NamedTuples."""
+        self._like, self.nbytes = like, 0
+        self._spans: list[tuple[int, int, torch.dtype]] = []
+
+        def add(array: np.ndarray | Tensor) -> None:
+            dtype = array.dtype if isinstance(array, Tensor) else torch.from_numpy(np.empty(0, array.dtype)).dtype
+            self._spans.append((self.nbytes, array.nbytes, dtype))
+            self.nbytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+
+        map_tensors(add, like)
+
+    def views(self, memory: Tensor) -> Any:
+        """Return the tuples with a view of `memory`, uint8 [nbytes], in the place of every array."""
+        spans = iter(self._spans)
+
+        def view(array: np.ndarray | Tensor) -> Tensor:
+            begin, size, dtype = next(spans)
+            return memory[begin : begin + size].view(dtype).view(array.shape)
+
+        return map_tensors(view, self._like)
+
+
+def contiguous(values: Arrays) -> Arrays:
+    """Return the same tuples with every tensor contiguous."""
+    return map_tensors(Tensor.contiguous, values)
 
 
 def offsets(count_R: np.ndarray) -> np.ndarray:

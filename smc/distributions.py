@@ -16,22 +16,35 @@ Axes: R rows, V vocabulary, D draws a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Generic
+from enum import IntFlag, auto
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from smc.arrays import to_device
+from smc.arrays import map_tensors, to_device
 from smc.types import Array
 
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class DistributionSpec(Generic[Array]):
+class Processors(IntFlag):
+    """Steps from logits to a distribution."""
+
+    GREEDY = auto()
+    TEMPERATURE = auto()
+    TOP_K = auto()
+    TOP_P = auto()
+    MIN_P = auto()
+    ALPHA = auto()
+    TRUNCATION = TOP_K | TOP_P | MIN_P
+
+
+NO_PROCESSORS = Processors(0)
+
+
+class DistributionSpec(NamedTuple, Generic[Array]):
     """How each of R rows turns logits into a distribution. Arrays [R]; a neutral value switches a processor off."""
 
     temperature_R: Array
@@ -45,7 +58,7 @@ class DistributionSpec(Generic[Array]):
     alpha_R: Array
     """float32 > 0; exponent of the distribution that tokens are drawn from; 1 = the distribution itself. Proposals
     ignore it."""
-    active: frozenset[str]
+    active: Processors
     """Processors that at least one row uses; the others are skipped."""
 
     @staticmethod
@@ -54,63 +67,53 @@ class DistributionSpec(Generic[Array]):
     ) -> DistributionSpec[np.ndarray]:
         """Build from arrays, noting which processors are in use."""
         used = {
-            "greedy": (temperature_R == 0).any(),
-            "temperature": ((temperature_R != 1) & (temperature_R != 0)).any(),
-            "top_k": top_k_R.any(),
-            "top_p": (top_p_R < 1).any(),
-            "min_p": min_p_R.any(),
-            "alpha": (alpha_R != 1).any(),
+            Processors.GREEDY: (temperature_R == 0).any(),
+            Processors.TEMPERATURE: ((temperature_R != 1) & (temperature_R != 0)).any(),
+            Processors.TOP_K: top_k_R.any(),
+            Processors.TOP_P: (top_p_R < 1).any(),
+            Processors.MIN_P: min_p_R.any(),
+            Processors.ALPHA: (alpha_R != 1).any(),
         }
-        return DistributionSpec(
-            temperature_R,
-            top_k_R,
-            top_p_R,
-            min_p_R,
-            alpha_R,
-            frozenset(name for name, is_used in used.items() if is_used),
-        )
+        active = Processors(sum(one for one, is_used in used.items() if is_used))
+        return DistributionSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active)
 
     @staticmethod
     def plain(rows: int, device: torch.device) -> DistributionSpec[Tensor]:
         """Return the model's own distributions: temperature 1, and no other processor."""
         one_R, zero_R = torch.ones(rows, device=device), torch.zeros(rows, device=device)
-        return DistributionSpec(one_R, zero_R.long(), one_R, zero_R, one_R, frozenset())
+        return DistributionSpec(one_R, zero_R.long(), one_R, zero_R, one_R, NO_PROCESSORS)
 
-    def canonical(self) -> DistributionSpec[Array]:
+    def canonical(self: DistributionSpec[Any]) -> DistributionSpec[Any]:
         """Return the same distributions, with more processors marked as active than necessary: having few kinds of
         rounds matters more than having few operations."""
-        truncation = self.active & {"top_k", "top_p", "min_p"}
-        if len(truncation) > 1:
-            truncation = frozenset({"top_k", "top_p", "min_p"})
-        return replace(self, active=truncation | (self.active & {"alpha"}) | {"temperature", "greedy"})
+        truncation = self.active & Processors.TRUNCATION
+        if truncation.bit_count() > 1:
+            truncation = Processors.TRUNCATION
+        others = (self.active & Processors.ALPHA) | Processors.TEMPERATURE | Processors.GREEDY
+        return self._replace(active=truncation | others)
 
-    def to(self: DistributionSpec[np.ndarray], device: torch.device) -> DistributionSpec[Tensor]:
+    def to(self: DistributionSpec[Any], device: torch.device) -> DistributionSpec[Any]:
         """Return the same specification on a device."""
-        return self._each(lambda values_R: to_device(values_R, device))
+        return map_tensors(lambda values_R: to_device(values_R, device), self)
 
-    def take(self, rows: Array) -> DistributionSpec[Array]:
+    def take(self: DistributionSpec[Any], rows: np.ndarray | Tensor) -> DistributionSpec[Any]:
         """The specs of the given rows, in that order (repeats allowed)."""
-        return self._each(lambda values_R: values_R[rows])
-
-    def _each(self, change: Callable[[Any], Any]) -> DistributionSpec[Any]:
-        """Return the same specification with every array changed."""
-        arrays = {name: change(values_R) for name, values_R in vars(self).items() if name != "active"}
-        return DistributionSpec(**arrays, active=self.active)
+        return map_tensors(lambda values_R: values_R[rows], self)
 
 
 class Distributions:
     """Applies a DistributionSpec on a device, without the processors that no row uses."""
 
     def __init__(self, spec: DistributionSpec[Any], device: torch.device = _CPU) -> None:
-        def column(name: str, values_R: np.ndarray) -> Tensor | None:
-            return to_device(values_R, device)[:, None] if name in spec.active else None
+        def column(one: Processors, values_R: Any) -> Tensor | None:
+            return to_device(values_R, device)[:, None] if one & spec.active else None
 
-        self.temperature = column("temperature", spec.temperature_R)
-        self.greedy = None if "greedy" not in spec.active else to_device(spec.temperature_R == 0, device)[:, None]
-        self.top_k = column("top_k", spec.top_k_R)
-        self.top_p = column("top_p", spec.top_p_R)
-        self.min_p = column("min_p", spec.min_p_R)
-        self.alpha = column("alpha", spec.alpha_R)
+        self.temperature = column(Processors.TEMPERATURE, spec.temperature_R)
+        self.greedy = column(Processors.GREEDY, spec.temperature_R == 0)
+        self.top_k = column(Processors.TOP_K, spec.top_k_R)
+        self.top_p = column(Processors.TOP_P, spec.top_p_R)
+        self.min_p = column(Processors.MIN_P, spec.min_p_R)
+        self.alpha = column(Processors.ALPHA, spec.alpha_R)
 
     def target(self, logits_RV: Tensor) -> Tensor:
         """log p [R, V], float32; -inf outside the truncation."""

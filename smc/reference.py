@@ -30,10 +30,10 @@ from torch import Tensor
 
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, EXPANSION_POSITION, LEAD_GAIN
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, PREFIX_POSITION
-from smc.executor.draft_tree import KEPT_CANDIDATES
 from smc.executor.select import LEAST_SHARE
 from smc.executor.worker import FIRST_STEP
 from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials, words
+from smc.round.slots import KEPT_CANDIDATES
 
 Tokens = tuple[int, ...]
 Model = Callable[[Tokens], Tensor]

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -159,34 +159,55 @@ def _trie(strings: Sequence[bytes]) -> list[dict[int, int]]:
     return children
 
 
-class StopTables:
+class StopTables(NamedTuple):
     """Stop machines on a device, by entry. Entry 0 is for answers that only their length ends."""
 
-    def __init__(self, entries: int, vocab: int, token_bytes: TokenBytes, device: torch.device) -> None:
-        self.device = device
-        self.data_B, self.offset_V = token_bytes.to(device)
-        self.is_stop_EV = torch.zeros(entries, vocab, dtype=torch.bool, device=device)
-        self.has_strings_E = torch.zeros(entries, dtype=torch.bool, device=device)
-        self.next_EXB = self._new_next() if device.type != "cpu" else None
-        """int16 [E, MAX_STATES, 256], allocated once: captured CUDA graphs refer to it. On a CPU it is None until the
-        first string."""
+    is_stop_EV: Tensor
+    """bool: the token ends the answer."""
+    vocab: int
+    """Number of tokens that a model can draw."""
+    has_strings_E: Tensor
+    """bool: the machine has stop strings."""
+    next_EXB: Tensor
+    """int16 [E, MAX_STATES, 256] state after a byte."""
+    data_B: Tensor
+    """uint8 bytes of all tokens."""
+    offset_V: Tensor
+    """int32 [spelled + 1] offset of each token's bytes, and the end of the last one's."""
+    spelled: int
+    """Number of tokens whose bytes are listed: more or fewer than a model can draw."""
+
+    @staticmethod
+    def allocate(entries: int, vocab: int, token_bytes: TokenBytes, device: torch.device) -> StopTables:
+        data_B, offset_V = token_bytes.to(device)
+        shape = (entries, MAX_STATES, 256)
+        if device.type == "cpu":
+            # NumPy's zeros take no memory until they are written, and most requests have no strings.
+            next_EXB = torch.from_numpy(np.zeros(shape, np.int16))
+        else:
+            next_EXB = torch.zeros(shape, dtype=torch.int16, device=device)
+        return StopTables(
+            is_stop_EV=torch.zeros(entries, vocab, dtype=torch.bool, device=device),
+            vocab=vocab,
+            has_strings_E=torch.zeros(entries, dtype=torch.bool, device=device),
+            next_EXB=next_EXB,
+            data_B=data_B,
+            offset_V=offset_V,
+            spelled=len(offset_V) - 1,
+        )
 
     def set(self, entry: int, machine: StopMachine) -> None:
         """Set the machine of an entry. Stop tokens outside of the vocabulary are ignored: they are never drawn."""
         assert 0 < entry < len(self.has_strings_E)
         self.is_stop_EV[entry].fill_(False)
-        drawable = [token for token in machine.stop_ids if token < self.is_stop_EV.shape[1]]
+        drawable = [token for token in machine.stop_ids if token < self.vocab]
+        device = self.is_stop_EV.device
         if drawable:
-            self.is_stop_EV[entry].index_fill_(0, torch.tensor(drawable, device=self.device), True)
+            self.is_stop_EV[entry].index_fill_(0, torch.tensor(drawable, device=device), True)
         self.has_strings_E[entry].fill_(machine.next_XB is not None)
         if machine.next_XB is not None:
-            if self.next_EXB is None:
-                self.next_EXB = self._new_next()
             # Further states of an earlier machine remain; no state of this machine leads there.
-            self.next_EXB[entry, : len(machine.next_XB)] = to_device(machine.next_XB, self.device)
-
-    def _new_next(self) -> Tensor:
-        return torch.zeros(len(self.has_strings_E), MAX_STATES, 256, dtype=torch.int16, device=self.device)
+            self.next_EXB[entry, : len(machine.next_XB)] = to_device(machine.next_XB, device)
 
 
 @dataclass(frozen=True)
@@ -211,7 +232,7 @@ def grow(
 ) -> StopProgress:
     """Append tokens to answers in state `text_A` with room for `room_A` more tokens. The first `early_A` of them cannot
     end the answer (None: all can). All arguments are integers. An unknown id has no bytes and ends nothing, and an
-    answer in `DONE` ends with any token. Reference for `smc.kernels.round_tensors.after_all`, which does the same
+    answer in `DONE` ends with any token. Reference for `smc.kernels.stops.after_all`, which does the same
     within kernels."""
     k = tokens_AK.shape[1]
     entry_A = entry_A.long()
@@ -230,13 +251,13 @@ def grow(
 
 def _after(tables: StopTables, entry_A: Tensor, text_A: Tensor, token_A: Tensor) -> Tensor:
     """States after one token each."""
-    vocab = tables.is_stop_EV.shape[1]
+    vocab = tables.vocab
     drawable_A = (token_A >= 0) & (token_A < vocab)
     stop_A = tables.is_stop_EV[entry_A, token_A.clamp(0, vocab - 1)] & drawable_A
     text_A = torch.where(stop_A, DONE, text_A)
-    if tables.next_EXB is None:
+    if not tables.has_strings_E.any():
         return text_A
-    last = len(tables.offset_V) - 2
+    last = tables.spelled - 1
     known_A = tables.has_strings_E[entry_A] & drawable_A & (token_A <= last)
     index_A = token_A.clamp(0, last)
     begin_A = tables.offset_V[index_A].long()

@@ -21,6 +21,7 @@ LIBRARY = [
     ("smc.algorithm",),
     ("smc.model",),
     ("smc.memory", "smc.stops", "smc.bad_words", "smc.grammar", "smc.constraints", "smc.potentials"),
+    ("smc.round",),
     ("smc.attention", "smc.kernels"),
     ("smc.executor",),
     ("smc.reference",),

@@ -100,7 +100,7 @@ def _form(kind: Any) -> _Form:
         names = ",".join(f"{one.name}={one.value!r}" for one in origin)
         return _Form(f"{origin.__name__}({names})", lambda value: origin(value).value, origin)
     if isinstance(origin, type) and issubclass(origin, tuple):
-        return _record(origin, get_type_hints(origin))
+        return _record(origin, {name: _resolved(hint) for name, hint in get_type_hints(origin).items()})
     if is_dataclass(origin):
         return _record(cast(type, origin), _field_types(cast(type, origin)))
     raise TypeError(f"messages cannot hold {kind}")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from services.link.base import LinkError
 from services.link.codec import Codec
-from smc.executor.messages import DraftReport, PromptBatch, PromptResult, RoundResult
-from smc.executor.plan import RoundPlan, SequenceHandoff
+from smc.executor.messages import PromptBatch, PromptResult
+from smc.round.plan import RoundPlan, SequenceHandoff
+from smc.round.tensors import DraftReport, RoundResult
 
 
 @dataclass(frozen=True)

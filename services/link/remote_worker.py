@@ -28,9 +28,10 @@ from services.link.messages import (
     WorkResponse,
     check_incarnation,
 )
-from smc.executor.messages import DraftReport, ModelLost, PromptBatch, PromptResult, RoundResult
+from smc.executor.messages import ModelLost, PromptBatch, PromptResult
 from smc.executor.model_runner import LocalRound
-from smc.executor.plan import Program, RoundPlan, SequenceHandoff
+from smc.round.plan import Program, RoundPlan, SequenceHandoff
+from smc.round.tensors import DraftReport, RoundResult
 from smc.scheduler.stats import Timeline
 from smc.types import ModelRole
 
@@ -238,5 +239,5 @@ class RemotePair:
         self._workers[role].join(group)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
-        roles = self._workers if plan.program is Program.PAIR else (ModelRole(plan.program.value),)
+        roles = self._workers if plan.kind.program is Program.PAIR else (ModelRole(plan.kind.program.value),)
         return LocalRound({role: self._workers[role].round(plan) for role in roles})

@@ -44,8 +44,8 @@ from services.link.messages import (
 from services.link.store import GroupStore
 from smc.executor.messages import PromptBatch
 from smc.executor.model_runner import DraftRunner, TargetRunner
-from smc.executor.plan import RoundPlan, SequenceHandoff
 from smc.executor.worker import ModelWorker
+from smc.round.plan import RoundPlan, SequenceHandoff
 
 ROOM = 8 << 20
 """Bytes of the largest sum in symmetric memory."""

@@ -35,9 +35,9 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import REPEATS, padding_plan
-from smc.executor.plan import Contexts, Program, RoundPlan, SequenceHandoff
 from smc.model.decoder import Decoder
 from smc.once import warn_once
+from smc.round.plan import Contexts, Program, RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import PROGRAMS
 from smc.scheduler.round_plan import bucket
@@ -224,9 +224,7 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
         values_G[: len(first_X)] = values_X
         return values_G
 
-    return replace(
-        plan,
-        columns=columns,
+    arrays = plan.arrays._replace(
         slot_A=np.where(index_A < count, index_A, config.max_slots),
         group_A=np.where(index_A < count, index_A // tree, batch_size - 1),
         particle_A=index_A % tree,
@@ -238,6 +236,7 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
         shared_G=of_groups(context),
         kind_G=of_groups(int(kind)),
     )
+    return replace(plan, columns=columns, arrays=arrays)
 
 
 def handoffs(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[ModelRole, SequenceHandoff]:

@@ -19,9 +19,9 @@ from smc.api.engine_config import EngineConfig
 from smc.api.limits import MAX_PARTICLES
 from smc.api.request import Output, Request
 from smc.api.sampling_params import SamplingParams
-from smc.distributions import DistributionSpec
+from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
 from smc.executor.messages import Pending
-from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, Program, RoundPlan
+from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, Program, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import PROGRAMS, PagesPerRow
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 REPEATS = 2
 """Dummy rounds of each kind: the first compiles its kernels, the second is captured."""
-PROCESSORS: tuple[tuple[str, ...], ...] = ((), ("top_k",), ("top_p",), ("min_p",), ("min_p", "top_k", "top_p"))
+PROCESSORS = (NO_PROCESSORS, Processors.TOP_K, Processors.TOP_P, Processors.MIN_P, Processors.TRUNCATION)
 """Truncations of token distributions; `DistributionSpec.canonical` produces no others."""
 TRUNCATED_SIZES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
@@ -94,7 +94,7 @@ def warm_up_plans(
     config: EngineConfig,
     context: int,
     wanted: Sequence[tuple[Program, frozenset[PopulationKind]]] = KINDS,
-    truncated: Sequence[tuple[str, ...]] = PROCESSORS,
+    truncated: Sequence[Processors] = PROCESSORS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
     """Yield plans of dummy rounds, to be launched in this order: for all rounds to which default settings lead, or for
     fewer."""
@@ -139,7 +139,7 @@ def padding_plan(
     slots: int,
     contexts: Contexts,
     *,
-    processors: tuple[str, ...] = (),
+    processors: Processors = NO_PROCESSORS,
     kinds: frozenset[PopulationKind] = frozenset({PopulationKind.INDEPENDENT}),
     steps: int | None = None,
 ) -> RoundPlan[np.ndarray]:
@@ -147,15 +147,9 @@ def padding_plan(
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
     one = np.ones(batch_size, dtype=np.float32)
     distribution = DistributionSpec.of(one, wide, one, one * 0, one)
-    distribution = replace(distribution.canonical(), active=distribution.canonical().active | set(processors))
-    return RoundPlan(
-        program=program,
-        contexts=contexts,
-        kinds=kinds,
-        steps=steps,
-        columns=1 + max(shape.target, shape.begin + shape.branch),
-        target_distribution=distribution,
-        draft_distribution=distribution,
+    distribution = distribution.canonical()
+    distribution = distribution._replace(active=distribution.active | processors)
+    arrays: RoundArrays[np.ndarray] = RoundArrays(
         slot_A=wide + slots,
         group_A=wide + batch_size - 1,
         particle_A=wide,
@@ -177,6 +171,8 @@ def padding_plan(
         begin_pages_AP=np.zeros((batch_size, shape.begin), dtype=np.int32),
         branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )
+    columns = 1 + max(shape.target, shape.begin + shape.branch)
+    return RoundPlan(RoundKind(program, contexts, kinds, steps), columns, arrays, distribution, distribution).sized()
 
 
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:

@@ -5,6 +5,4 @@ Tokens, lengths, weights, the choice among candidates and block tables stay on t
 afterwards (`RoundResult`, `Lineage`), so it may be one round behind. Shapes depend on the plan alone, and batch sizes
 are padded to a few values, so that a whole round can be queued on a device or recorded there.
 
-Axes: S slots, A batch indices (the particles of all groups, then padding), G groups, N particles of a group, F rows for
-each batch index, K tokens drafted, X = A * F rows in total, Q tokens of a block (K, or K + 1 with the seed), P pending
-tokens, R rows, T tokens, L positions, B = K - 1 pages of a row, W pages of a path."""
+See `smc.round` for the axes of tensors."""

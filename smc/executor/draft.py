@@ -14,199 +14,42 @@ after a right guess have the same distribution as rows drawn after the target's 
 position and chain, not by the round. A position may be drawn again with the same numbers, because chains off the
 accepted path have decided nothing for it.
 
-See the package's legend for axes; S rows of the step before, C batch indices of groups of chains, Y = C F rows of these
+See `smc.round` for axes; S rows of the step before, C batch indices of groups of chains, Y = C F rows of these
 groups."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from smc.algorithm.coupling import is_ranked, score_of_exponent
-from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.distributions import DistributionSpec
-from smc.executor.forward import Rows
-from smc.executor.messages import DraftedRows, Lineage, RoundChoice
-from smc.executor.plan import RoundPlan
 from smc.executor.remap import remap_block_table
-from smc.executor.sampling import Coupling
-from smc.executor.state import SlotState
 from smc.philox import STREAMS_PER_PARTICLE
+from smc.round.draws import Coupling
+from smc.round.plan import RoundPlan
+from smc.round.slots import SlotState
+from smc.round.tensors import (
+    CandidateLayout,
+    ChainAssignment,
+    ChosenTokens,
+    Continuation,
+    DraftedRows,
+    DraftInputs,
+    DraftShape,
+    LastTokens,
+    Lineage,
+    NextSequences,
+    ObservedDraws,
+    RoundChoice,
+    Rows,
+    TokenTree,
+)
 from smc.stops import grow
-
-
-@dataclass(frozen=True)
-class TokenTree:
-    """Rows while they grow, or the particles that they continue."""
-
-    root_X: Tensor
-    """int64 batch index whose particle the row continues."""
-    tokens_XK: Tensor
-    """int64 tokens; those of the steps so far exist."""
-    logq_XK: Tensor
-    tail_XB: Tensor
-    """int32 pages of all tokens but the last."""
-    count_X: Tensor
-    """int64 number of tokens that exist."""
-    alive_X: Tensor
-    ended_X: Tensor
-    """The sequence has ended and takes no further token."""
-    before_X: Tensor
-    """int64 state of the stop machine before the last token."""
-    text_X: Tensor
-    """int64 state of the stop machine after the last token."""
-    mass_X: Tensor
-    """float64 log mass."""
-    last_X: Tensor
-    """int64 last token."""
-    next_X: Tensor
-    """int64 position of the next token."""
-    cut_X: Tensor
-    """int64 number of the root's last tokens that the row rolls back first: it begins at an inner node of the root's
-    block (`smc.executor.draft_tree`)."""
-    outcome_X: Tensor
-    """int64 row of the first step that it continues. Rows with the same outcome are adjacent."""
-    run_4X: Tensor | None
-    """int32 inputs of the pass over the last tokens: slot, position of the row's first own token, position of its last
-    token, and whether it runs. None: the rows are particles, which may have several pending tokens."""
-
-
-@dataclass(frozen=True)
-class DraftShape:
-    """What a drafter drafts for every batch index."""
-
-    block: int
-    """K: tokens of a row."""
-    by_round: bool
-    """Random numbers are keyed by the round and the position; otherwise by the position alone."""
-    guesses: bool = False
-    """Chains begin with a guess (look-ahead)."""
-
-
-@dataclass(frozen=True)
-class CandidateLayout:
-    """Properties of the rows that propose tokens, as far as reparenting does not change them. There is one row for each
-    batch index at the first step, and F later."""
-
-    group_S: Tensor
-    """int32 group."""
-    sources: Spans
-    """The rows of each group, int32."""
-    rows: Spans
-    """The rows of each group that continue them."""
-    rank_S1: Tensor
-    """int64 index of the row in its group."""
-    stream_SD: Tensor
-    """int64 random streams, for independent groups: one for each of the D rows that continue the row."""
-    seed_S: Tensor
-    round_S: Tensor
-    seed_G: Tensor
-    round_G: Tensor
-    distribution: DistributionSpec[Tensor]
-
-
-@dataclass(frozen=True)
-class ChainAssignment:
-    """The particle that every row of chains continues; int64."""
-
-    row_Y: Tensor
-    """Index of the row among all X rows."""
-    source_Y: Tensor
-    """Batch index of the particle."""
-    guess_Y: Tensor
-    """Index, among the likeliest tokens, of the token that the row guesses first, if it begins with a guess."""
-    rank_Y: Tensor
-    """Index of the row in its group."""
-
-    def spread(self, values_Y: Tensor, others_X: Tensor) -> Tensor:
-        """Return `others` with the values of these rows in their positions."""
-        return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
-
-
-@dataclass(frozen=True)
-class DraftInputs:
-    """The particles with the pending tokens that are to be run."""
-
-    tokens_AP: Tensor
-    rows: Rows
-    last_A: Tensor
-    """int64 index of each particle's last pending token among the A P tokens."""
-    tree: TokenTree
-    """The particles as rows."""
-    first: CandidateLayout
-    """Layout of the particles."""
-    later: CandidateLayout
-    """Layout of the rows that continue them."""
-    chains: ChainAssignment | None = None
-    """None: no rows are chains."""
-
-
-@dataclass(frozen=True)
-class ChainDraws:
-    """Continuations of chains, as arrays over all rows. Only the entries of chains are used."""
-
-    parent_X: Tensor
-    """int64 row of the step before."""
-    token_X: Tensor
-    logq_X: Tensor
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """How rows continue: in trees as chosen among the candidates of the whole group, in independent groups with a token
-    that each row draws, in chains with their own draws or guesses. None: the round has no such rows."""
-
-    chosen: tuple[Expansion, CandidateTokens] | None
-    """The choice, and the candidates that it was made from."""
-    own: tuple[Tensor, Tensor] | None
-    """Tokens and their log q, [S, D] each: D rows continue each of the S rows."""
-    chains: ChainDraws | None = None
-
-
-@dataclass(frozen=True)
-class ResumedSequences:
-    """How sequences continue at the draft, by batch index after the choice."""
-
-    lineage: Lineage[Tensor]
-    end_A: Tensor
-    """int64 number of tokens of the sequence."""
-    tokens_AW: Tensor
-    """int64 pending tokens, the last of the sequence; as many columns as tokens may be pending."""
-    pending_A: Tensor
-    """int64 number of tokens that are pending: they have not been run."""
-    text_A: Tensor
-    """int64 state of the stop machine before the pending tokens."""
-
-
-@dataclass(frozen=True)
-class DraftStep:
-    """One step of the draft in a round with draft trees."""
-
-    tree: TokenTree
-    """The rows that the step has kept."""
-    parent_X: Tensor
-    """int64 row of the step before that each row continues; at the first step, the node."""
-    candidates: CandidateTokens
-    """Candidate tokens of the rows of the step before."""
-
-
-@dataclass(frozen=True)
-class GrownRows:
-    """The rows that a round has drafted."""
-
-    tree: TokenTree
-    steps: tuple[DraftStep, ...]
-    """All steps, in a round with draft trees of exact decoding; otherwise empty."""
-    leaf_X: Tensor | None = None
-    """int64 node at which each row ends: step times X, plus the row of that step (`smc.executor.draft_tree`). None: the
-    rows are those of the last step."""
-    raw_logp_XK: Tensor | None = None
-    """float32 log-probability of every token under the softmax of the model's own logits. None: the round does not
-    report it, or the model does not decode alone."""
 
 
 def begin(
@@ -214,7 +57,7 @@ def begin(
 ) -> DraftInputs:
     """Return the particles as inputs of the draft, and enter the pages of their pending tokens into the block
     tables."""
-    slot_A, pages_AP = plan.slot_A, plan.begin_pages_AP
+    slot_A, pages_AP = plan.arrays.slot_A, plan.arrays.begin_pages_AP
     queries = pages_AP.shape[1]
     pending_A, ended_A = state.pending_S[slot_A], state.ended_S[slot_A]
     held_A = state.held(slot_A)
@@ -234,18 +77,18 @@ def begin(
         tail_R=None,
         start_R=held_A.int(),
         count_R=torch.where(ended_A, 0, pending_A).int(),
-        group_R=plan.group_A.int(),
-        first_G=plan.first_G,
-        size_G=plan.size_G,
-        shared_G=plan.shared_G,
+        group_R=plan.arrays.group_A.int(),
+        first_G=plan.arrays.first_G,
+        size_G=plan.arrays.size_G,
+        shared_G=plan.arrays.shared_G,
         queries=queries,
-        contexts=plan.contexts,
+        contexts=plan.kind.contexts,
     )
     tree = TokenTree(
         root_X=index_A,
         tokens_XK=zero_A[:, None].expand(-1, shape.block),
         logq_XK=zero_A[:, None].expand(-1, shape.block).float(),
-        tail_XB=plan.branch_pages_XB[:: plan.branches],
+        tail_XB=plan.arrays.branch_pages_XB[:: plan.kind.branches],
         count_X=zero_A,
         alive_X=state.alive_S[slot_A],
         ended_X=ended_A,
@@ -256,9 +99,8 @@ def begin(
         next_X=state.end_S[slot_A],
         cut_X=zero_A,
         outcome_X=zero_A,
-        run_4X=None,
     )
-    first, later = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.branches))
+    first, later = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.kind.branches))
     return DraftInputs(tokens_AP, rows, index_A * queries + pending_A - 1, tree, first, later)
 
 
@@ -266,18 +108,18 @@ def _candidate_layout(
     plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape, width: int
 ) -> CandidateLayout:
     """Return the layout of `width` rows for each batch index."""
-    index_S, f = plan.index_of_rows(width), plan.branches
-    group_S = plan.group_A[index_S]
-    rank_S = torch.arange(len(index_S), device=index_S.device) - plan.first_G[group_S] * width
-    stream_AF = plan.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=index_S.device)
-    round_S = plan.round_A[index_S]
+    index_S, f = plan.index_of_rows(width), plan.kind.branches
+    group_S = plan.arrays.group_A[index_S]
+    rank_S = torch.arange(len(index_S), device=index_S.device) - plan.arrays.first_G[group_S] * width
+    stream_AF = plan.arrays.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=index_S.device)
+    round_S = plan.arrays.round_A[index_S]
     return CandidateLayout(
         group_S=group_S.int(),
-        sources=Spans(plan.first_G * width, plan.size_G * width),
-        rows=Spans(plan.first_G * f, plan.size_G * f),
+        sources=Spans(plan.arrays.first_G * width, plan.arrays.size_G * width),
+        rows=Spans(plan.arrays.first_G * f, plan.arrays.size_G * f),
         rank_S1=rank_S[:, None],
         stream_SD=stream_AF.view(len(index_S), -1),
-        seed_S=plan.seed_A[index_S],
+        seed_S=plan.arrays.seed_A[index_S],
         round_S=round_S if shape.by_round else torch.zeros_like(round_S),
         seed_G=plan.seed_G,
         round_G=plan.round_G,
@@ -288,10 +130,10 @@ def _candidate_layout(
 def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
     """Assign the rows of every group to its particles in order, equally many to each. The assignment does not depend on
     what has been drawn."""
-    device, index_C, branches = plan.chain_C.device, plan.chain_C, plan.branches
-    first_G, size_G = plan.first_G.long(), plan.size_G.long()
+    device, index_C, branches = plan.arrays.chain_C.device, plan.arrays.chain_C, plan.kind.branches
+    first_G, size_G = plan.arrays.first_G.long(), plan.arrays.size_G.long()
     row_Y = (index_C[:, None] * branches + torch.arange(branches, device=device)).flatten()
-    group_Y = plan.group_A[index_C].repeat_interleave(branches)
+    group_Y = plan.arrays.group_A[index_C].repeat_interleave(branches)
     rank_Y, rows_Y = row_Y - first_G[group_Y] * branches, size_G[group_Y] * branches
     # Batch indices with a particle come first. `before_G`: their number before each group.
     order_A, before_A = (~alive_A).long().argsort(stable=True), alive_A.long().cumsum(0)
@@ -302,7 +144,7 @@ def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
     begin_Y = -(-which_Y * rows_Y // count_Y)
     source_Y = order_A[(before_G[group_Y] + which_Y).clamp(max=len(alive_A) - 1)]
     # Without a particle in the group, a row continues its own batch index, which holds nothing.
-    is_own_Y = plan.group_A[source_Y] == group_Y
+    is_own_Y = plan.arrays.group_A[source_Y] == group_Y
     source_Y = torch.where(is_own_Y & alive_A[source_Y], source_Y, row_Y // branches)
     return ChainAssignment(row_Y, source_Y, (rank_Y - begin_Y) % branches, rank_Y)
 
@@ -314,7 +156,7 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
     root_X, ended_X, text_X, count_X, cut_X = (
         values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X, tree.cut_X)
     )
-    slot_X = plan.slot_A[root_X]
+    slot_X = plan.arrays.slot_A[root_X]
     end_X = state.end_S[slot_X] - cut_X
     room_X = state.limit_S[slot_X] - end_X - count_X
     growth = grow(
@@ -328,7 +170,7 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
         tokens_XK=torch.where(is_now_K, token_X[:, None], tree.tokens_XK[parent_X]),
         logq_XK=torch.where(is_now_K, logq_X[:, None], tree.logq_XK[parent_X]),
         # Pages of earlier tokens are the parent's; pages of later tokens are this row's own.
-        tail_XB=torch.where(is_known_B, tree.tail_XB[parent_X], plan.branch_pages_XB),
+        tail_XB=torch.where(is_known_B, tree.tail_XB[parent_X], plan.arrays.branch_pages_XB),
         count_X=count_X + (~ended_X).long(),
         alive_X=alive_X,
         ended_X=has_ended_X,
@@ -339,7 +181,7 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
         next_X=end_X + (step + 1),
         cut_X=cut_X,
         outcome_X=tree.outcome_X[parent_X] if step else torch.arange(len(parent_X), device=state.device),
-        run_4X=torch.stack((slot_X, end_X, end_X + step, alive_X & ~has_ended_X)).int(),
+        run=LastTokens(slot_X.int(), end_X.int(), (end_X + step).int(), (alive_X & ~has_ended_X).int()),
     )
 
 
@@ -352,48 +194,55 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor]) -> 
         # If inner nodes are among the rows, the particle is the first row of each batch index.
         parent_X = parent_X * (len(tree.root_X) // len(token_SD))
         own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
-        parts.append((plan.kind_G >= 0, own))
+        parts.append((plan.arrays.kind_G >= 0, own))
     if more.chosen is not None:
-        parts.append((plan.kind_G != PopulationKind.INDEPENDENT, _chosen(tree, *more.chosen, plan)))
+        parts.append((plan.arrays.kind_G != PopulationKind.INDEPENDENT, _chosen(tree, more.chosen, plan)))
     if more.chains is not None:
-        drawn, none_X = more.chains, torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
-        parts.append((plan.kind_G == PopulationKind.CHAINS, (drawn.parent_X, drawn.token_X, drawn.logq_X, none_X)))
+        none_X = torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
+        parts.append((plan.arrays.kind_G == PopulationKind.CHAINS, (*more.chains, none_X)))
     _, found = parts[0]
     for is_theirs_G, theirs in parts[1:]:
-        is_theirs_X = is_theirs_G[plan.group_A].repeat_interleave(plan.branches)
+        is_theirs_X = is_theirs_G[plan.arrays.group_A].repeat_interleave(plan.kind.branches)
         found = tuple(torch.where(is_theirs_X, theirs_X, found_X) for theirs_X, found_X in zip(theirs, found))
     return found
 
 
-def _chosen(
-    tree: TokenTree, chosen: Expansion, candidate_tokens: CandidateTokens, plan: RoundPlan[Tensor]
-) -> tuple[Tensor, ...]:
+def _chosen(tree: TokenTree, more: ChosenTokens, plan: RoundPlan[Tensor]) -> tuple[Tensor, ...]:
+    chosen, candidate_tokens = more
     token_X, logq_X = (
         values_SC[chosen.parent_X, chosen.candidate_X]
         for values_SC in (candidate_tokens.token_RC, candidate_tokens.logq_RC)
     )
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
     # NaN of the draft must be reported in groups where the draft's outputs count.
-    is_nan_X = chosen.nan_G[plan.group_A].repeat_interleave(plan.branches)
+    is_nan_X = chosen.nan_G[plan.arrays.group_A].repeat_interleave(plan.kind.branches)
     return chosen.parent_X, token_X, torch.where(is_nan_X, torch.nan, logq_X), chosen.mass_X
 
 
 def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
     """Pack the rows for the target. An independent row has the share 1 / F of its particle; if the particle has ended,
     its first row has the whole share."""
-    slot_X, branches = plan.slot_A[tree.root_X], plan.branches
+    slot_X, branches = plan.arrays.slot_A[tree.root_X], plan.kind.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
-    if PopulationKind.CHAINS in plan.kinds:
+    if PopulationKind.CHAINS in plan.kind.populations:
         # Chains have equal shares until they are verified, except rows that continue nothing.
         of_chains_X = torch.where(tree.alive_X, 0.0, -torch.inf)
         share_X = torch.where(plan.has_kind(PopulationKind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
-    if PopulationKind.INDEPENDENT in plan.kinds:
+    if PopulationKind.INDEPENDENT in plan.kind.populations:
         branch_X = torch.arange(len(slot_X), device=slot_X.device) % branches
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()
         own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
         share_X = torch.where(plan.has_kind(PopulationKind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
-    numbers = (tree.root_X, tree.count_X, tree.ended_X, tree.cut_X)
-    return DraftedRows.of(tree.tokens_XK, tree.logq_XK, *numbers, share_X)
+    rows, block = tree.tokens_XK.shape
+    return DraftedRows.allocate(rows, block, state.device).write(
+        tokens_XK=tree.tokens_XK,
+        logq_XK=tree.logq_XK,
+        root_X=tree.root_X,
+        count_X=tree.count_X,
+        ended_X=tree.ended_X,
+        cut_X=tree.cut_X,
+        share_X=share_X,
+    )
 
 
 def observe_draws(
@@ -403,36 +252,40 @@ def observe_draws(
     choice: RoundChoice,
     kept_BV: Tensor,
     coupling: Coupling,
-) -> Tensor:
+) -> ObservedDraws[Tensor]:
     """Return what the target's draws after the roots of the drafted rows tell about the exponent of coupled drafting,
-    and at some positions their rank: float32 [3, A], see `DraftReport`. A draw is seen only if the block before the
-    root was accepted as a whole, which does not depend on the draw. `kept`: log q after the first B roots. Call it
+    and at some positions their rank. A draw is seen only if the block before the root was accepted as a whole, which
+    does not depend on the draw. `kept`: log q after the first B roots. Call it
     before `advance`."""
     root_A = choice.ancestor_A
     token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
-    slot_A, exponent_A = plan.slot_A[root_A], plan.exponent_A[root_A]
+    slot_A, exponent_A = plan.arrays.slot_A[root_A], plan.arrays.exponent_A[root_A]
     kept_AV = kept_BV[root_A.clamp(max=len(kept_BV) - 1)]
     is_drawn_AV = coupling.tokens(kept_AV.shape[1], state.device) == token_A[:, None]
     is_seen_A = choice.alive_A & ~state.ended_S[slot_A] & (choice.cut_A == 0) & (exponent_A > 0) & (token_A >= 0)
     is_seen_A = is_seen_A & (root_A < len(kept_BV))
     position_A = state.end_S[slot_A]
     noise_AV = coupling.noise(root_A, position_A, kept_AV.shape[1])
-    observed_2A = torch.stack(score_of_exponent(kept_AV, exponent_A, noise_AV, is_drawn_AV))
-    is_missing_A = ~is_seen_A | ~is_drawn_AV.any(-1) | ~observed_2A[0].isfinite()
+    score_A, information_A = score_of_exponent(kept_AV, exponent_A, noise_AV, is_drawn_AV)
+    is_missing_A = ~is_seen_A | ~is_drawn_AV.any(-1) | ~score_A.isfinite()
     score_AV = exponent_A[:, None] * kept_AV + noise_AV
     drawn_A1 = score_AV.masked_fill(~is_drawn_AV, -torch.inf).amax(-1, keepdim=True)
     # A token that the draft cannot draw, or that its head lacks, ranks after all tokens that it can draw.
     is_above_AV = (score_AV > drawn_A1) | (drawn_A1 == -torch.inf)
     rank_A = is_above_AV.sum(-1).float().masked_fill(~is_seen_A | ~is_ranked(position_A), torch.nan)
-    return torch.cat((observed_2A.masked_fill(is_missing_A, torch.nan), rank_A[None]))
+    return ObservedDraws(
+        score_A=score_A.masked_fill(is_missing_A, torch.nan),
+        information_A=information_A.masked_fill(is_missing_A, torch.nan),
+        rank_A=rank_A,
+    )
 
 
 def resume(
     state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
-) -> ResumedSequences:
+) -> tuple[Lineage[Tensor], NextSequences]:
     """Remap the block tables to the chosen rows. The other new values of the slots are returned, because the present
     ones are still read. `steps`: tokens of a whole row."""
-    slot_A, row_A = plan.slot_A, choice.row_A
+    slot_A, row_A = plan.arrays.slot_A, choice.row_A
     ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
     source_A = slot_A[ancestor_A]
     end_A, pending_A = state.end_S[source_A], state.pending_S[source_A]
@@ -440,7 +293,7 @@ def resume(
     open_A = ~state.ended_S[source_A] | (cut_A > 0)
     has_bonus_A = choice.bonus_A >= 0
     tail_AB = tree.tail_XB[row_A]
-    path_AW = torch.cat((plan.begin_pages_AP[ancestor_A], tail_AB), 1)
+    path_AW = torch.cat((plan.arrays.begin_pages_AP[ancestor_A], tail_AB), 1)
     left_A = end_A - cut_A
     remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], left_A, tail_AB, plan.columns)
     # The last token of a whole row has not been run, and a token that ends an answer never is. The last token of a
@@ -453,8 +306,7 @@ def resume(
     stays_A = (pending_A - cut_A).clamp(min=0)
     kept_A = torch.where(open_A, stays_A + run_A, 0)
     dropped_A = torch.where(open_A, (cut_A - pending_A).clamp(min=0), 0)
-    return ResumedSequences(
-        lineage=_lineage(plan, path_AW, stays_A, kept_A, dropped_A),
+    return _lineage(plan, path_AW, stays_A, kept_A, dropped_A), NextSequences(
         end_A=left_A + taken_A + has_bonus_A.long(),
         tokens_AW=tokens_A2[:, : state.pending_SQ.shape[1]],
         pending_A=unrun_A.clamp(min=1),
@@ -468,7 +320,7 @@ def _lineage(
     """Return the pages in order: those of a particle's pending tokens that stay, of which there may be fewer than
     columns, then those of its row."""
     column_W = torch.arange(path_AW.shape[1], device=path_AW.device)
-    skipped_A1 = (plan.begin_pages_AP.shape[1] - stays_A)[:, None]
+    skipped_A1 = (plan.arrays.begin_pages_AP.shape[1] - stays_A)[:, None]
     shifted_AW = torch.where(column_W < stays_A[:, None], column_W, column_W + skipped_A1)
     path_AW = path_AW.gather(1, shifted_AW.clamp(max=path_AW.shape[1] - 1))
     return Lineage(path_AW, kept_A.int(), dropped_A.int())

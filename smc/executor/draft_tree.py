@@ -18,32 +18,28 @@ Their scores were computed then: `InnerNodes` keeps them from the choice of the 
 step chooses among the outcomes of all nodes. A row ahead that starts at an inner node rolls back the rest of its root's
 block (`cut`). Its keys and values continue those of the node, at the positions of the root's rolled-back tokens.
 
-See the package's legend for axes; M = K X nodes of a tree: node k X + x is row x of step k; D = K - 1 inner nodes of a
+See `smc.round` for axes; M = K X nodes of a tree: node k X + x is row x of step k; D = K - 1 inner nodes of a
 row (the d-th has d + 1 tokens), C candidate tokens of a node, H = A K nodes of all rows: for each batch index the last
 token of its row, then its inner nodes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
 from smc.algorithm.resampling import Spans
-from smc.executor.draft import GrownRows, TokenTree
-from smc.executor.messages import RoundChoice
-from smc.executor.plan import RoundPlan
-from smc.executor.state import SlotState
-
-KEPT_CANDIDATES = 16
-"""Number of candidate tokens that are kept for an inner node."""
+from smc.round.plan import RoundPlan
+from smc.round.slots import InnerNodes, SlotState
+from smc.round.tensors import GrownRows, RoundChoice, TokenTree
 
 
 def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
     """Choose the rows of groups with draft trees: at most as many as a step has. Other groups keep the rows of the last
     step."""
-    steps, rows = grown.steps, len(plan.branch_pages_XB)
+    steps, rows = grown.steps, len(plan.arrays.branch_pages_XB)
     gain_KX, alive_KX = _gains(plan, grown, lookahead)
     worth_KX, leaf_KX, is_top_KX = _paths(grown, gain_KX, alive_KX)
     is_useful_KX = is_top_KX
@@ -51,12 +47,12 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
         is_short_M = (leaf_KX < rows).flatten() & ~torch.cat([step.tree.ended_X for step in steps])
         is_useful_KX = is_top_KX & (~is_short_M.view_as(is_top_KX) | (worth_KX >= LEAD_GAIN))
     worth_M, leaf_M = worth_KX.flatten(), leaf_KX.flatten()
-    group_M = plan.group_A.long().repeat_interleave(plan.branches).repeat(len(steps))
+    group_M = plan.arrays.group_A.long().repeat_interleave(plan.kind.branches).repeat(len(steps))
     outcome_M = torch.cat([step.tree.outcome_X for step in steps]) if lookahead else torch.zeros_like(group_M)
     kept_M = is_useful_KX.flatten()
     if lookahead:
-        kept_M = kept_M & (_rank(worth_M.masked_fill(~kept_M, -1.0), outcome_M) < plan.draws_G.long()[group_M])
-    most_G = plan.size_G.long() * plan.branches
+        kept_M = kept_M & (_rank(worth_M.masked_fill(~kept_M, -1.0), outcome_M) < plan.arrays.draws_G.long()[group_M])
+    most_G = plan.arrays.size_G.long() * plan.kind.branches
     kept_M = kept_M & (_rank(worth_M.masked_fill(~kept_M, -1.0), group_M) < most_G[group_M])
     # Rows with the same outcome are adjacent, the heaviest first.
     order_M = worth_M.sort(descending=True, stable=True).indices
@@ -65,29 +61,29 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
     number_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
     count_G = torch.zeros_like(most_G).index_add(0, group_M, kept_M.long())
     before_G = count_G.cumsum(0) - count_G
-    to_M = (plan.first_G.long() * plan.branches - before_G)[group_M] + number_M
+    to_M = (plan.arrays.first_G.long() * plan.kind.branches - before_G)[group_M] + number_M
     index_X = torch.arange(rows, device=worth_M.device)
     group_X, last = group_M[:rows], (len(steps) - 1) * rows
     leaf_X = torch.full_like(index_X, -1).index_copy(0, to_M[kept_M], leaf_M[kept_M])
-    is_best_X = (plan.kind_G == PopulationKind.BEST)[group_X] & (plan.size_G > 0)[group_X]
+    is_best_X = (plan.arrays.kind_G == PopulationKind.BEST)[group_X] & (plan.arrays.size_G > 0)[group_X]
     # A row that is not alive repeats the first of its group.
-    first_X = leaf_X[(plan.first_G.long() * plan.branches)[group_X].clamp(max=rows - 1)]
+    first_X = leaf_X[(plan.arrays.first_G.long() * plan.kind.branches)[group_X].clamp(max=rows - 1)]
     is_there_X = leaf_X >= 0
     leaf_X = torch.where(is_there_X, leaf_X, first_X)
     leaf_X = torch.where(is_best_X & (leaf_X >= 0), leaf_X, last + index_X)
-    return replace(grown, tree=_taken(grown, leaf_X, is_there_X | ~is_best_X), leaf_X=leaf_X)
+    return grown._replace(tree=_taken(grown, leaf_X, is_there_X | ~is_best_X), leaf_X=leaf_X)
 
 
 def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[Tensor, Tensor]:
     """Return the gain of every node, float64 [K, X], and whether the node belongs to a live row of a draft tree
     [K, X]."""
-    steps, branches = grown.steps, plan.branches
-    group_X = plan.group_A.long().repeat_interleave(branches)
-    is_best_X = (plan.kind_G == PopulationKind.BEST)[group_X]
+    steps, branches = grown.steps, plan.kind.branches
+    group_X = plan.arrays.group_A.long().repeat_interleave(branches)
+    is_best_X = (plan.arrays.kind_G == PopulationKind.BEST)[group_X]
     alive_KX = torch.stack([step.tree.alive_X for step in steps]) & is_best_X
     mass_KX = torch.stack([step.tree.mass_X for step in steps])
     first_mass_X = mass_KX[0].masked_fill(~alive_KX[0], -torch.inf)
-    top_G = torch.full_like(plan.size_G, -torch.inf, dtype=torch.float64)
+    top_G = torch.full_like(plan.arrays.size_G, -torch.inf, dtype=torch.float64)
     top_X = top_G.scatter_reduce(0, group_X, first_mass_X, "amax")[group_X]
     # A row that ended at an earlier step continues as itself, without a token.
     step_K1 = torch.arange(len(steps), device=mass_KX.device)[:, None]
@@ -95,7 +91,7 @@ def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[
     if lookahead:
         is_new_KX = is_new_KX & (step_K1 > 0)
     gain_KX = torch.where(alive_KX & is_new_KX, (mass_KX - top_X).exp(), 0.0)
-    lead_G = plan.first_G.long() * branches
+    lead_G = plan.arrays.first_G.long() * branches
     is_lead_X = torch.arange(mass_KX.shape[1], device=mass_KX.device) == lead_G[group_X]
     return gain_KX + torch.where(alive_KX & is_lead_X, LEAD_GAIN, 0.0), alive_KX
 
@@ -140,31 +136,10 @@ def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
     def at_leaf(name: str) -> Tensor:
         return torch.cat([getattr(tree, name) for tree in trees])[leaf_X]
 
-    values = {name: at_leaf(name) for name in vars(grown.tree) if name != "run_4X"}
+    values: dict[str, Any] = {name: at_leaf(name) for name in TokenTree._fields if name != "run"}
     values["alive_X"] = values["alive_X"] & alive_X
     values["mass_X"] = torch.where(alive_X, values["mass_X"], -torch.inf)
-    return TokenTree(**values, run_4X=None)
-
-
-class InnerNodes:
-    """The inner nodes of the block in flight, by slot."""
-
-    def __init__(self, slots: int, block: int, columns: int, device: torch.device) -> None:
-        """`columns`: number of tokens that the draft can propose."""
-        shape, self.block, most = (slots + 1, block - 1), block, min(KEPT_CANDIDATES, columns)
-        self.token_SDC = torch.zeros(*shape, most, dtype=torch.int32, device=device)
-        self.share_SDC = torch.full((*shape, most), -torch.inf, device=device)
-        """float32 log of the candidate's share of the node's mass; -inf: not an outcome."""
-        self.mass_SD = torch.zeros(*shape, dtype=torch.float64, device=device)
-        """float64 log mass of the node, on the same scale as the mass of the slot's row."""
-        self.text_SD = torch.zeros(*shape, dtype=torch.int64, device=device)
-        """int64 state of the stop machine at the node."""
-        self.count_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
-        """int64 number of tokens of the block."""
-
-    def forget(self, slots_N: Tensor) -> None:
-        """Remove the outcomes of slots that new particles take."""
-        self.share_SDC[slots_N] = -torch.inf
+    return TokenTree(**values)
 
 
 def keep_nodes(
@@ -172,12 +147,14 @@ def keep_nodes(
 ) -> None:
     """Keep the outcomes at inner nodes of the chosen rows. A node that several rows of a group share is kept for the
     first of them. Call it before `advance`."""
-    slot_A, row_A, count_A = plan.slot_A, choice.row_A, choice.count_A
+    slot_A, row_A, count_A = plan.arrays.slot_A, choice.row_A, choice.count_A
     offset_A = state.logw_S[slot_A[choice.ancestor_A]]
     tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SDC.shape[2]
     index_A = torch.arange(len(slot_A), device=slot_A.device)
     is_before_AA = index_A < index_A[:, None]
-    shares_AA = (plan.group_A == plan.group_A[:, None]) & choice.alive_A & plan.has_kind(PopulationKind.BEST)
+    shares_AA = (
+        (plan.arrays.group_A == plan.arrays.group_A[:, None]) & choice.alive_A & plan.has_kind(PopulationKind.BEST)
+    )
     assert grown.leaf_X is not None, "rows of exact decoding have been chosen"
     rows = len(grown.tree.mass_X)
     at_A, leaf_step_A = grown.leaf_X[row_A] % rows, grown.leaf_X[row_A] // rows
@@ -205,16 +182,16 @@ def limit_outcomes(
     at most as many as the group may have rows after the round. The first candidate of a group's first row stays
     (`smc.algorithm.expansion`)."""
     share_XC, device = candidates.share_RC, tree.mass_X.device
-    (rows, width), group_X = share_XC.shape, plan.group_A.repeat_interleave(plan.branches)
+    (rows, width), group_X = share_XC.shape, plan.arrays.group_A.repeat_interleave(plan.kind.branches)
     is_ended_X = tree.ended_X & tree.alive_X
     ended_X = torch.zeros(rows, dtype=torch.int64, device=device).index_add(0, tree.outcome_X, is_ended_X.long())
-    most_X = plan.draws_G.long()[group_X] - ended_X[tree.outcome_X]
-    is_best_X = (plan.kind_G == PopulationKind.BEST)[group_X]
+    most_X = plan.arrays.draws_G.long()[group_X] - ended_X[tree.outcome_X]
+    is_best_X = (plan.arrays.kind_G == PopulationKind.BEST)[group_X]
     mass_XC = (tree.mass_X[:, None] + share_XC.double()).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     mass_XC = mass_XC.masked_fill((tree.ended_X | ~tree.alive_X)[:, None], -torch.inf)
     mass_XC = mass_XC.masked_fill(torch.arange(width, device=device) >= width - has_rest, -torch.inf)
     rank_XC = _rank(mass_XC.flatten(), tree.outcome_X.repeat_interleave(width)).view(rows, width)
-    is_first_X = torch.arange(rows, device=device) == plan.first_G.long()[group_X] * plan.branches
+    is_first_X = torch.arange(rows, device=device) == plan.arrays.first_G.long()[group_X] * plan.kind.branches
     is_lead_XC = is_first_X[:, None] & (torch.arange(width, device=device) == 0)
     too_many_XC = (rank_XC >= most_X[:, None]) & (mass_XC > -torch.inf) & is_best_X[:, None] & ~is_lead_XC
     return candidates._replace(share_RC=share_XC.masked_fill(too_many_XC, -torch.inf))
@@ -225,7 +202,7 @@ def with_inner_nodes(
 ) -> tuple[CandidateTokens, TokenTree, Spans]:
     """Return the candidates [H, C] at all nodes of the particles, the nodes as rows [H], and the nodes of each
     group. `tree`: the particles as rows; `candidates`: [A, C] after their last tokens."""
-    slot_A, k = plan.slot_A, nodes.block
+    slot_A, k = plan.arrays.slot_A, nodes.block
     most = nodes.share_SDC.shape[2]
     share_ADC = nodes.share_SDC[slot_A].masked_fill(~plan.has_kind(PopulationKind.BEST)[:, None, None], -torch.inf)
     token_AKC, logq_AKC, share_AKC = (
@@ -259,7 +236,6 @@ def with_inner_nodes(
         next_X=tree.next_X.repeat_interleave(k),
         cut_X=cut_AK.flatten(),
         outcome_X=tree.outcome_X.repeat_interleave(k),
-        run_4X=None,
     )
     candidates = CandidateTokens(*(values.flatten(0, 1) for values in (token_AKC, logq_AKC, share_AKC)))
-    return candidates, nodes_as_rows, Spans(plan.first_G * k, plan.size_G * k)
+    return candidates, nodes_as_rows, Spans(plan.arrays.first_G * k, plan.arrays.size_G * k)

@@ -1,5 +1,5 @@
 """The last stage of a round at the target: decides how every batch index continues, and makes the host's report. This
-is the torch form; the Triton form is `smc.kernels.finalize`. See the package's legend for axes."""
+is the torch form; the Triton form is `smc.kernels.finalize`. See `smc.round` for axes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind, SelectedTrees
-from smc.algorithm.resampling import Spans
 from smc.algorithm.selection import PREFIX_POSITION, Selection, surviving_prefix
 from smc.algorithm.verification import Matches
 from smc.arrays import to_device, to_host
-from smc.executor.messages import Lineage, RoundChoice, RoundResult
-from smc.executor.select import Candidates, ScoreInputs
 from smc.philox import Purpose, uniforms
+from smc.round.tensors import Candidates, Lineage, RoundChoice, RoundResult, ScoreInputs
 from smc.stops import grow
 
 Finalized = tuple[RoundChoice, RoundResult[Tensor]]
@@ -69,12 +67,12 @@ class Finalizer:
         right_A = torch.full_like(taken.block_A, self.blocks.tokens_AQ.shape[1])
         if self.inputs.matched is not None:
             right_A = torch.where(self.is_exact_A, self.inputs.matched.right_A, right_A)
-        if not self.plan.all_exact:
+        if not self.plan.kind.all_exact:
             taken, right_A = self._redrawn(taken, right_A)
         count_A = self.blocks.count_A[taken.block_A]
         kept_A = torch.minimum(right_A, count_A)
         ended_A, text_A, grown_A = self._grown(taken, kept_A)
-        choice = RoundChoice.of(
+        choice = RoundChoice.allocate(len(taken.row_A), taken.row_A.device).write(
             ancestor_A=taken.ancestor_A,
             row_A=taken.row_A,
             count_A=grown_A,
@@ -96,8 +94,8 @@ class Finalizer:
             theirs = self._matched(theirs, self.inputs.matched)
         if own is None:
             return theirs
-        is_tree_G = self.plan.kind_G != PopulationKind.INDEPENDENT
-        is_tree_A = is_tree_G[self.plan.group_A]
+        is_tree_G = self.plan.arrays.kind_G != PopulationKind.INDEPENDENT
+        is_tree_A = is_tree_G[self.plan.arrays.group_A]
         pairs = ((name, getattr(theirs, name), mine) for name, mine in vars(self._of_own(own)).items())
         return SelectedRows(
             **{
@@ -156,8 +154,8 @@ class Finalizer:
         longest does, followed by the target's next token."""
         plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
         best_A, right_A = matched
-        any_A = plan.any_of_group(taken.alive_A[None], plan.group_A)[0][plan.group_A]
-        misses_A = is_exact_A & ~any_A & (plan.size_G > 0)[plan.group_A]
+        any_A = plan.any_of_group(taken.alive_A[None], plan.arrays.group_A)[0][plan.arrays.group_A]
+        misses_A = is_exact_A & ~any_A & (plan.arrays.size_G > 0)[plan.arrays.group_A]
         ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
         index_A = torch.arange(len(best_A), device=best_A.device)
         is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
@@ -184,18 +182,18 @@ class Finalizer:
         by the token that the target draws after it: independent populations as copies of it, distinct ones as one row.
         Returns the rows, and the number of tokens that are kept of each block."""
         plan, blocks, scored = self.plan, self.blocks, self.scored
-        lost_A = (taken.collapsed_G & ~plan.is_exact_G)[plan.group_A] & (plan.size_G > 0)[plan.group_A]
+        lost_A = (taken.collapsed_G & ~plan.is_exact_G & (plan.arrays.size_G > 0))[plan.arrays.group_A]
         if not lost_A.any():
             return taken, right_A
-        step_AQ = plan.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
+        step_AQ = plan.arrays.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
         logw_A = torch.where(blocks.alive_A, blocks.logw_A, -torch.inf)
         seed_G, round_G = (to_host(values_G) for values_G in (plan.seed_G, plan.round_G))
         uniform_G1 = uniforms(seed_G, round_G, np.array([PREFIX_POSITION]), Purpose.SELECTION)
         uniform_G = to_device(uniform_G1[:, 0], blocks.count_A.device)
-        drawn_A, kept_A = surviving_prefix(step_AQ, blocks.count_A, logw_A, Spans(plan.first_G, plan.size_G), uniform_G)
+        drawn_A, kept_A = surviving_prefix(step_AQ, blocks.count_A, logw_A, plan.arrays.groups, uniform_G)
         index_A = torch.arange(len(drawn_A), device=drawn_A.device)
         origin_A = blocks.origin_A[drawn_A]
-        is_copy_A = index_A - plan.first_G[plan.group_A] < plan.draws_G[plan.group_A]
+        is_copy_A = index_A - plan.arrays.first_G[plan.arrays.group_A] < plan.arrays.draws_G[plan.arrays.group_A]
         stays_A = torch.where(plan.has_kind(PopulationKind.INDEPENDENT), is_copy_A, index_A == origin_A)
         is_over_A = blocks.ended_A[drawn_A] & (kept_A == blocks.count_A[drawn_A])
         next_A, next_logp_A = (values_AQ[drawn_A, kept_A - 1] for values_AQ in (scored.drawn_AQ, scored.drawn_logp_AQ))
@@ -216,7 +214,7 @@ class Finalizer:
         """Return whether each continuation has ended [A], the stop machine's state after the kept part of its block
         [A], and the number of drafted tokens that it takes [A]."""
         state, blocks, drafted = self.inputs.state, self.blocks, self.drafted
-        slot_A = self.plan.slot_A[taken.ancestor_A]
+        slot_A = self.plan.arrays.slot_A[taken.ancestor_A]
         entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)
         text_A = grow(
             state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A, early_A
@@ -227,7 +225,7 @@ class Finalizer:
         grown_A, ended_A = kept_A - 1, over_A
         if self.lookahead:
             goes_on_A = ~taken.misses_A & ~over_A
-            grown_A = torch.where(goes_on_A, drafted.count_X[taken.row_A], 0)
+            grown_A = torch.where(goes_on_A, drafted.count_X[taken.row_A].long(), 0)
             ended_A = over_A | (goes_on_A & drafted.ended_X[taken.row_A])
         return torch.where(taken.bonus_A >= 0, bonus.ends_A, ended_A), text_A, grown_A
 
@@ -241,7 +239,7 @@ class Finalizer:
             grown_AQ = blocks.tokens_AQ[taken.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
-        has_bonus_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.group_A)[0]
+        has_bonus_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.arrays.group_A)[0]
         run_A = torch.minimum(self.scored.blocks.run_A[taken.block_A], kept_A)
         return RoundResult(
             ancestor_A=choice.ancestor_A,
@@ -262,5 +260,5 @@ class Finalizer:
             draft_nan_G=candidates.draft_nan_G,
             target_nan_G=candidates.target_nan_G,
             hit_G=plan.is_exact_G & ~has_bonus_G,
-            lineage=Lineage(plan.target_pages_AQ[taken.block_A], run_A.int(), torch.zeros_like(run_A).int()),
+            lineage=Lineage(plan.arrays.target_pages_AQ[taken.block_A], run_A.int(), torch.zeros_like(run_A).int()),
         )

@@ -1,9 +1,8 @@
 """Forward passes through a decoder: of few packed rows, and of prompts. This is the torch form, which leaves padding
-out; the Triton form is `smc.executor.triton_forward`. See the package's legend for axes; E hidden size."""
+out; the Triton form is `smc.executor.triton_forward`. See `smc.round` for axes; E hidden size."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from smc.arrays import offsets, to_device, to_host
 from smc.attention.backend import AttentionBackend, ForwardBatch, TorchAttention
-from smc.executor.plan import Contexts
 from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.linear import Linear
+from smc.round.tensors import Rows
 
 
 class Reader(Protocol):
@@ -31,39 +30,6 @@ class Reader(Protocol):
 
     @property
     def attention(self) -> AttentionBackend: ...
-
-
-@dataclass(frozen=True)
-class Rows:
-    """R rows of Q tokens each; the rows of a group are adjacent. A row of count 0 is padding or has ended, and writes
-    nothing.
-
-    The page of a row's position p is tail_RB[r, p - tail_R[r]] from tail_R[r] on, and table_SL[slot_R[r], p] before it.
-    Tensors are int32, on the model's device."""
-
-    table_SL: Tensor
-    """Block tables of slots."""
-    slot_R: Tensor
-    """Slot whose block table the row reads."""
-    tail_RB: Tensor | None
-    """The row's own pages; None: all its pages are in the table."""
-    tail_R: Tensor | None
-    """Position of the first of the row's own pages."""
-    start_R: Tensor
-    """Position of a row's first token."""
-    count_R: Tensor
-    """Number of tokens that exist, 0..Q."""
-    group_R: Tensor
-    """Group of every row; any group for padding."""
-    first_G: Tensor
-    """First row of each group."""
-    size_G: Tensor
-    """Number of rows of each group, ended ones included; 0 for a padding group."""
-    shared_G: Tensor
-    """Upper bound of the number of leading positions that all live rows of a group have in common."""
-    queries: int
-    """Q: tokens of a row."""
-    contexts: Contexts
 
 
 class StaticForward:

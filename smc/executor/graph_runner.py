@@ -8,16 +8,17 @@ import gc
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from smc.executor.plan import IN_FLIGHT
+from smc.arrays import map_tensors
+from smc.round.plan import IN_FLIGHT
 
 Event = int | torch.cuda.Event
 """A point in a device's work; on a CPU, nanoseconds of the monotonic clock."""
@@ -30,18 +31,18 @@ MOST_BYTES = 3 << 30
 
 
 class AsyncResult:
-    """A dataclass of tensors that is being copied to the host, where it has NumPy arrays."""
+    """A NamedTuple of tensors that is being copied to the host, where it has NumPy arrays."""
 
     def __init__(self, result: Any, arrived: Event, spans: Spans) -> None:
         self._result, self._arrived, self._at = result, arrived, 0
         self._spans = spans
 
     def result(self) -> Any:
-        """Wait for the copy and return the dataclass with NumPy arrays."""
+        """Wait for the copy and return the NamedTuple with NumPy arrays."""
         if not isinstance(self._arrived, int):
             self._arrived.synchronize()
             self._at = time.monotonic_ns()
-        return _map(self._result, lambda tensor: tensor.numpy())
+        return map_tensors(Tensor.numpy, self._result)
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return when each piece of work began and ended, in nanoseconds of the monotonic clock. The pass of a model
@@ -74,7 +75,7 @@ class StageRunner:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._keys: OrderedDict[tuple, _Kept] = OrderedDict()
+        self._keys: OrderedDict[Hashable, _Kept] = OrderedDict()
         self.evicted = 0
         """Number of keys that have been evicted."""
 
@@ -92,12 +93,12 @@ class StageRunner:
         """Return the context in which all work is requested from this device."""
         return contextlib.nullcontext()
 
-    def run(self, key: tuple, name: str, stage: Callable[[], Any]) -> Any:
+    def run(self, key: Hashable, name: str, stage: Callable[[], Any]) -> Any:
         """Run stage `name` of rounds of this key: always the same operations on the same tensors, whose values may
         differ."""
         return stage()
 
-    def keep(self, key: tuple, name: str, make: Callable[[], Made]) -> Made:
+    def keep(self, key: Hashable, name: str, make: Callable[[], Made]) -> Made:
         """Return an object that the rounds of one key share. `make` makes it once for as long as the key is kept."""
         made = self._of(key).made
         if name not in made:
@@ -111,15 +112,15 @@ class StageRunner:
     def wait(self, event: Event) -> None:
         """Let later work on this device wait until that point has been reached."""
 
-    def copy_of(self, key: tuple, name: str, tensor: Tensor) -> Tensor:
+    def copy_of(self, key: Hashable, name: str, tensor: Tensor) -> Tensor:
         """Return the other model's tensor on this device; in rounds of one key it is always the same tensor."""
         return tensor
 
-    def read(self, key: tuple, result: Any, spans: Spans) -> AsyncResult:
-        """Start copying a dataclass of tensors to the host."""
+    def read(self, key: Hashable, result: Any, spans: Spans) -> AsyncResult:
+        """Start copying a NamedTuple of tensors to the host."""
         return AsyncResult(result, self.event(), spans)
 
-    def _of(self, key: tuple) -> _Kept:
+    def _of(self, key: Hashable) -> _Kept:
         if key in self._keys:
             self._keys.move_to_end(key)
             return self._keys[key]
@@ -174,7 +175,7 @@ class GraphRunner(StageRunner):
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
-    def run(self, key: tuple, name: str, stage: Callable[[], Any]) -> Any:
+    def run(self, key: Hashable, name: str, stage: Callable[[], Any]) -> Any:
         recorded = self._of(key)
         if name not in recorded.seen:
             recorded.seen.add(name)
@@ -203,35 +204,24 @@ class GraphRunner(StageRunner):
         assert not isinstance(event, int), "a GPU waits for events of GPUs"
         self.stream.wait_event(event)
 
-    def copy_of(self, key: tuple, name: str, tensor: Tensor) -> Tensor:
+    def copy_of(self, key: Hashable, name: str, tensor: Tensor) -> Tensor:
         here = self.keep(key, f"copy of {name}", lambda: torch.empty_like(tensor, device=self.device))
         return here.copy_(tensor, non_blocking=True)
 
-    def read(self, key: tuple, result: Any, spans: Spans) -> AsyncResult:
+    def read(self, key: Hashable, result: Any, spans: Spans) -> AsyncResult:
         def pinned() -> Any:
-            return _map(result, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+            return map_tensors(lambda here: torch.empty(here.shape, dtype=here.dtype, pin_memory=True), result)
 
         host = next(self.keep(key, "hosts", lambda: cycle([pinned() for _ in range(IN_FLIGHT)])))
-        _map(host, lambda there, here: there.copy_(here, non_blocking=True), result)
+        map_tensors(lambda there, here: there.copy_(here, non_blocking=True), host, result)
         return AsyncResult(host, self.event(), spans)
 
     def _finish_work(self) -> None:
         self.stream.synchronize()
 
 
-def _map(values: Any, function: Callable[..., Any], *others: Any) -> Any:
-    """Return the same dataclass with `function` applied to every tensor, together with the tensors at its place in
-    `others`."""
-    columns = {f.name: [getattr(one, f.name) for one in (values, *others)] for f in fields(values)}
-    return type(values)(
-        **{n: _map(c[0], function, *c[1:]) if is_dataclass(c[0]) else function(*c) for n, c in columns.items()}
-    )
-
-
 def _nbytes(values: Any) -> int:
-    """Return the bytes of all tensors in tuples and dataclasses."""
-    if isinstance(values, Tensor):
-        return values.nbytes
+    """Return the bytes of all tensors in tuples."""
     if isinstance(values, tuple):
         return sum(map(_nbytes, values))
-    return sum(_nbytes(getattr(values, f.name)) for f in fields(values)) if is_dataclass(values) else 0
+    return values.nbytes if isinstance(values, Tensor) else 0

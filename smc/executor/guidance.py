@@ -5,22 +5,24 @@ The formula uses logits instead of log-probabilities: the two differ by a consta
 afterwards removes, so nothing is normalised twice. Temperature and truncation come afterwards. Unconditional rows are
 further rows of the same pass, at the target, for every guided request. The plan of a round names a page beside each
 page of a guided batch index, so unconditional rows follow wherever page numbers go: through trees that are reparented
-and after the choice. See the package's legend for axes; U unconditional rows of batch indices, Y unconditional rows of
+and after the choice. See `smc.round` for axes; U unconditional rows of batch indices, Y unconditional rows of
 their rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from smc.executor.forward import Rows, StaticForward
+from smc.executor.forward import StaticForward
 from smc.executor.ops import RoundOps
-from smc.executor.plan import RoundPlan, UnconditionalRows
-from smc.executor.state import PageTokens, SlotState
+from smc.executor.state import PageTokens
+from smc.round.plan import RoundPlan, UnconditionalRows
+from smc.round.slots import SlotState
+from smc.round.tensors import Rows
 from smc.types import ModelRole
 
 
@@ -61,7 +63,7 @@ class GuidedPass:
         # Padding maps the dummy page only.
         own_UW = torch.where(_exist(unconditional)[:, None], own_UW, 0)
         self.beside_P.index_copy_(0, own_UW.flatten().long(), theirs_UW.flatten())
-        held_U1 = (state.held(plan.slot_A[index_U]) + unconditional.shift_U)[:, None]
+        held_U1 = (state.held(plan.arrays.slot_A[index_U]) + unconditional.shift_U)[:, None]
         state.table_SL[slot_U1, held_U1 + torch.arange(pending, device=state.device)] = theirs_UW[:, :pending]
 
     def __call__(
@@ -76,9 +78,9 @@ class GuidedPass:
         `root_R`: the batch index whose particle a row continues, if not its own."""
         logits_TV, own_TV = self._guided(plan, tokens_T, rows, output_R, root_R)
         raw_TV = None
-        if plan.raw_logprobs and self.role is ModelRole.TARGET:
+        if plan.kind.raw_logprobs and self.role is ModelRole.TARGET:
             # Biases are added in place.
-            raw_TV = own_TV.clone() if plan.biased else own_TV
+            raw_TV = own_TV.clone() if plan.kind.biased else own_TV
         if plan.penalties is not None or plan.constraints is not None:
             self.page_tokens.store(tokens_T, rows)
         if plan.penalties is not None:
@@ -94,7 +96,7 @@ class GuidedPass:
             hidden_TE = self.forward(tokens_T, rows)
             logits_TV = self.logits(hidden_TE if output_R is None else hidden_TE[output_R])
             return logits_TV, logits_TV
-        width = len(rows.slot_R) // len(plan.slot_A)
+        width = len(rows.slot_R) // len(plan.arrays.slot_A)
         row_Y = _rows(unconditional.index_U, width)
         theirs_YQ = tokens_T.view(-1, q)[row_Y]
         hidden_TE = self.forward(
@@ -120,7 +122,7 @@ class GuidedPass:
             return
         index_U, slot_U = unconditional.index_U, unconditional.slot_U
         ancestor_U, tail_UB = ancestor_A[index_U], self.beside_P[pages_XB[row_A[index_U]].long()]
-        from_U = plan.slot_A[ancestor_U]
+        from_U = plan.arrays.slot_A[ancestor_U]
         end_U = (state.end_S[from_U] if pending else state.held(from_U)) + unconditional.shift_U
         source_U = _slots_of(unconditional, ancestor_U, slot_U)
         self.ops.remap_block_table(state.table_SL, slot_U, source_U, state.base_S[slot_U], end_U, tail_UB, plan.columns)
@@ -144,8 +146,7 @@ class GuidedPass:
         if tail_RB is not None and tail_R is not None:
             tail_RB = torch.cat((tail_RB, self.beside_P[tail_RB[row_Y].long()]))
             tail_R = torch.cat((tail_R, (tail_R[row_Y] + shift_Y).int()))
-        return replace(
-            rows,
+        return rows._replace(
             slot_R=torch.cat((rows.slot_R, slot_Y.int())),
             tail_RB=tail_RB,
             tail_R=tail_R,

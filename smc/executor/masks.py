@@ -9,14 +9,13 @@ population whose distribution is that of whole answers given the constraint (`by
 every token by the mass Z of the allowed tokens: p(x) = p(x | allowed) Z. For such a population p is truncated before it
 is masked, for all others afterwards.
 
-See the package's legend for axes; V columns of logits, W words of 32 tokens, C constrained batch indices, M masks that
+See `smc.round` for axes; V columns of logits, W words of 32 tokens, C constrained batch indices, M masks that
 are needed, or columns of a draft's own head."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import cycle
 
@@ -27,11 +26,11 @@ from torch import Tensor
 from smc.arrays import to_device
 from smc.constraints import Compiler, Follower, MaskPath
 from smc.distributions import Distributions, DistributionSpec
-from smc.executor.draft import TokenTree
 from smc.executor.graph_runner import Spans, StageRunner
-from smc.executor.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
-from smc.executor.state import PageTokens, SlotState
-from smc.executor.verify import Blocks
+from smc.executor.state import PageTokens
+from smc.round.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
+from smc.round.slots import SlotState
+from smc.round.tensors import Blocks, TokenTree
 from smc.stops import StopMachine
 from smc.types import ModelRole, mask_span
 
@@ -111,7 +110,7 @@ class TokenMasks:
         prompt_C = constraints.prompt_A[index_C]
         width = max(int(plan.columns - prompt_C.min()), 1)
         position_CL = np.minimum(prompt_C[:, None] + np.arange(width), state.table_SL.shape[1] - 1)
-        slot_C = here.slot_A[to_device(index_C, state.device)]
+        slot_C = here.arrays.slot_A[to_device(index_C, state.device)]
         page_CL = state.table_SL[slot_C[:, None], to_device(position_CL, state.device)].long()
         held_C = state.held(slot_C)
         is_open_C = state.alive_S[slot_C] & ~state.ended_S[slot_C]
@@ -124,15 +123,15 @@ class TokenMasks:
         """Return masks [A, W] of the tokens that may follow each particle."""
         held = particles()
         paths = ((index, MaskPath(held[index], len(held[index]), index, 1)) for index in held if held.is_open(index))
-        return self._masks(plan, "particles", len(plan.slot_A), paths)
+        return self._masks(plan, "particles", len(plan.arrays.slot_A), paths)
 
     def of_rows(
         self, plan: RoundPlan[np.ndarray], tree: TokenTree, step: int, particles: Callable[[], HeldAnswers]
     ) -> Callable[[], Tensor]:
         """Return a function that computes masks [X, W] of the tokens that may follow rows of `step` tokens, which
         continue `particles`."""
-        assert tree.run_4X is not None, "rows that have been re-parented"
-        fetched = self._fetch([tree.root_X, tree.cut_X, tree.run_4X[3], tree.tokens_XK[:, :step]])
+        assert tree.run is not None, "rows that have been reparented"
+        fetched = self._fetch([tree.root_X, tree.cut_X, tree.run.count_X, tree.tokens_XK[:, :step]])
 
         def masks() -> Tensor:
             held, (root_X, cut_X, runs_X, tokens_XK) = particles(), fetched()
@@ -185,7 +184,7 @@ class TokenMasks:
             ]
             return torch.empty(total, words, dtype=torch.int32, device=device), cycle(hosts)
 
-        there, hosts = self._stages.keep(plan.key, f"mask of {name}", make)
+        there, hosts = self._stages.keep(plan.kind, f"mask of {name}", make)
         began = time.monotonic_ns()
         host, row_M = next(hosts)
         # Only needed masks are written, one after another: most rows need none if many batch indices have no particle.
@@ -193,7 +192,7 @@ class TokenMasks:
         count, numbers_M = 0, row_M.numpy()
         for index, path in paths:
             numbers_M[count : count + path.masks] = np.arange(path.row, path.row + path.masks)
-            needed.setdefault(int(plan.group_A[index]), []).append(path._replace(row=count))
+            needed.setdefault(int(plan.arrays.group_A[index]), []).append(path._replace(row=count))
             count += path.masks
         followers = {group: self._follower(plan, group) for group in needed}
         masks_MW = host[:count].numpy()
@@ -213,8 +212,8 @@ class TokenMasks:
     def _follower(self, plan: RoundPlan[np.ndarray], group: int) -> Follower | None:
         """Return the follower of a group's request; None: its constraint cannot be followed."""
         assert plan.constraints is not None, "a round with constrained requests"
-        first, size = int(plan.first_G[group]), int(plan.size_G[group])
-        slots = plan.slot_A[first : first + size].tolist()
+        first, size = int(plan.arrays.first_G[group]), int(plan.arrays.size_G[group])
+        slots = plan.arrays.slot_A[first : first + size].tolist()
         follower = next((self._followers[slot] for slot in slots if slot in self._followers), None)
         if follower is None:
             machine = self._machines[int(plan.constraints.entry_A[first])]
@@ -299,8 +298,7 @@ def neutral(distribution_R: DistributionSpec[Tensor], rows_R: Tensor) -> Distrib
     def without(value_R: Tensor, none: float) -> Tensor:
         return torch.where(rows_R, torch.full_like(value_R, none), value_R)
 
-    return replace(
-        given,
+    return given._replace(
         temperature_R=without(given.temperature_R, 1),
         top_k_R=without(given.top_k_R, 0),
         top_p_R=without(given.top_p_R, 1),

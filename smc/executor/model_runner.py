@@ -12,34 +12,43 @@ graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from smc import stops
 from smc.api.engine_config import EngineConfig
 from smc.arrays import to_device
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
-from smc.executor.draft import DraftShape, GrownRows
-from smc.executor.draft_tree import InnerNodes
 from smc.executor.graph_runner import AsyncResult, Event, Spans, StageRunner
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import TokenMasks
-from smc.executor.messages import DraftedRows, DraftReport, Lineage, Pending, RoundChoice, RoundResult
+from smc.executor.messages import Pending
 from smc.executor.ops import RoundOps
-from smc.executor.plan import PlanBuffer, Program, RoundPlan, SequenceHandoff
 from smc.executor.round_stages import Drafter, Scorer, Selector
 from smc.executor.sampling import HeadSampling, Sampling
-from smc.executor.state import BiasTables, PageTokens, SlotState
-from smc.executor.verify import VerifyInputs
+from smc.executor.state import LogitBiases, PageTokens, join, reweigh
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
+from smc.round.plan import PlanBuffer, Program, RoundKind, RoundPlan, SequenceHandoff
+from smc.round.slots import InnerNodes, SlotState
+from smc.round.tensors import (
+    DraftedRows,
+    DraftReport,
+    DraftShape,
+    GrownRows,
+    Lineage,
+    ObservedDraws,
+    RoundChoice,
+    RoundResult,
+    VerifyInputs,
+)
+from smc.stops import StopTables
 from smc.types import ModelRole
 
 OBSERVED_ROOTS = 64
@@ -56,7 +65,7 @@ class Channel(Protocol):
         ...
 
     def receive(
-        self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
+        self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
         """Return the tensor that the other model sent under this name: in `into`, or by default in a tensor that is
         always the same in rounds of one key."""
@@ -94,7 +103,7 @@ class LocalChannel:
         self._kept.append(tensor)
 
     def receive(
-        self, key: tuple, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
+        self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
         tensor, there = self._other._sent.pop(name)
         assert tensor.shape == shape and tensor.dtype == dtype, (
@@ -124,12 +133,12 @@ class ModelRunner:
         self.config, self.worker, self.stages = config, worker, stages
         # Prompts use the same runner as rounds, so that later work finds what they have written.
         worker.stages, worker.ops = stages, ops
-        stop_tables = stops.StopTables(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
-        self.state = SlotState(config.max_slots, worker.width, pending, stop_tables, worker.device)
+        stop_tables = StopTables.allocate(config.max_stops, worker.vocab_size, worker.token_bytes, worker.device)
+        self.state = SlotState.allocate(config.max_slots, worker.width, pending, stop_tables, worker.device)
         self._forward = ops.forward(worker)
         self._sampling = ops.sampling(worker.vocab_size)
-        self._biases = BiasTables(config.max_stops, worker.vocab_size, worker.device)
-        self.state.biases.append(self._biases)
+        self._biases = LogitBiases(config.max_stops, worker.vocab_size, worker.device)
+        self._all_biases = [self._biases]
         beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
         self._page_tokens = PageTokens(torch.zeros_like(beside_P), worker.vocab_size)
         self._masks = TokenMasks(Compiler.of(worker.token_bytes), self.state, self._page_tokens, stages)
@@ -140,7 +149,8 @@ class ModelRunner:
             sampling=self._sampling,
             state=self.state,
             ops=ops,
-            biases=self._biases,
+            biases=self._biases.tables,
+            nan=torch.full((1,), torch.nan, device=worker.device),
             # The target's plain decoding must not depend on the round's number: exact decoding makes the same draws in
             # other rounds.
             shape=DraftShape(config.block, by_round=worker.name == ModelRole.DRAFT),
@@ -160,13 +170,20 @@ class ModelRunner:
             self._join(group)
 
     def _join(self, group: SequenceHandoff) -> None:
-        self.state.join(group)
+        self._enter(group)
+
+    def _enter(self, group: SequenceHandoff) -> Tensor:
+        """Write particles to their slots. Returns the slots as an index."""
+        if group.machine is not None:
+            for biases in self._all_biases:
+                biases.set(group.stops, group.machine)
+        return join(self.state, group)
 
     def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """Return the plan on the device. Call it inside `working()`."""
-        here = self.stages.keep(plan.key, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
+        here = self.stages.keep(plan.kind, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
         if plan.weights_A is not None:
-            self.stages.run(plan.key, "reweigh", lambda: self.state.reweigh(here))
+            self.stages.run(plan.kind, "reweigh", lambda: reweigh(self.state, here))
         return here
 
     @torch.inference_mode()
@@ -180,13 +197,13 @@ class ModelRunner:
             began = stages.event()
             if plan.constraints is None:
                 result = stages.run(
-                    plan.key, "alone", lambda: self._end_alone(here, self._alone.draft(here, distribution)[1])
+                    plan.kind, "alone", lambda: self._end_alone(here, self._alone.draft(here, distribution)[1])
                 )
             else:
                 _, grown = self._draft_constrained(self._alone, plan, here, distribution)
-                result = stages.run(plan.key, "end", lambda: self._end_alone(here, grown))
+                result = stages.run(plan.kind, "end", lambda: self._end_alone(here, grown))
             ended = stages.event()
-            return stages.read(plan.key, result, self._with_masks({self.worker.name: (began, ended)}))
+            return stages.read(plan.kind, result, self._with_masks({self.worker.name: (began, ended)}))
 
     def _with_masks(self, spans: Spans) -> Spans:
         return spans | self._masks.take_span(self.worker.name)
@@ -200,7 +217,7 @@ class ModelRunner:
     ) -> tuple[DraftedRows, GrownRows]:
         """Run `Drafter.draft` with masks. On GPUs the masks of later steps are made only if the plan says so, because
         the host waits for the device in each of these steps."""
-        run, masks = partial(self.stages.run, plan.key), self._masks
+        run, masks = partial(self.stages.run, plan.kind), self._masks
         assert plan.constraints is not None and here.constraints is not None, "a round with constrained requests"
         # This copy is queued before everything else of the round, so the host waits for nothing of this round.
         particles = masks.answers(plan, here, pending=True)
@@ -208,8 +225,8 @@ class ModelRunner:
         after = run("pass 0", lambda: drafter.run_pending(here, inputs))
         mask_AW = masks.of_particles(plan, particles)
         grown = [run("extend 0", lambda: drafter.extend(here, inputs, after, 0, mask_SW=mask_AW))]
-        steps = plan.steps or drafter.shape.block
-        if self.stages.records and not plan.constraints.every_step:
+        steps = plan.kind.steps or drafter.shape.block
+        if self.stages.records and not plan.kind.every_step:
             steps = 1
         for step in range(1, steps):
             before = grown[-1]
@@ -221,11 +238,11 @@ class ModelRunner:
         return run("rest", lambda: drafter.finish(here, inputs, tuple(grown)))
 
     def _end_alone(self, plan: RoundPlan[Tensor], grown: GrownRows) -> RoundResult[Tensor]:
-        drafter, state, slot_A = self._alone, self.state, plan.slot_A
+        drafter, state, slot_A = self._alone, self.state, plan.arrays.slot_A
         tree = grown.tree
         index_A = torch.arange(len(slot_A), device=slot_A.device)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
-        choice = RoundChoice.of(
+        choice = RoundChoice.allocate(len(slot_A), slot_A.device).write(
             ancestor_A=index_A,
             row_A=index_A,
             count_A=tree.count_X,
@@ -239,8 +256,8 @@ class ModelRunner:
         lineage = drafter.follow(plan, grown, choice).lineage
         logq_AK = tree.logq_XK
         exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
-        nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.group_A)[0]
-        zero_G = torch.zeros_like(plan.threshold_G)
+        nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.arrays.group_A)[0]
+        zero_G = torch.zeros_like(plan.arrays.threshold_G)
         never_G = zero_G > 0
         return RoundResult(
             ancestor_A=index_A,
@@ -273,7 +290,7 @@ class DraftRunner(ModelRunner):
     ) -> None:
         super().__init__(config, worker, ops, stages, pending=config.begin_tokens)
         self._channel = channel
-        run, biases, head = self._run, self._biases, worker.draft_head
+        run, biases, head = self._run, self._biases.tables, worker.draft_head
         sampling: Sampling | HeadSampling = self._sampling
         if head is not None:
             sampling = ops.head_sampling(head.vocab, worker.device)
@@ -282,8 +299,9 @@ class DraftRunner(ModelRunner):
                 logits=partial(self._forward.logits, head=head.matrix),
                 page_tokens=replace(self._page_tokens, ids_M=sampling.ids_M),
             )
-            biases = BiasTables(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
-            self.state.biases.append(biases)
+            own_biases = LogitBiases(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
+            self._all_biases.append(own_biases)
+            biases = own_biases.tables
         # Allocated once, for the maximum number of chains. Entries are read only after they have been written.
         chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
         rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))
@@ -292,7 +310,7 @@ class DraftRunner(ModelRunner):
         )
         nodes = None
         if ahead and config.block > 1:
-            nodes = InnerNodes(config.max_slots, config.block, sampling.columns, worker.device)
+            nodes = InnerNodes.allocate(config.max_slots, config.block, sampling.columns, worker.device)
         self._drafter = replace(
             self._alone,
             run=run,
@@ -310,7 +328,7 @@ class DraftRunner(ModelRunner):
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the draft's part of a round. The result is a `DraftReport` for a round of both models, otherwise a
         `RoundResult`."""
-        if plan.program is Program.DRAFT:
+        if plan.kind.program is Program.DRAFT:
             return self._decode(plan)
         self.draft(plan)
         return self.follow()
@@ -318,13 +336,14 @@ class DraftRunner(ModelRunner):
     @torch.inference_mode()
     def draft(self, plan: RoundPlan[np.ndarray]) -> None:
         """Queue the draft's part of a round of both models, up to the choice."""
-        stages, drafter, key = self.stages, self._drafter, plan.key
+        stages, drafter, key = self.stages, self._drafter, plan.kind
         with stages.working():
             self._channel.settle()
             here = self._load(plan)
-            chains, ahead = len(plan.chain_C), self.config.lookahead
+            chains, ahead = len(plan.arrays.chain_C), self.config.lookahead
             if chains and ahead and self.config.block > 1:
-                stages.run(key, "distributions", lambda: self._pick_distributions(self._kept_MLV, here.distribution_C))
+                kept_MLV, index_C = self._kept_MLV, here.arrays.distribution_C
+                stages.run(key, "distributions", lambda: self._pick_distributions(kept_MLV, index_C))
                 self._channel.send("distributions", self._sent_CLV[:chains])
             began = stages.event()
             if plan.constraints is None:
@@ -334,7 +353,7 @@ class DraftRunner(ModelRunner):
             ended = stages.event()
             if chains and not ahead:
                 self._channel.send("distributions", self._dists_YLV[:chains])
-            self._channel.send("rows", drafted.all_WX)
+            self._channel.send("rows", drafted.message)
         self._round = (here, grown, (began, ended))
 
     @torch.inference_mode()
@@ -343,24 +362,27 @@ class DraftRunner(ModelRunner):
         assert self._round is not None, "what is followed has been drafted"
         plan, grown, span = self._round
         with self.stages.working():
-            choice = RoundChoice(self._channel.receive(plan.key, "choice", (9, len(plan.slot_A)), torch.int64))
-            report = self.stages.run(plan.key, "follow", lambda: self._follow(plan, grown, choice))
-            return self.stages.read(plan.key, report, self._with_masks({ModelRole.DRAFT: span}))
+            size = plan.kind.batch_size
+            message = self._channel.receive(plan.kind, "choice", (RoundChoice.memory(size).nbytes,), torch.uint8)
+            report = self.stages.run(
+                plan.kind, "follow", lambda: self._follow(plan, grown, RoundChoice.of(message, size))
+            )
+            return self.stages.read(plan.kind, report, self._with_masks({ModelRole.DRAFT: span}))
 
     def _follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
-        if self.config.lookahead and len(plan.chain_C):
+        if self.config.lookahead and len(plan.arrays.chain_C):
             # The distributions follow the rows. Those that were sent have arrived, because the target chose by them.
-            index_C, f = plan.chain_C, plan.branches
-            chain_A = torch.zeros_like(plan.slot_A).index_copy(
+            index_C, f = plan.arrays.chain_C, plan.kind.branches
+            chain_A = torch.zeros_like(plan.arrays.slot_A).index_copy(
                 0, index_C, torch.arange(len(index_C), device=index_C.device)
             )
             row_C = choice.row_A[index_C]
             self._pick_distributions(self._dists_YLV, chain_A[row_C // f] * f + row_C % f)
-            self._kept_MLV.index_copy_(0, plan.distribution_C, self._sent_CLV[: len(index_C)])
+            self._kept_MLV.index_copy_(0, plan.arrays.distribution_C, self._sent_CLV[: len(index_C)])
         return self._drafter.follow(plan, grown, choice)
 
     def _join(self, group: SequenceHandoff) -> None:
-        slots_N = self.state.join(group)
+        slots_N = self._enter(group)
         if self._drafter.nodes is not None:
             self._drafter.nodes.forget(slots_N)
 
@@ -396,7 +418,14 @@ class TargetRunner(ModelRunner):
         sampling, state = self._sampling, self.state
         chains = config.chains(worker.vocab_size)
         self._scorer = Scorer(
-            self._run, sampling, state, ops, self._biases, block=config.block, lookahead=config.lookahead, chains=chains
+            self._run,
+            sampling,
+            state,
+            ops,
+            self._biases.tables,
+            block=config.block,
+            lookahead=config.lookahead,
+            chains=chains,
         )
         self._selector = Selector(sampling, state, ops, lookahead=config.lookahead)
         self._queued: QueuedPass | None = None
@@ -408,7 +437,7 @@ class TargetRunner(ModelRunner):
         target works while the host waits for the tokens that the draft's masks depend on. Other rounds begin in
         `round`."""
         self._queued = None
-        if plan.program is not Program.PAIR or plan.constraints is None or not self.config.lookahead:
+        if plan.kind.program is not Program.PAIR or plan.constraints is None or not self.config.lookahead:
             return
         with self.stages.working():
             self._channel.settle()
@@ -418,59 +447,63 @@ class TargetRunner(ModelRunner):
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the target's part of a round, or what remains of it after `begin`. In look-ahead the pass comes before
         the drafted rows are received; in lockstep it runs over them."""
-        if plan.program is Program.TARGET:
+        if plan.kind.program is Program.TARGET:
             return self._decode(plan)
         if self._queued is None:
             self.begin(plan)
-        stages, scorer, key = self.stages, self._scorer, plan.key
+        stages, scorer, key = self.stages, self._scorer, plan.kind
         queued, self._queued = self._queued, None
         with stages.working():
             if queued is None:
                 self._channel.settle()
             here = self._load(plan) if queued is None else queued.plan
             self._receive_distributions(key, here)
-            drafted = None if self.config.lookahead else self._receive(key, here)
+            drafted = None if self.config.lookahead else self._receive(key)
             if queued is None and plan.constraints is not None:
                 queued = self._queue_pass(plan, here, drafted)
             if queued is None:
                 began = stages.event()
-                scored = stages.run(key, "score", lambda: scorer.score(here, drafted))
+                scored = stages.run(key, "score", lambda: scorer.score(here, drafted and drafted()))
                 span = (began, stages.event())
             else:
                 inputs, after, mask_TW, span = queued.inputs, queued.after, queued.masks(), queued.span
                 scored = stages.run(key, "verify", lambda: scorer.verify(here, inputs, after, mask_TW))
-            rows = self._receive(key, here) if drafted is None else drafted
+            rows = self._receive(key) if drafted is None else drafted
             heard = stages.event()
-            choice, result = stages.run(key, "choose", lambda: self._selector.choose(here, scored, rows))
+            choice, result = stages.run(key, "choose", lambda: self._selector.choose(here, scored, rows()))
             chosen = stages.event()
-            self._channel.share(choice.all_9A)
-            self._channel.send("choice", choice.all_9A)
+            self._channel.share(choice.message)
+            self._channel.send("choice", choice.message)
             told = stages.event()
-            stages.run(key, "follow", lambda: scorer.follow(here, rows, choice))
+            stages.run(key, "follow", lambda: scorer.follow(here, rows(), choice))
             spans = {"target": span, "choose": (heard, chosen), "follow": (told, stages.event())}
             return stages.read(key, result, self._with_masks(spans))
 
     def _queue_pass(
-        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], drafted: DraftedRows | None
+        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], drafted: Callable[[], DraftedRows] | None
     ) -> QueuedPass:
-        run, scorer, began = partial(self.stages.run, plan.key), self._scorer, self.stages.event()
-        inputs = run("lay out", lambda: scorer.lay_out(here, drafted))
+        run, scorer, began = partial(self.stages.run, plan.kind), self._scorer, self.stages.event()
+        inputs = run("lay out", lambda: scorer.lay_out(here, drafted and drafted()))
         masks = self._masks.of_blocks(plan, here, inputs.blocks)
         after = run("pass", lambda: scorer.run_blocks(here, inputs))
         return QueuedPass(here, inputs, after, masks, (began, self.stages.event()))
 
     def _join(self, group: SequenceHandoff) -> None:
-        self._scorer.join(group, self.state.join(group))
+        self._scorer.join(group, self._enter(group))
 
-    def _receive_distributions(self, key: tuple, plan: RoundPlan[Tensor]) -> None:
+    def _receive_distributions(self, key: Hashable, plan: RoundPlan[Tensor]) -> None:
         """Receive the distributions that chains were drawn from, if there are any."""
-        here_CLV = self._scorer.drawn_CLV[: len(plan.chain_C)]
+        here_CLV = self._scorer.drawn_CLV[: len(plan.arrays.chain_C)]
         if here_CLV.numel():
             self._channel.receive(key, "distributions", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
 
-    def _receive(self, key: tuple, plan: RoundPlan[Tensor]) -> DraftedRows:
-        shape = (DraftedRows.width(self.config.block), len(plan.branch_pages_XB))
-        return DraftedRows(self._channel.receive(key, "rows", shape, torch.int32))
+    def _receive(self, kind: RoundKind) -> Callable[[], DraftedRows]:
+        """Receive the drafted rows. Returns a function that finds them in the message: stages that are replayed do not
+        ask for them."""
+        rows, block = kind.batch_size * kind.branches, self.config.block
+        nbytes = DraftedRows.memory(rows, block).nbytes
+        message = self._channel.receive(kind, "rows", (nbytes,), torch.uint8)
+        return cache(lambda: DraftedRows.of(message, rows, block))
 
 
 @dataclass(frozen=True)
@@ -480,8 +513,8 @@ class RoundOutcome:
     result: RoundResult[np.ndarray]
     lineage: dict[ModelRole, Lineage[np.ndarray]]
     """Changes of pages, by model."""
-    observed_3A: np.ndarray | None = None
-    """As in `DraftReport`; None: the draft took no part."""
+    observed: ObservedDraws[np.ndarray] | None = None
+    """None: the draft took no part."""
 
 
 class RoundExecutor(Protocol):
@@ -517,8 +550,8 @@ class LocalRoundExecutor:
         self.runners[role].join(group)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
-        if plan.program is not Program.PAIR:
-            role = ModelRole(plan.program.value)
+        if plan.kind.program is not Program.PAIR:
+            role = ModelRole(plan.kind.program.value)
             return LocalRound({role: self.runners[role].round(plan)})
         self._target.begin(plan)
         self._draft.draft(plan)
@@ -537,8 +570,8 @@ class LocalRound:
         # Each result takes the time at which its own wait ends, from which `spans` counts back.
         values = {role: reading.result() for role, reading in self.readings.items()}
         result = next(value for value in values.values() if isinstance(value, RoundResult))
-        observed_3A = next((value.observed_3A for value in values.values() if isinstance(value, DraftReport)), None)
-        return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed_3A)
+        observed = next((value.observed for value in values.values() if isinstance(value, DraftReport)), None)
+        return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed)
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """See `Pending.spans`."""

@@ -1,54 +1,65 @@
 """Stages of a round that run a model or sample from its logits: `Drafter`, `Scorer` and `Selector`. Their other
 operations are in `smc.executor.draft`, `verify`, `select`, `finalize` and `remap`, in torch or in Triton (`RoundOps`).
 
-See the package's legend for axes; C batch indices of groups of chains, Y = C F rows of these groups, V vocabulary."""
+See `smc.round` for axes; C batch indices of groups of chains, Y = C F rows of these groups, V vocabulary."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind, SelectedTrees
-from smc.algorithm.resampling import Bounds, Spans
+from smc.algorithm.expansion import PopulationKind, SelectedTrees
+from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
-from smc.executor.draft import (
+from smc.executor.draft import assign_chains
+from smc.executor.finalize import Finalized
+from smc.executor.guidance import GuidedPass, PassLogits
+from smc.executor.masks import given_constraint, neutral
+from smc.executor.ops import RoundOps
+from smc.executor.sampling import HeadSampling, Sampling
+from smc.executor.select import LEAST_SHARE, target_outputs
+from smc.executor.verify import chain_groups
+from smc.philox import Purpose
+from smc.round.draws import Coupling, DrawKeys
+from smc.round.plan import RoundPlan, SequenceHandoff
+from smc.round.slots import BiasTables, InnerNodes, SlotState
+from smc.round.tensors import (
     CandidateLayout,
+    Candidates,
     ChainAssignment,
     ChainDraws,
+    ChosenTokens,
     Continuation,
+    DraftedRows,
     DraftInputs,
+    DraftReport,
     DraftShape,
     DraftStep,
     GrownRows,
+    ObservedDraws,
+    OwnDraws,
+    RoundChoice,
+    RoundResult,
+    Rows,
+    ScoreInputs,
+    TargetDraws,
     TokenTree,
-    assign_chains,
+    VerifyInputs,
+    VerifyOutputs,
 )
-from smc.executor.draft_tree import InnerNodes
-from smc.executor.finalize import Finalized
-from smc.executor.forward import Rows
-from smc.executor.guidance import GuidedPass, PassLogits
-from smc.executor.masks import given_constraint, neutral
-from smc.executor.messages import DraftedRows, DraftReport, RoundChoice, RoundResult
-from smc.executor.ops import RoundOps
-from smc.executor.plan import RoundPlan, SequenceHandoff
-from smc.executor.sampling import Coupling, DrawKeys, HeadSampling, Sampling
-from smc.executor.select import LEAST_SHARE, Candidates, ScoreInputs, target_outputs
-from smc.executor.state import BiasTables, SlotState
-from smc.executor.verify import TargetDraws, VerifyInputs, VerifyOutputs, chain_groups
-from smc.philox import Purpose
 
 
-@dataclass(frozen=True)
-class GrownStep:
+class GrownStep(NamedTuple):
     """Rows after a step of the draft."""
 
     tree: TokenTree
-    chosen: tuple[Expansion, CandidateTokens] | None
-    """The choice among candidates, and these candidates; None: the step chose nothing."""
+    chosen: ChosenTokens | None
+    """None: the step chose nothing."""
     raw_logp_X: Tensor | None = None
     """As `GrownRows.raw_logp_XK`, of this step's tokens."""
 
@@ -68,6 +79,8 @@ class Drafter:
     shape: DraftShape
     mixture: float
     """Share of the untruncated distribution in the proposal."""
+    nan: Tensor
+    """float32 [1] NaN, for reports without seen draws; allocated once, which saves a launch."""
     purpose: Purpose = Purpose.PROPOSAL
     kept_BV: Tensor | None = None
     """Buffer for log q after the first B roots of exact decoding, with which the target's draws are compared. None: the
@@ -79,8 +92,8 @@ class Drafter:
     a guess. None: the drafter has no chains."""
 
     def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, GrownRows]:
-        """Run the pending tokens of every particle, then extend rows by K tokens or by `plan.steps`. The distributions
-        of chains are written to `dists_YLV`."""
+        """Run the pending tokens of every particle, then extend rows by K tokens or by the plan's `steps`. The
+        distributions of chains are written to `dists_YLV`."""
         inputs = self.begin(plan, distribution)
         first = self.extend(plan, inputs, self.run_pending(plan, inputs), 0)
         return self.finish(plan, inputs, (first,))
@@ -88,10 +101,10 @@ class Drafter:
     def begin(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> DraftInputs:
         """Lay out the particles and their chains, before the first step."""
         inputs = self.ops.begin_draft(self.state, plan, distribution, self.shape)
-        self.run.begin(plan, plan.begin_pages_AP, plan.branch_pages_XB.view(len(plan.slot_A), -1))
-        if PopulationKind.CHAINS not in plan.kinds:
+        self.run.begin(plan, plan.arrays.begin_pages_AP, plan.arrays.branch_pages_XB.view(len(plan.arrays.slot_A), -1))
+        if PopulationKind.CHAINS not in plan.kind.populations:
             return inputs
-        return replace(inputs, chains=assign_chains(plan, inputs.tree.alive_X))
+        return inputs._replace(chains=assign_chains(plan, inputs.tree.alive_X))
 
     def run_pending(self, plan: RoundPlan[Tensor], inputs: DraftInputs) -> PassLogits:
         """Return logits [A, V] after the pending tokens of every particle."""
@@ -100,21 +113,20 @@ class Drafter:
 
     def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, tree: TokenTree) -> PassLogits:
         """Return logits [X, V] after the last tokens of rows."""
-        assert tree.run_4X is not None, "rows, of which the last token alone is run"
-        slot_X, begin_X, last_X, runs_X = tree.run_4X
+        assert tree.run is not None, "rows, of which the last token alone is run"
         rows = Rows(
             table_SL=self.state.table_SL,
-            slot_R=slot_X,
+            slot_R=tree.run.slot_X,
             tail_RB=tree.tail_XB,
-            tail_R=begin_X,
-            start_R=last_X,
-            count_R=runs_X,
+            tail_R=tree.run.tail_X,
+            start_R=tree.run.start_X,
+            count_R=tree.run.count_X,
             group_R=inputs.later.group_S,
             first_G=inputs.later.rows.first_G,
             size_G=inputs.later.rows.size_G,
-            shared_G=plan.shared_G,
+            shared_G=plan.arrays.shared_G,
             queries=1,
-            contexts=plan.contexts,
+            contexts=plan.kind.contexts,
         )
         return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
 
@@ -132,10 +144,16 @@ class Drafter:
         step, None at the first; `mask`: tokens that may follow."""
         logits_SV, raw_SV = after
         layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
-        if plan.biased:
-            slot_S = plan.slot_A if tree.run_4X is None else tree.run_4X[0]
+        if plan.kind.biased:
+            slot_S = plan.arrays.slot_A if tree.run is None else tree.run.slot_X
             logits_SV = self.ops.add_biases(
-                self.biases, self.state.entries, logits_SV.float(), slot_S, tree.next_X, plan.biased
+                self.biases,
+                self.state.entry_S,
+                self.state.least_S,
+                logits_SV.float(),
+                slot_S,
+                tree.next_X,
+                plan.kind.biased,
             )
         if mask_SW is not None:
             is_own = self.purpose is Purpose.TARGET
@@ -143,13 +161,13 @@ class Drafter:
             logits_SV = self.ops.apply_mask(logits_SV, mask_SW, columns, ids_M, fails=is_own)
         own = chosen = chains = raw_logp_X = None
         nodes = tree
-        if PopulationKind.INDEPENDENT in plan.kinds:
+        if PopulationKind.INDEPENDENT in plan.kind.populations:
             keys = DrawKeys(layout.seed_S, layout.round_S, layout.stream_SD, tree.next_X, self.purpose)
-            own = self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys)
+            own = OwnDraws(*self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys))
         if raw_SV is not None:
             assert own is not None and isinstance(self.sampling, Sampling), "a target that decodes alone"
-            raw_logp_X = self.sampling.raw_score(raw_SV, own[0][:, 0])
-        if plan.kinds - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
+            raw_logp_X = self.sampling.raw_score(raw_SV, own.token_SD[:, 0])
+        if plan.kind.populations - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
             chosen, nodes = self._expanded(plan, layout, logits_SV, tree, step)
         if inputs.chains is not None:
             width = len(nodes.root_X) // len(tree.root_X)
@@ -163,11 +181,15 @@ class Drafter:
     ) -> tuple[DraftedRows, GrownRows]:
         """Run the remaining steps. Returns the message to the target and the rows."""
         steps = list(grown)
-        for step in range(len(grown), plan.steps or self.shape.block):
+        for step in range(len(grown), plan.kind.steps or self.shape.block):
             steps.append(self.extend(plan, inputs, self.run_rows(plan, inputs, steps[-1].tree), step, steps[-1]))
         tree, kept = steps[-1].tree, []
-        if PopulationKind.BEST in plan.kinds:
-            kept = [DraftStep(step.tree, step.chosen[0].parent_X, step.chosen[1]) for step in steps if step.chosen]
+        if PopulationKind.BEST in plan.kind.populations:
+            kept = [
+                DraftStep(step.tree, step.chosen.expansion.parent_X, step.chosen.candidates)
+                for step in steps
+                if step.chosen
+            ]
         raw_logp = [step.raw_logp_X for step in steps if step.raw_logp_X is not None]
         rows = GrownRows(tree, tuple(kept), raw_logp_XK=torch.stack(raw_logp, 1) if raw_logp else None)
         if kept:
@@ -177,15 +199,16 @@ class Drafter:
     def follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         """Make the chosen rows the particles."""
         tree = grown.tree
-        observed_3A = self.state.nan.expand(3, len(plan.slot_A))
-        if self.kept_BV is not None and PopulationKind.BEST in plan.kinds:
-            observed_3A = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
+        nan_A = self.nan.expand(len(plan.arrays.slot_A))
+        observed = ObservedDraws(nan_A, nan_A, nan_A)
+        if self.kept_BV is not None and PopulationKind.BEST in plan.kind.populations:
+            observed = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
         if self.nodes is not None and grown.steps:
             self.ops.keep_nodes(self.nodes, self.state, plan, grown, choice)
         self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
-        next_ = self.ops.resume_draft(self.state, plan, tree, choice, plan.steps or self.shape.block)
-        self.ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, next_.text_A)
-        return DraftReport(next_.lineage, observed_3A)
+        lineage, next_ = self.ops.resume_draft(self.state, plan, tree, choice, plan.kind.steps or self.shape.block)
+        self.ops.advance(self.state, plan.arrays.slot_A, choice, next_)
+        return DraftReport(lineage, observed)
 
     def _drawn(
         self,
@@ -199,7 +222,7 @@ class Drafter:
     ) -> ChainDraws:
         """Draw the next tokens of chains, or guess them. `width`: number of nodes into which each row of `tree` was
         split; its first node is the row itself."""
-        begins, branches = step == 0, plan.branches
+        begins, branches = step == 0, plan.kind.branches
         at_Y = assigned.source_Y if begins else assigned.row_Y
         logits_YV = logits_SV[at_Y]
         if begins and self.shape.guesses:
@@ -211,7 +234,7 @@ class Drafter:
             assert self.dists_YLV is not None
             dist_YV = self.dists_YLV[: len(at_Y), step - self.shape.guesses]
             token_Y, logq_Y = self.sampling.propose_by(logits_YV, layout.distribution.take(at_Y), keys, dist_YV)
-        row_X = torch.arange(len(plan.slot_A) * branches, device=at_Y.device)
+        row_X = torch.arange(len(plan.arrays.slot_A) * branches, device=at_Y.device)
         none_X = torch.zeros_like(row_X)
         parent_X = row_X // branches if begins else row_X
         return ChainDraws(
@@ -222,16 +245,16 @@ class Drafter:
 
     def _coupling(self, plan: RoundPlan[Tensor]) -> Coupling:
         temperature_A = plan.target_distribution.temperature_R
-        return Coupling(plan.exponent_A, temperature_A, plan.seed_A, self.sampling.ids_M)
+        return Coupling(plan.arrays.exponent_A, temperature_A, plan.arrays.seed_A, self.sampling.ids_M)
 
     def _expanded(
         self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
-    ) -> tuple[tuple[Expansion, CandidateTokens], TokenTree]:
+    ) -> tuple[ChosenTokens, TokenTree]:
         """Choose a group's rows among the candidate tokens of all its rows. Returns the choice with the candidates, and
         the rows that it continues. Groups of kind `BEST` keep only tokens that are likely themselves, so they never use
         the candidate that stands for the rest."""
-        has_rest = PopulationKind.DISTINCT in plan.kinds
-        coupling = self._coupling(plan) if PopulationKind.BEST in plan.kinds else None
+        has_rest = PopulationKind.DISTINCT in plan.kind.populations
+        coupling = self._coupling(plan) if PopulationKind.BEST in plan.kind.populations else None
         keys = DrawKeys(layout.seed_S, layout.round_S, layout.rank_S1, tree.next_X, self.purpose)
         kept_BV = None if coupling is None or step else self.kept_BV
         candidate_tokens = self.sampling.propose_candidates(
@@ -243,12 +266,12 @@ class Drafter:
             if step == 0:
                 candidate_tokens, tree, sources = self.ops.with_inner_nodes(self.nodes, plan, tree, candidate_tokens)
                 useful = candidate_tokens
-            elif plan.branches > 1:
+            elif plan.kind.branches > 1:
                 useful = self.ops.limit_outcomes(plan, tree, candidate_tokens, has_rest)
-        total = len(plan.branch_pages_XB)
-        given = (useful, tree.mass_X, tree.alive_X, sources, rows, rows.size_G, plan.kind_G, random, total)
+        total = len(plan.arrays.branch_pages_XB)
+        given = (useful, tree.mass_X, tree.alive_X, sources, rows, rows.size_G, plan.arrays.kind_G, random, total)
         chosen = self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)
-        return (chosen, candidate_tokens), tree
+        return ChosenTokens(chosen, candidate_tokens), tree
 
 
 class Scorer:
@@ -292,17 +315,18 @@ class Scorer:
 
     def run_blocks(self, plan: RoundPlan[Tensor], inputs: VerifyInputs) -> PassLogits:
         """Return logits [T, V] after all tokens of the blocks."""
-        self.run.begin(plan, plan.target_pages_AQ[:, :0], plan.target_pages_AQ)
+        self.run.begin(plan, plan.arrays.target_pages_AQ[:, :0], plan.arrays.target_pages_AQ)
         tokens_T, origin_A = inputs.blocks.tokens_AQ.flatten(), inputs.blocks.origin_A
         logits_TV, raw_TV = self.run(plan, tokens_T, inputs.rows, root_R=origin_A)
-        if plan.biased:
+        if plan.kind.biased:
             logits_TV = self._ops.add_biases(
                 self._biases,
-                self.state.entries,
+                self.state.entry_S,
+                self.state.least_S,
                 logits_TV.float(),
                 inputs.rows.slot_R,
                 inputs.keys.position_R,
-                plan.biased,
+                plan.kind.biased,
             )
         return PassLogits(logits_TV, raw_TV)
 
@@ -314,50 +338,48 @@ class Scorer:
         distribution_T, log_mass_T = inputs.distribution_T, None
         if mask_TW is not None and plan.constraints is not None:
             by_answer_T = None
-            if plan.constraints.has_answers:
+            if plan.kind.has_answers:
                 by_answer_T = plan.constraints.by_answer_A[plan.index_of_rows(inputs.rows.queries)]
             vocab, masked_TV = self.sampling.vocab, self._ops.apply_mask(logits_TV, mask_TW, self.sampling.vocab)
             logits_TV, distribution_T, log_mass_T = given_constraint(
                 logits_TV, masked_TV, mask_TW, vocab, distribution_T, by_answer_T
             )
-            inputs = replace(inputs, distribution_T=distribution_T)
+            inputs = inputs._replace(distribution_T=distribution_T)
         labelled_T = drawn = next_AV = None
-        if not plan.all_exact:
+        if not plan.kind.all_exact:
             labelled_T = self.sampling.score(logits_TV, distribution_T, inputs.label_T)
             next_AV = logits_TV[inputs.last_A]
-        if plan.kinds != {PopulationKind.CHAINS}:
+        if plan.kind.populations != {PopulationKind.CHAINS}:
             # Exact decoding follows these draws; a population in which no particle has weight continues with them.
-            drawn = self.sampling.bonus(logits_TV, distribution_T, inputs.keys)
+            drawn = TargetDraws(*self.sampling.bonus(logits_TV, distribution_T, inputs.keys))
         if log_mass_T is not None:
             # Without the constraint, log p is log p given the constraint plus the log mass that it allows.
             if labelled_T is not None:
                 labelled_T = labelled_T + torch.where(inputs.label_T >= 0, log_mass_T, 0.0)
             if drawn is not None:
-                drawn = (drawn[0], drawn[1] + log_mass_T[:, None], drawn[2])
-        if len(plan.chain_C):
+                drawn = drawn._replace(logp_T1=drawn.logp_T1 + log_mass_T[:, None])
+        if len(plan.arrays.chain_C):
             drawn = self._verified(plan, inputs, logits_TV, drawn)
-        scored = replace(self._ops.verify(inputs, plan, labelled_T, drawn, next_AV), raw_TV=raw_TV)
-        return scored if log_mass_T is None else replace(scored, next_mass_A=log_mass_T[inputs.last_A])
+        scored = self._ops.verify(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
+        return scored if log_mass_T is None else scored._replace(next_mass_A=log_mass_T[inputs.last_A])
 
     def _verified(
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
     ) -> TargetDraws:
         """Return the target's draws, with the results of rejection sampling in the place of those for chains."""
-        index_C, q = plan.chain_C, inputs.rows.queries
+        index_C, q = plan.arrays.chain_C, inputs.rows.queries
         token_C = (index_C[:, None] * q + torch.arange(q, device=index_C.device)).flatten()
         logp_TV = self._dist_TV[: len(token_C)]
         self.sampling.write_distribution(logits_TV[token_C], inputs.distribution_T.take(token_C), logp_TV)
-        verdicts = self._ops.verify_chains(
-            plan, inputs, logp_TV.view(len(index_C), q, -1), self.drawn_CLV[: len(index_C)]
-        )
+        logp_CQV, groups = logp_TV.view(len(index_C), q, -1), chain_groups(plan)
+        verdicts = self._ops.verify_chains(plan, inputs, logp_CQV, self.drawn_CLV[: len(index_C)], groups)
         # Padding repeats the first chain.
         chain_C = torch.arange(len(index_C), device=index_C.device)
-        token_CQ, logp_CQ = (
-            values_CQ[torch.where(chain_C < chain_groups(plan).size_G.sum(), chain_C, 0)] for values_CQ in verdicts
-        )
+        chain_C = torch.where(chain_C < groups.size_G.sum(), chain_C, 0)
+        token_CQ, logp_CQ = (values_CQ[chain_C] for values_CQ in verdicts)
         none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
         token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
-        return (
+        return TargetDraws(
             token_T1.index_copy(0, token_C, token_CQ.view(-1, 1).to(token_T1.dtype)),
             logp_T1.index_copy(0, token_C, logp_CQ.view(-1, 1)),
             # If a distribution has a NaN, every entry of it is NaN.
@@ -367,9 +389,9 @@ class Scorer:
     def follow(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:
         """Make the chosen candidates the particles. Returns the number of pending tokens of each [A]."""
         block_A = choice.ancestor_A if self.lookahead else choice.row_A
-        self.run.follow(plan, choice.ancestor_A, plan.target_pages_AQ, block_A, pending=False)
+        self.run.follow(plan, choice.ancestor_A, plan.arrays.target_pages_AQ, block_A, pending=False)
         next_ = self._ops.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
-        self._ops.advance(self.state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
+        self._ops.advance(self.state, plan.arrays.slot_A, choice, next_)
         return next_.pending_A
 
 
@@ -383,21 +405,22 @@ class Selector:
         """Choose among candidates. `drafted`: the rows that may follow the blocks (look-ahead), or the blocks
         themselves (lockstep)."""
         matched = own = trees = None
-        if plan.has_exact:
-            blocks, groups = scored.blocks, Spans(plan.first_G, plan.size_G)
+        if plan.kind.has_exact:
+            blocks, groups = scored.blocks, plan.arrays.groups
             matched = self.ops.match_samples(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
         if scored.next_mass_A is not None and plan.constraints is not None:
-            plan = replace(plan, target_distribution=neutral(plan.target_distribution, plan.constraints.by_answer_A))
+            distribution = neutral(plan.target_distribution, plan.constraints.by_answer_A)
+            plan = replace(plan, target_distribution=distribution)
         target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
         inputs = ScoreInputs(plan, self.state, scored, drafted, target, matched, self.lookahead)
         candidates = self.ops.score_candidates(inputs)
-        if PopulationKind.INDEPENDENT in plan.kinds:
+        if PopulationKind.INDEPENDENT in plan.kind.populations:
             own = self._selected(plan, candidates)
-        if plan.kinds - {PopulationKind.INDEPENDENT}:
+        if plan.kind.populations - {PopulationKind.INDEPENDENT}:
             trees = self._regrown(plan, candidates, drafted.block)
         choice, result = self.ops.finalize(inputs, candidates, own, trees)
         if scored.raw_TV is not None:
-            result = replace(result, raw_logp_AQ=self._raw_logprobs(scored, scored.raw_TV, choice, result))
+            result = result._replace(raw_logp_AQ=self._raw_logprobs(scored, scored.raw_TV, choice, result))
         return choice, result
 
     def _raw_logprobs(
@@ -420,21 +443,22 @@ class Selector:
 
     def _selected(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""
-        bounds = Bounds(plan.first_G, candidates.own_size_G, plan.count_G, plan.draws_G)
-        random = (plan.threshold_G, plan.scheme_G, candidates.seed_G, candidates.round_G)
-        return self.ops.select(candidates.weight_X.view(len(plan.slot_A), -1), candidates.alive_A, bounds, *random)
+        bounds = Bounds(plan.arrays.first_G, candidates.own_size_G, plan.arrays.count_G, plan.arrays.draws_G)
+        random = (plan.arrays.threshold_G, plan.arrays.scheme_G, candidates.seed_G, candidates.round_G)
+        weight_AF = candidates.weight_X.view(len(candidates.alive_A), -1)
+        return self.ops.select(weight_AF, candidates.alive_A, bounds, *random)
 
     def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
-        rows, batch_size = Spans(plan.first_G, plan.size_G), len(plan.slot_A)
+        rows, batch_size = plan.arrays.groups, len(plan.arrays.slot_A)
         chosen = self.ops.expand(
             candidates.candidate_tokens,
             candidates.weight_X,
             candidates.there_X,
             candidates.sources,
             rows,
-            plan.draws_G,
-            plan.kind_G,
+            plan.arrays.draws_G,
+            plan.arrays.kind_G,
             (candidates.seed_G, candidates.round_G, step),
             batch_size,
             LEAST_SHARE,

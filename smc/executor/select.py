@@ -6,11 +6,9 @@ In look-ahead, candidates are the rows that the draft grew while the target scor
 they are the blocks themselves, each followed by a token of the target. In exact decoding, candidates that do not follow
 the target's own draws are left out.
 
-See the package's legend for axes; C candidate tokens of a row."""
+See `smc.round` for axes; C candidate tokens of a row."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,91 +16,22 @@ from torch import Tensor
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
 from smc.algorithm.resampling import Spans, block_log_weight
 from smc.algorithm.verification import Matches
-from smc.executor.messages import DraftedRows
-from smc.executor.plan import RoundPlan
-from smc.executor.sampling import DrawKeys, Sampling
-from smc.executor.state import SlotState
-from smc.executor.verify import VerifyOutputs
+from smc.executor.sampling import Sampling
 from smc.philox import Purpose
+from smc.round.draws import DrawKeys
+from smc.round.plan import RoundPlan
+from smc.round.tensors import Candidates, DraftedRows, ScoreInputs, TargetOutputs, VerifyOutputs
 
 LEAST_SHARE = 0.1
 """Distinct particles of less than this share of the mean weight are kept with a probability that is proportional to
 their weight: an answer waits for all of its particles."""
 
 
-@dataclass(frozen=True)
-class TargetOutputs:
-    """The target's outputs for the token after every block; None: not computed."""
-
-    logp_X: Tensor | None = None
-    """float32 log p of the first token of each row ahead (look-ahead), or of the token that the target draws
-    (lockstep)."""
-    bonus_A: Tensor | None = None
-    """Integers: the tokens that the target draws for independent rows."""
-    log_z_A: Tensor | None = None
-    """float32 log Z of the distribution that the target draws from; NaN if its logits are NaN."""
-    candidate_tokens: CandidateTokens | None = None
-    """Candidate tokens after each block, from which distinct rows are chosen."""
-    candidate_logp_AC: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ScoreInputs:
-    """All inputs of a choice. Candidates are the rows ahead (look-ahead), or the blocks themselves (lockstep)."""
-
-    plan: RoundPlan[Tensor]
-    state: SlotState
-    scored: VerifyOutputs
-    drafted: DraftedRows
-    target: TargetOutputs
-    matched: Matches | None
-    """The blocks that agree longest with the target's draws, for groups that are decoded exactly. None: there are no
-    such groups."""
-    lookahead: bool
-
-    @property
-    def width(self) -> int:
-        """F: number of rows of a batch index."""
-        return self.drafted.all_WX.shape[1] // len(self.plan.slot_A)
-
-    @property
-    def open_X(self) -> Tensor:
-        """bool: the block that a row is (lockstep) or continues (look-ahead) has not ended."""
-        return self.scored.blocks.open_A[self.drafted.root_X] if self.lookahead else self.scored.blocks.open_A
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """X rows: one for each batch index (lockstep), or F for each of them (look-ahead)."""
-
-    root_X: Tensor
-    """int64 batch index whose particle the row continues."""
-    weight_X: Tensor
-    """float64 log-weight, -inf where it would be NaN; in exact decoding, the draft's log-likelihood."""
-    there_X: Tensor
-    """bool: the row may be chosen."""
-    candidate_tokens: CandidateTokens
-    """Candidates for the token after the block, if that is chosen together with the row; otherwise one candidate, which
-    is the row itself."""
-    alive_A: Tensor
-    """bool: the batch index held a particle before the round."""
-    target_nan_G: Tensor
-    draft_nan_G: Tensor
-    own_size_G: Tensor
-    """Number of batch indices of groups of independent particles; 0 for other groups."""
-    sources: Spans
-    """Candidates of each group."""
-    seed_G: Tensor
-    """Seed of each group's draws."""
-    round_G: Tensor
-    """Number of the round, for each group's draws."""
-
-
 def target_outputs(
     sampling: Sampling, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows, lookahead: bool
 ) -> TargetOutputs:
     """Compute the target's outputs that a choice depends on."""
-    if plan.all_exact:
+    if plan.kind.all_exact:
         # The target's own draws decide.
         return TargetOutputs()
     next_AV, mass_A = scored.next_AV, scored.next_mass_A
@@ -113,19 +42,19 @@ def target_outputs(
     target, blocks = TargetOutputs(), scored.blocks
 
     def keys(stream_A: Tensor) -> DrawKeys:
-        return DrawKeys(plan.seed_A, plan.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
+        return DrawKeys(plan.arrays.seed_A, plan.arrays.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
 
-    if PopulationKind.INDEPENDENT in plan.kinds:
+    if PopulationKind.INDEPENDENT in plan.kind.populations:
         bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_distribution, keys(blocks.stream_A))
         target = TargetOutputs(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
-    if plan.kinds - {PopulationKind.INDEPENDENT}:
+    if plan.kind.populations - {PopulationKind.INDEPENDENT}:
         candidate_tokens, candidate_logp_AC, log_z_A = sampling.propose_bonus(
             next_AV, plan.target_distribution, keys(blocks.rank_A)
         )
-        target = replace(
-            target, log_z_A=log_z_A, candidate_tokens=candidate_tokens, candidate_logp_AC=candidate_logp_AC
+        target = target._replace(
+            log_z_A=log_z_A, candidate_tokens=candidate_tokens, candidate_logp_AC=candidate_logp_AC
         )
-    return target if mass_A is None else _with_mass(target, mass_A, plan.alpha_A)
+    return target if mass_A is None else _with_mass(target, mass_A, plan.arrays.alpha_A)
 
 
 def _with_mass(target: TargetOutputs, mass_A: Tensor, alpha_A: Tensor) -> TargetOutputs:
@@ -135,8 +64,7 @@ def _with_mass(target: TargetOutputs, mass_A: Tensor, alpha_A: Tensor) -> Target
     def added(values: Tensor | None, mass: Tensor) -> Tensor | None:
         return None if values is None else values + mass
 
-    return replace(
-        target,
+    return target._replace(
         logp_X=added(target.logp_X, mass_A),
         log_z_A=added(target.log_z_A, (alpha_A * mass_A).to(mass_A.dtype)),
         candidate_logp_AC=added(target.candidate_logp_AC, mass_A[:, None]),
@@ -155,14 +83,14 @@ class CandidateScorer:
         self.inputs, self.plan, self.scored, self.drafted = inputs, inputs.plan, inputs.scored, inputs.drafted
         self.index_X = self.plan.index_of_rows(inputs.width)
         """Batch index that every row belongs to; it is in the same group as the row's root."""
-        self.group_X = self.plan.group_A[self.index_X]
+        self.group_X = self.plan.arrays.group_A[self.index_X]
 
     def candidates(self) -> Candidates:
         plan, lookahead = self.plan, self.inputs.lookahead
         weight_X, there_X, nan_2X = self._rows_ahead() if lookahead else self._blocks_with_bonus()
         nan_2G = self._of_group(nan_2X)
         nan_2G[1] |= self._of_group(self._nan_of_blocks()[None])[0]
-        if plan.has_exact:
+        if plan.kind.has_exact:
             weight_X, there_X, nan_2G = self._matching(weight_X, there_X, nan_2G)
         weight_X = weight_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         candidate_tokens = self.inputs.target.candidate_tokens
@@ -176,11 +104,11 @@ class CandidateScorer:
             weight_X=weight_X,
             there_X=there_X,
             candidate_tokens=candidate_tokens,
-            alive_A=self.inputs.state.alive_S[plan.slot_A],
+            alive_A=self.inputs.state.alive_S[plan.arrays.slot_A],
             target_nan_G=nan_2G[0],
             draft_nan_G=nan_2G[1],
-            own_size_G=torch.where(plan.kind_G == PopulationKind.INDEPENDENT, plan.size_G, 0),
-            sources=Spans(plan.first_G * width, plan.size_G * width),
+            own_size_G=torch.where(plan.arrays.kind_G == PopulationKind.INDEPENDENT, plan.arrays.size_G, 0),
+            sources=Spans(plan.arrays.first_G * width, plan.arrays.size_G * width),
             seed_G=plan.seed_G,
             round_G=plan.round_G,
         )
@@ -192,10 +120,10 @@ class CandidateScorer:
         scored, drafted, root_X, open_X = self.scored, self.drafted, self.drafted.root_X, self.inputs.open_X
         logq_X = drafted.logq_XK[:, 0]
         logp_X = torch.zeros_like(logq_X) if self.inputs.target.logp_X is None else self.inputs.target.logp_X
-        next_X = torch.where(open_X, self.plan.alpha_A[root_X] * logp_X - logq_X, 0.0)
+        next_X = torch.where(open_X, self.plan.arrays.alpha_A[root_X] * logp_X - logq_X, 0.0)
         target_nan_X = (open_X & torch.isnan(logp_X)) | scored.nan_A[self.index_X]
         return (
-            self._weight_of_blocks()[root_X] + next_X + drafted.share_X,
+            self._weight_of_blocks()[root_X] + next_X + drafted.share_X.double(),
             scored.blocks.alive_A[root_X] & (drafted.share_X > -torch.inf),
             torch.stack((target_nan_X, open_X & torch.isnan(logq_X))),
         )
@@ -233,8 +161,8 @@ class CandidateScorer:
         column_Q = torch.arange(scored.nan_AQ.shape[1], device=index_X.device)
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
-        target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A[None], plan.group_A)[0], nan_2G[0])
-        likelihood_X = self.drafted.share_X.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A[None], plan.arrays.group_A)[0], nan_2G[0])
+        likelihood_X = self.drafted.share_X.double().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         return (
             torch.where(is_exact_X, likelihood_X, weight_X),
             there_X & (agrees_X | ~is_exact_X),
@@ -254,7 +182,7 @@ class CandidateScorer:
     def _weight_of_blocks(self) -> Tensor:
         blocks = self.scored.blocks
         return blocks.logw_A + block_log_weight(
-            self.scored.logp_AQ[:, :-1], blocks.logq_AQ[:, 1:], blocks.count_A - 1, self.plan.alpha_A
+            self.scored.logp_AQ[:, :-1], blocks.logq_AQ[:, 1:], blocks.count_A - 1, self.plan.arrays.alpha_A
         )
 
     def _nan_of_blocks(self) -> Tensor:
@@ -262,7 +190,7 @@ class CandidateScorer:
         blocks = self.scored.blocks
         exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.index_X.device) < blocks.count_A[:, None]
         nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.index_X]
-        if PopulationKind.DISTINCT in self.plan.kinds:
+        if PopulationKind.DISTINCT in self.plan.kind.populations:
             # Other rows have replaced those with NaN; the draft has marked them by a log q of NaN.
             nan_X = nan_X | (
                 torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.has_kind(PopulationKind.DISTINCT)[self.index_X]

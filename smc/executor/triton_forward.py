@@ -1,8 +1,8 @@
 """Forward passes through a decoder on a GPU: of few packed rows, and of prompts. The Triton form of
 `smc.executor.forward`.
 
-The time of matrix products of few rows is that of reading weights, so everything around them is fused. See the
-package's legend for axes."""
+The time of matrix products of few rows is that of reading weights, so everything around them is fused. See
+`smc.round` for axes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from smc.arrays import to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
-from smc.executor.forward import Reader, Rows, StaticForward
-from smc.executor.plan import Contexts
+from smc.executor.forward import Reader, StaticForward
 from smc.kernels.experts import experts, grouped
 from smc.kernels.int4 import MOST_TOKENS as FEW_INT4_ROWS
 from smc.kernels.int4 import gate_up_int4, linear_int4, multiply_widened
@@ -28,6 +27,8 @@ from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows, s
 from smc.kernels.packed_rows import Groups, Tables, store_kv
 from smc.model.decoder import Experts, Layer
 from smc.model.linear import Linear, QuantisedRows
+from smc.round.plan import Contexts
+from smc.round.tensors import Rows
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32
 """Up to these numbers of rows, our own products read weights at least as fast as the library's; the second is for wide

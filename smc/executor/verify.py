@@ -6,11 +6,9 @@ known to be the target's own draw. In look-ahead a block was drafted one round e
 its particle. In lockstep it has just been drafted, and continues the particle of its root. Draft chains
 (`smc.executor.draft`) are verified against the target's distribution (`smc.algorithm.verification`).
 
-See the package's legend for axes; C batch indices of groups of chains, V vocabulary."""
+See `smc.round` for axes; C batch indices of groups of chains, V vocabulary."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,87 +17,11 @@ from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import Chains, verify_by_rejection
 from smc.arrays import to_device
-from smc.distributions import DistributionSpec
-from smc.executor.forward import Rows
-from smc.executor.messages import DraftedRows
-from smc.executor.plan import RoundPlan
-from smc.executor.sampling import DrawKeys
-from smc.executor.state import SlotState
 from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials, words
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks that the target scores, by batch index."""
-
-    origin_A: Tensor
-    """int64 batch index whose particle the block continues; in look-ahead its own."""
-    tokens_AQ: Tensor
-    logq_AQ: Tensor
-    count_A: Tensor
-    """Number of tokens that exist, at least 1."""
-    ended_A: Tensor
-    """bool: the block's last token ends the answer."""
-    alive_A: Tensor
-    logw_A: Tensor
-    """float64 log-weight before the target's scores."""
-    open_A: Tensor
-    """bool: the particle continues after its block."""
-    run_A: Tensor
-    """Number of tokens of the block that the model runs: if the block has ended, all but the last."""
-    position_A: Tensor
-    """int64 position of the token after the block, counted from the beginning of the sequence."""
-    stream_A: Tensor
-    """int64 random stream of the bonus token of an independent particle."""
-    rank_A: Tensor
-    """int64 index of the batch index in its group."""
-
-
-@dataclass(frozen=True)
-class VerifyInputs:
-    """Inputs of the pass over blocks, and of sampling from its logits."""
-
-    blocks: Blocks
-    rows: Rows
-    distribution_T: DistributionSpec[Tensor]
-    label_T: Tensor
-    """Integers: the block's token after this one; -1: there is none."""
-    keys: DrawKeys
-    """Keys of the target's own draws after each token: those of plain decoding, which depend on the position and not on
-    the round."""
-    last_A: Tensor
-    """int64 index of the block's last token among all T tokens."""
-
-
-@dataclass(frozen=True)
-class VerifyOutputs:
-    """The target's outputs for blocks, by batch index."""
-
-    blocks: Blocks
-    logp_AQ: Tensor
-    """log p of the block's token after each token; 0 where there is none. In groups that are decoded exactly: log p of
-    the token that the target drew."""
-    drawn_AQ: Tensor
-    """int64 token that the target takes after each token: its own draw, or for chains the result of rejection
-    sampling."""
-    drawn_logp_AQ: Tensor
-    """float32 log p of these tokens."""
-    next_AV: Tensor | None
-    """Logits after the block; None: no stage reads them."""
-    nan_A: Tensor
-    """bool: the target's logits were NaN for a token of the block."""
-    nan_AQ: Tensor
-    """bool: the logits that the target drew from were NaN."""
-    next_mass_A: Tensor | None = None
-    """float32 log of the mass that a constraint allows in the distribution after the block; `next_AV` has the logits
-    given the constraint. None: no stage reads it."""
-    raw_TV: Tensor | None = None
-    """The target's own logits after all tokens of the blocks. None: the round does not report log-probabilities under
-    them."""
-
-
-TargetDraws = tuple[Tensor, Tensor, Tensor]
-"""Tokens [T, 1], their log p [T, 1], and log Z [T], as returned by `smc.executor.sampling.Sampling.bonus`."""
+from smc.round.draws import DrawKeys
+from smc.round.plan import RoundPlan
+from smc.round.slots import SlotState
+from smc.round.tensors import Blocks, DraftedRows, Rows, TargetDraws, VerifyInputs, VerifyOutputs
 
 
 def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
@@ -108,29 +30,29 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     tokens."""
     known = _pending(state, logq_SQ, plan) if drafted is None else _drafted(state, logq_SQ, plan, drafted)
     alive_A, ended_A, count_A, (_, q) = known["alive_A"], known["ended_A"], known["count_A"], known["tokens_AQ"].shape
-    slot_A = plan.slot_A[known["origin_A"]]
+    slot_A = plan.arrays.slot_A[known["origin_A"]]
     held_A, index_A = state.held(slot_A), plan.index_of_rows(1)
     blocks = Blocks(
         **known,
         open_A=alive_A & ~ended_A,
         run_A=torch.where(alive_A, count_A - ended_A.long(), 0),
         position_A=held_A + count_A,
-        stream_A=plan.particle_A * STREAMS_PER_PARTICLE,
-        rank_A=index_A - plan.first_G[plan.group_A],
+        stream_A=plan.arrays.particle_A * STREAMS_PER_PARTICLE,
+        rank_A=index_A - plan.arrays.first_G[plan.arrays.group_A],
     )
     rows = Rows(
         table_SL=state.table_SL,
         slot_R=slot_A.int(),
-        tail_RB=plan.target_pages_AQ,
+        tail_RB=plan.arrays.target_pages_AQ,
         tail_R=held_A.int(),
         start_R=held_A.int(),
         count_R=blocks.run_A.int(),
-        group_R=plan.group_A.int(),
-        first_G=plan.first_G,
-        size_G=plan.size_G,
-        shared_G=plan.shared_G,
+        group_R=plan.arrays.group_A.int(),
+        first_G=plan.arrays.first_G,
+        size_G=plan.arrays.size_G,
+        shared_G=plan.arrays.shared_G,
         queries=q,
-        contexts=plan.contexts,
+        contexts=plan.kind.contexts,
     )
     column_Q, of_T = torch.arange(q, device=state.device), plan.index_of_rows(q)
     label_AQ = torch.where(column_Q < count_A[:, None] - 1, blocks.tokens_AQ.roll(-1, 1), -1)
@@ -140,14 +62,14 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
         rows=rows,
         distribution_T=plan.target_distribution.take(of_T),
         label_T=label_AQ.flatten(),
-        keys=DrawKeys(plan.seed_A[of_T], zero_T, zero_T[:, None], position_T, Purpose.TARGET),
+        keys=DrawKeys(plan.arrays.seed_A[of_T], zero_T, zero_T[:, None], position_T, Purpose.TARGET),
         last_A=index_A * q + count_A - 1,
     )
 
 
 def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict[str, Tensor]:
     """Return the blocks of look-ahead, which were drafted one round earlier."""
-    slot_A = plan.slot_A
+    slot_A = plan.arrays.slot_A
     return {
         "origin_A": torch.arange(len(slot_A), device=state.device),
         "tokens_AQ": state.pending_SQ[slot_A],
@@ -162,18 +84,24 @@ def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict
 def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows) -> dict[str, Tensor]:
     """Return the blocks of lockstep: the seed and what has just been drafted for each batch index."""
     root_A = drafted.root_X.long()
-    slot_A = plan.slot_A[root_A]
+    slot_A = plan.arrays.slot_A[root_A]
     alive_A = state.alive_S[slot_A] & (drafted.share_X > -torch.inf)
-    count_A, ended_A = 1 + drafted.count_X, drafted.ended_X
-    if plan.has_exact:
+    count_A, ended_A = 1 + drafted.count_X.long(), drafted.ended_X
+    if plan.kind.has_exact:
         # If the draft proposes nothing, for example because it returns NaN, the block is the seed alone.
-        nothing_G = plan.is_exact_G & ~plan.any_of_group(alive_A[None], plan.group_A)[0]
-        lone_A = nothing_G[plan.group_A] & state.alive_S[plan.slot_A]
-        root_A, slot_A = torch.where(lone_A, plan.index_of_rows(1), root_A), torch.where(lone_A, plan.slot_A, slot_A)
-        count_A, ended_A = torch.where(lone_A, 1, count_A), torch.where(lone_A, state.ended_S[plan.slot_A], ended_A)
+        nothing_G = plan.is_exact_G & ~plan.any_of_group(alive_A[None], plan.arrays.group_A)[0]
+        lone_A = nothing_G[plan.arrays.group_A] & state.alive_S[plan.arrays.slot_A]
+        root_A, slot_A = (
+            torch.where(lone_A, plan.index_of_rows(1), root_A),
+            torch.where(lone_A, plan.arrays.slot_A, slot_A),
+        )
+        count_A, ended_A = (
+            torch.where(lone_A, 1, count_A),
+            torch.where(lone_A, state.ended_S[plan.arrays.slot_A], ended_A),
+        )
         alive_A = alive_A | lone_A
     # The plan has pages for exactly as many tokens as have been drafted.
-    steps = plan.target_pages_AQ.shape[1] - 1
+    steps = plan.arrays.target_pages_AQ.shape[1] - 1
     return {
         "origin_A": root_A,
         "tokens_AQ": torch.cat((state.pending_SQ[slot_A, :1], drafted.tokens_XK[:, :steps].long()), 1),
@@ -181,7 +109,7 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted
         "count_A": count_A,
         "ended_A": ended_A,
         "alive_A": alive_A,
-        "logw_A": state.logw_S[slot_A] + drafted.share_X,
+        "logw_A": state.logw_S[slot_A] + drafted.share_X.double(),
     }
 
 
@@ -214,23 +142,22 @@ def verify(
 
 def chain_groups(plan: RoundPlan[Tensor]) -> Spans:
     """Return the chains of every group, counted among all C."""
-    size_G = torch.where(plan.kind_G == PopulationKind.CHAINS, plan.size_G, 0).long()
+    size_G = torch.where(plan.arrays.kind_G == PopulationKind.CHAINS, plan.arrays.size_G, 0).long()
     return Spans(size_G.cumsum(0) - size_G, size_G)
 
 
 def verify_chains(
-    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor
+    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor, groups: Spans
 ) -> tuple[Tensor, Tensor]:
     """Verify chains by rejection sampling. Returns the target's token after every token of the chains [C, Q] and its
     log-probability [C, Q], as `smc.algorithm.verification.verify_by_rejection` does.
 
     `logp`: the target's log-distribution after every token; `logq`: the log-distribution that the next token was drawn
-    from, after all tokens but the last."""
-    blocks, index_C, vocab = inputs.blocks, plan.chain_C, logp_CQV.shape[-1]
-    groups = chain_groups(plan)
+    from, after all tokens but the last. `groups`: see `chain_groups`."""
+    blocks, index_C, vocab = inputs.blocks, plan.arrays.chain_C, logp_CQV.shape[-1]
     q = blocks.tokens_AQ.shape[1]
     position_CQ = inputs.keys.position_R.view(-1, q)[index_C]
-    seed_C1 = plan.seed_A[index_C][:, None]
+    seed_C1 = plan.arrays.seed_A[index_C][:, None]
     high_CQ, low_CQ, _, _ = _words(seed_C1, blocks.rank_A[index_C][:, None], position_CQ, Purpose.TRIAL)
     uniform_CQ = ((high_CQ << 21) | (low_CQ >> 11)) * 2.0**-53
     lead_H = groups.first_G[groups.size_G > 0]

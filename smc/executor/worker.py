@@ -9,7 +9,6 @@ followed by the tokens of unconditional rows, S a slice of Y, K top_logprobs."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,14 @@ from smc.executor.graph_runner import AsyncResult, StageRunner
 from smc.executor.masks import given_constraint
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps
-from smc.executor.sampling import DrawKeys, Sampling
-from smc.executor.state import BiasTables, add_biases, repeated, width_of
+from smc.executor.sampling import Sampling
+from smc.executor.state import LogitBiases, add_biases, repeated, width_of
 from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.draft_vocab import DraftHead
+from smc.round.draws import DrawKeys
+from smc.round.slots import BiasTables
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 
@@ -72,7 +73,7 @@ def likeliest(
             own_S = torch.arange(len(row_S), device=device)
             logits_SV = sampling.guide(logits_SV, theirs_SV, own_S, to_device(spec.scale_R, device)[row_S])
         if tables is not None:
-            logits_SV = add_biases(tables, entries, logits_SV, row_S, to_device(next_Y[part], device), width)
+            logits_SV = add_biases(tables, *entries, logits_SV, row_S, to_device(next_Y[part], device), width)
         dist_SV = torch.empty(len(row_S), sampling.vocab, device=device)
         sampling.write_distribution(logits_SV, spec.distribution.take(row_Y[part]), dist_SV)
         logp_SK, token_SK = dist_SV.topk(min(spec.count, sampling.vocab), dim=-1)
@@ -101,11 +102,11 @@ def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTabl
     """Return bias tables with an entry for each row of the batch; None if nothing is added."""
     if not any(spec.machines):
         return None
-    tables = BiasTables(len(spec.machines), vocab, device)
+    biases = LogitBiases(len(spec.machines), vocab, device)
     for row, machine in enumerate(spec.machines):
         if machine is not None:
-            tables.set(row, machine)
-    return tables
+            biases.set(row, machine)
+    return biases.tables
 
 
 class ModelWorker:
@@ -231,15 +232,14 @@ class ModelWorker:
         seed_R, round_R, stream_RD, drawn_at_R = map(torch.from_numpy, numbers)
         keys = DrawKeys(seed_R, round_R, stream_RD, drawn_at_R, draws.purpose)
         if len(draws.repetition_Z):
-            seen_2Z = tuple(to_device(draws.seen_2Z, self.device).long())
+            seen = tuple(to_device(at_Z, self.device).long() for at_Z in (draws.seen_row_Z, draws.seen_token_Z))
             logits_RV = logits_RV.float()
-            logits_Z, repetition_Z = logits_RV[seen_2Z], to_device(draws.repetition_Z, self.device)
-            logits_RV = logits_RV.index_put(seen_2Z, repeated(logits_Z, torch.ones_like(logits_Z) > 0, repetition_Z))
+            logits_Z, repetition_Z = logits_RV[seen], to_device(draws.repetition_Z, self.device)
+            logits_RV = logits_RV.index_put(seen, repeated(logits_Z, torch.ones_like(logits_Z) > 0, repetition_Z))
         if len(draws.bias_Y):
-            where_2Y = to_device(draws.biased_2Y, self.device).long()
-            logits_RV = logits_RV.index_put(
-                tuple(where_2Y), to_device(draws.bias_Y, self.device).to(logits_RV.dtype), accumulate=True
-            )
+            biased = tuple(to_device(at_Y, self.device).long() for at_Y in (draws.biased_row_Y, draws.biased_token_Y))
+            bias_Y = to_device(draws.bias_Y, self.device).to(logits_RV.dtype)
+            logits_RV = logits_RV.index_put(biased, bias_Y, accumulate=True)
         distribution: DistributionSpec[Any] = draws.distribution
         mass_R = None
         if draws.machines:
@@ -300,7 +300,7 @@ class ModelWorker:
         """Draw without replacement. Returns tokens [R, D], their log p [R, D] and log-weights [R, D]. `weight`: log of
         each row's total mass."""
         most = keys.stream_RD.shape[1]
-        keys = replace(keys, stream_RD=keys.stream_RD[:, :1])
+        keys = keys._replace(stream_RD=keys.stream_RD[:, :1])
         candidate_tokens, candidate_logp_RC, _ = Sampling(self.vocab_size).propose_bonus(logits_RV, distribution, keys)
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R, there_R = torch.ones_like(rows), rows >= 0

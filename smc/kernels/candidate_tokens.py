@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
+from smc.arrays import Room
 from smc.kernels.launch import one_variant
-from smc.kernels.round_tensors import Room
 from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import (
     Cut,
@@ -34,6 +34,7 @@ from smc.kernels.truncation import (
     require_rows,
 )
 from smc.philox import Purpose
+from smc.round.draws import Coupling
 
 PART = 64
 """Columns of a part. The first pass keeps the largest entry of each part."""
@@ -42,15 +43,6 @@ FAN = 8
 """Number of parts into which the next step of the search divides a part."""
 FEW, MOST_STEPS = 256, 3
 """Maximum number of parts with which a search begins, unless that would take more than MOST_STEPS further steps."""
-
-
-class CouplingTensors(NamedTuple):
-    """Tensors of a `smc.executor.sampling.Coupling`."""
-
-    exponent_A: Tensor
-    temperature_A: Tensor
-    seed_A: Tensor
-    ids_M: Tensor | None
 
 
 def propose_candidates(
@@ -66,7 +58,7 @@ def propose_candidates(
     has_rest: bool = True,
     block: int | None = None,
     warps: int = 4,
-    coupling: CouplingTensors | None = None,
+    coupling: Coupling | None = None,
     kept_BV: Tensor | None = None,
 ) -> CandidateTokens:
     """Return candidate tokens of rows from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW,
@@ -80,8 +72,8 @@ def propose_candidates(
     block = block or min(4096, triton.next_power_of_2(vocab))
     splits, length, width, room = triton.cdiv(vocab, block), FAN**steps, most + has_rest, Room(logits_RV.device)
     assert block >= PART or length < PART
-    sums_2RS, largest_RP = room.floats(2, rows, splits), room.ints(rows, splits * (block // PART))
-    bound_2R, norm_2R = room.ints(2, rows), room.floats(2, rows)
+    sums, largest_RP = (room.floats(rows, splits), room.floats(rows, splits)), room.ints(rows, splits * (block // PART))
+    summary = RowSearch(room.ints(rows), room.ints(rows), room.floats(rows), room.floats(rows))
     found = CandidateTokens(room.longs(rows, width), room.floats(rows, width), room.floats(rows, width))
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     keys = tuple(key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
@@ -92,7 +84,7 @@ def propose_candidates(
         scores_RV, of_rows = room.floats(rows, vocab), (keys[3], rows // len(coupling.exponent_A))
         kept = None if kept_BV is None else (kept_BV, kept_BV.stride(0), len(kept_BV))
     _survey[(splits, rows)](
-        *distribution, vocab, tuple(sums_2RS), parts, coupling, of_rows, scores_RV, kept,
+        *distribution, vocab, sums, parts, coupling, of_rows, scores_RV, kept,
         PART=PART if length >= PART else 0, **blocks,
     )  # fmt: skip
     if scores_RV is not None:
@@ -108,19 +100,20 @@ def propose_candidates(
     longest = max(search["COUNT"], CANDIDATES_PER_ROW * FAN)
     lists = (room.longs(rows, longest), room.longs(rows, CANDIDATES_PER_ROW), longest)
     _find[(rows,)](
-        *distribution, vocab, tuple(sums_2RS), parts, lists, RowSearch(*bound_2R, *norm_2R), found,
+        *distribution, vocab, sums, parts, lists, summary, found,
         SearchSizes(splits, most, width), PART=PART, **search, **by_row, num_warps=8,
     )  # fmt: skip
     if not has_rest:
         return found
-    rest_2RS, won_RS, token_RS = room.floats(2, rows, splits), room.floats(rows, splits), room.ints(rows, splits)
+    max_RS, sum_RS = room.floats(rows, splits), room.floats(rows, splits)
+    won_RS, token_RS = room.floats(rows, splits), room.ints(rows, splits)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
-    race = (*keys, int(purpose), *bound_2R, *rest_2RS, won_RS, token_RS)
-    _race_rest[(splits, rows)](*distribution, vocab, *race, enable_fp_fusion=False, **blocks)
-    _finish_rest[(rows,)](
-        *distribution, *rest_2RS, won_RS, token_RS, *norm_2R, *found, splits, most, **by_row, num_warps=1
+    race = (max_RS, sum_RS, won_RS, token_RS)
+    _race_rest[(splits, rows)](
+        *distribution, vocab, *keys, int(purpose), summary, *race, enable_fp_fusion=False, **blocks
     )
+    _finish_rest[(rows,)](*distribution, *race, summary, found, splits, most, **by_row, num_warps=1)
     return found
 
 
@@ -274,7 +267,7 @@ def _find(
 @one_variant("logits", "stride", "vocab")
 def _race_rest(
     logits, stride, temperature_R, cut, vocab, seed_R, round_R, stream_R, position_R, purpose,
-    bound_key_R, bound_column_R, max_RS, sum_RS, won_RS, token_RS,
+    summary, max_RS, sum_RS, won_RS, token_RS,
     BLOCK: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Race within one block of one row, without the row's likeliest tokens: as `_race` of `smc.kernels.sampling` for
@@ -285,8 +278,8 @@ def _race_rest(
         inverse = 1.0
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     logit = cut_logit(raw, column, row, inverse, cut)
-    key, bound = order_key(raw), tl.load(bound_key_R + row)
-    is_found = (key > bound) | ((key == bound) & (column <= tl.load(bound_column_R + row)))
+    key, bound = order_key(raw), tl.load(summary.bound_key_R + row)
+    is_found = (key > bound) | ((key == bound) & (column <= tl.load(summary.bound_column_R + row)))
     logit = tl.where(is_found, -float("inf"), tl.where(greedy, -float("inf"), logit))
     top = tl.max(logit, 0)
     safe = finite(top)
@@ -304,8 +297,8 @@ def _race_rest(
 
 @one_variant()
 def _finish_rest(
-    logits, stride, temperature_R, cut, max_RS, sum_RS, won_RS, token_RS, top_R, log_sum_R,
-    token_RC, logq_RC, share_RC, splits, most, SPLITS: tl.constexpr, SCORES: tl.constexpr,
+    logits, stride, temperature_R, cut, max_RS, sum_RS, won_RS, token_RS, summary, found, splits, most,
+    SPLITS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Write one row's token drawn from the rest, and the share of the rest."""
     row, split = tl.program_id(0), tl.arange(0, SPLITS)
@@ -313,7 +306,7 @@ def _finish_rest(
     if SCORES:
         inverse = 1.0
     max_S, rest_top, rest = combine(max_RS, sum_RS, row, splits, SPLITS)
-    top, log_sum = tl.load(top_R + row), tl.load(log_sum_R + row)
+    top, log_sum = tl.load(summary.top_R + row), tl.load(summary.log_sum_R + row)
     won_S = tl.load(won_RS + row * splits + split, mask=split < splits, other=float("inf")) * tl.exp(rest_top - max_S)
     _, at = tl.min(won_S, 0, return_indices=True, return_indices_tie_break_left=True)
     lse = top + log_sum
@@ -322,7 +315,7 @@ def _finish_rest(
     raw = tl.load(logits + row.to(tl.int64) * stride + token)
     logit = cut_logit(raw, token, row, inverse, cut)
     out = row.to(tl.int64) * (most + 1)
-    of_best = tl.where(token == tl.load(token_RC + out), 0.0, -float("inf"))
-    tl.store(token_RC + out + most, token.to(tl.int64))
-    tl.store(logq_RC + out + most, tl.where(greedy, of_best, (logit - top) - log_sum) + (lse - lse))
-    tl.store(share_RC + out + most, (rest_top - top) + (tl.log(rest) - log_sum) + (lse - lse))
+    of_best = tl.where(token == tl.load(found.token_RC + out), 0.0, -float("inf"))
+    tl.store(found.token_RC + out + most, token.to(tl.int64))
+    tl.store(found.logq_RC + out + most, tl.where(greedy, of_best, (logit - top) - log_sum) + (lse - lse))
+    tl.store(found.share_RC + out + most, (rest_top - top) + (tl.log(rest) - log_sum) + (lse - lse))

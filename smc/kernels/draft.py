@@ -14,30 +14,38 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.coupling import RANK_BITS, RANK_FACTOR, RANKED_BELOW, SLACK
 from smc.algorithm.expansion import PopulationKind
-from smc.kernels.candidate_tokens import CouplingTensors, coupled_score
-from smc.kernels.launch import one_variant
+from smc.algorithm.resampling import Spans
+from smc.arrays import Room
+from smc.distributions import DistributionSpec
+from smc.kernels.candidate_tokens import coupled_score
+from smc.kernels.launch import Sizes, one_variant
 from smc.kernels.remap import CHUNK, copy_pages
-from smc.kernels.round_tensors import (
-    DONE,
-    DistributionTensors,
-    PlanTensors,
-    Room,
-    Sizes,
-    SlotTensors,
-    StopTensors,
-    TreeTensors,
-    after,
-    after_all,
-)
+from smc.kernels.stops import DONE, after, after_all
 from smc.kernels.truncation import finite
 from smc.philox import STREAMS_PER_PARTICLE
+from smc.round.draws import Coupling
+from smc.round.plan import RoundPlan
+from smc.round.slots import SlotState
+from smc.round.tensors import (
+    CandidateLayout,
+    Continuation,
+    DraftedRows,
+    DraftInputs,
+    DraftShape,
+    LastTokens,
+    Lineage,
+    NextSequences,
+    ObservedDraws,
+    RoundChoice,
+    Rows,
+    TokenTree,
+)
 
 INDEPENDENT, CHAINS = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.CHAINS))
 NONE = tl.constexpr(-float("inf"))
@@ -51,146 +59,143 @@ _FACTOR, _BELOW = tl.constexpr(RANK_FACTOR), tl.constexpr(RANKED_BELOW)
 _HALF, _MOST = tl.constexpr(RANK_BITS // 2), tl.constexpr((1 << RANK_BITS) - 1)
 
 
-class ChosenTokens(NamedTuple):
-    """Continuations of rows, chosen among all candidates of a group: an `Expansion` and the candidates."""
-
-    parent_X: Tensor
-    candidate_X: Tensor
-    mass_X: Tensor
-    nan_G: Tensor
-    token_RC: Tensor
-    logq_RC: Tensor
-
-
-class ChainTokens(NamedTuple):
-    """Tensors of a `smc.executor.verify.ChainDraws`."""
-
-    parent_X: Tensor
-    token_X: Tensor
-    logq_X: Tensor
-
-
-class BeginOutputs(NamedTuple):
-    """Outputs of `begin`. Below a packed tensor is what each entry of its first axis holds."""
-
-    numbers_6A: Tensor
-    """Batch index, 0, text state, end, index of the last pending token, number in the group."""
-    rows_4A: Tensor
-    """Slot, cached length, tokens to run, group."""
-    flags_2A: Tensor
-    """Alive, ended."""
-    zero_A: Tensor
-    mass_A: Tensor
-    tokens_AP: Tensor
-    numbers_5X: Tensor
-    """Random stream, number in the group, seed, round, top_k."""
-    group_X: Tensor
-    distribution_4X: Tensor
-    """Temperature, top_p, min_p, alpha."""
-    bounds_2G: Tensor
-    """First row, rows."""
-    keys_2G: Tensor
-    """Seed, round."""
-
-
-class ResumeOutputs(NamedTuple):
-    """Outputs of `resume`. Below a packed tensor is what each entry of its first axis holds."""
-
-    numbers_3A: Tensor
-    """End, pending tokens, text state."""
-    tokens_AW: Tensor
-    path_AW: Tensor
-    counts_2A: Tensor
-    """Numbers of pages kept and dropped."""
-
-
 def begin(
-    plan: PlanTensors,
-    distribution: DistributionTensors,
-    slots: SlotTensors,
-    tables: StopTensors,
-    branches: int,
-    by_round: bool,
-) -> BeginOutputs:
+    state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
+) -> DraftInputs:
     """See `smc.executor.draft.begin`."""
-    (batch_size, queries), groups, rows = plan.begin_pages_AP.shape, len(plan.first_G), len(plan.slot_A) * branches
-    room = Room(plan.slot_A.device)
-    out = BeginOutputs(
-        numbers_6A=room.longs(6, batch_size),
-        rows_4A=room.ints(4, batch_size),
-        flags_2A=room.bools(2, batch_size),
-        zero_A=room.floats(batch_size),
-        mass_A=room.doubles(batch_size),
+    arrays, branches, room = plan.arrays, plan.kind.branches, Room(state.device)
+    (batch_size, queries), groups, rows = arrays.begin_pages_AP.shape, len(arrays.first_G), len(arrays.branch_pages_XB)
+    none_A, zero_A, text_A = room.longs(batch_size), room.floats(batch_size), room.longs(batch_size)
+    stream_X, spans = room.longs(rows), Spans(room.ints(groups), room.ints(groups))
+    tree = TokenTree(
+        root_X=room.longs(batch_size),
+        tokens_XK=none_A[:, None].expand(-1, shape.block),
+        logq_XK=zero_A[:, None].expand(-1, shape.block),
+        tail_XB=arrays.branch_pages_XB[::branches],
+        count_X=none_A,
+        alive_X=room.bools(batch_size),
+        ended_X=room.bools(batch_size),
+        before_X=text_A,
+        text_X=text_A,
+        mass_X=room.doubles(batch_size),
+        last_X=none_A,
+        next_X=room.longs(batch_size),
+        cut_X=none_A,
+        outcome_X=none_A,
+    )
+    later = CandidateLayout(
+        group_S=room.ints(rows),
+        sources=spans,
+        rows=spans,
+        rank_S1=room.longs(rows, 1),
+        stream_SD=stream_X[:, None],
+        seed_S=room.longs(rows),
+        round_S=room.longs(rows),
+        seed_G=room.longs(groups),
+        round_G=room.longs(groups),
+        distribution=DistributionSpec(
+            temperature_R=room.floats(rows),
+            top_k_R=room.longs(rows),
+            top_p_R=room.floats(rows),
+            min_p_R=room.floats(rows),
+            alpha_R=room.floats(rows),
+            active=distribution.active,
+        ),
+    )
+    group_R = room.ints(batch_size)
+    out = DraftInputs(
         tokens_AP=room.longs(batch_size, queries),
-        numbers_5X=room.longs(5, rows),
-        group_X=room.ints(rows),
-        distribution_4X=room.floats(4, rows),
-        bounds_2G=room.ints(2, groups),
-        keys_2G=room.longs(2, groups),
+        rows=Rows(
+            table_SL=state.table_SL,
+            slot_R=room.ints(batch_size),
+            tail_RB=None,
+            tail_R=None,
+            start_R=room.ints(batch_size),
+            count_R=room.ints(batch_size),
+            group_R=group_R,
+            first_G=arrays.first_G,
+            size_G=arrays.size_G,
+            shared_G=arrays.shared_G,
+            queries=queries,
+            contexts=plan.kind.contexts,
+        ),
+        last_A=room.longs(batch_size),
+        tree=tree,
+        first=CandidateLayout(
+            group_S=group_R,
+            sources=arrays.groups,
+            rows=spans,
+            rank_S1=room.longs(batch_size, 1),
+            stream_SD=stream_X.view(batch_size, branches),
+            seed_S=arrays.seed_A,
+            round_S=arrays.round_A if shape.by_round else none_A,
+            seed_G=later.seed_G,
+            round_G=later.round_G,
+            distribution=distribution,
+        ),
+        later=later,
     )
     _begin[(triton.cdiv(max(rows, groups), ROWS),)](
-        plan, distribution, slots, slots.table_SL.stride(0), slots.pending_SQ.stride(0), tables, out,
+        arrays, distribution, state, state.table_SL.stride(0), state.pending_SQ.stride(0), zero_A, out,
         Sizes(batch_size, groups, rows),
-        F=branches, P=queries, BY_ROUND=by_round, BLOCK=ROWS, BLOCK_P=triton.next_power_of_2(queries), num_warps=1,
+        F=branches, P=queries, BY_ROUND=shape.by_round, BLOCK=ROWS, BLOCK_P=triton.next_power_of_2(queries),
+        num_warps=1,
     )  # fmt: skip
     return out
 
 
-def pack(
-    plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, rows_WX: Tensor, branches: int, has_independent: bool
-) -> None:
-    """See `smc.executor.draft.pack`; writes `DraftedRows.all_WX`."""
-    rows, block = tree.tokens_XK.shape
+def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
+    """See `smc.executor.draft.pack`."""
+    (rows, block), branches = tree.tokens_XK.shape, plan.kind.branches
+    out = DraftedRows.allocate(rows, block, state.device)
     _pack[(triton.cdiv(rows, ROWS),)](
-        plan, slots, tree, rows_WX, rows, F=branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block),
-        LOG_F=math.log(branches), HAS_INDEPENDENT=has_independent, num_warps=1,
+        plan.arrays, state, tree.alone, out, rows,
+        F=branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block), LOG_F=math.log(branches),
+        HAS_INDEPENDENT=PopulationKind.INDEPENDENT in plan.kind.populations, num_warps=1,
     )  # fmt: skip
+    return out
 
 
-def resume(plan: PlanTensors, slots: SlotTensors, tree: TreeTensors, choice_9A: Tensor, steps: int) -> ResumeOutputs:
+def resume(
+    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
+) -> tuple[Lineage[Tensor], NextSequences]:
     """See `smc.executor.draft.resume`. The same launch makes block tables follow the choice."""
-    (batch_size, queries), pages = plan.begin_pages_AP.shape, tree.tail_XB.shape[1]
-    width, room = min(2, slots.pending_SQ.shape[1]), Room(plan.slot_A.device)
-    out = ResumeOutputs(
-        numbers_3A=room.longs(3, batch_size),
+    (batch_size, queries), pages = plan.arrays.begin_pages_AP.shape, tree.tail_XB.shape[1]
+    width, room = min(2, state.pending_SQ.shape[1]), Room(state.device)
+    lineage = Lineage(
+        path_AW=room.ints(batch_size, queries + pages), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
+    )
+    out = NextSequences(
+        end_A=room.longs(batch_size),
         tokens_AW=room.longs(batch_size, width),
-        path_AW=room.ints(batch_size, queries + pages),
-        counts_2A=room.ints(2, batch_size),
+        pending_A=room.longs(batch_size),
+        text_A=room.longs(batch_size),
     )
     _resume[(batch_size,)](
-        plan, slots, slots.table_SL.stride(0), tree, choice_9A, out, batch_size, steps,
+        plan.arrays, state, state.table_SL.stride(0), tree.alone, choice, lineage, out, steps,
         K=tree.tokens_XK.shape[1], P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
         BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages),
         CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
-    return out
+    return lineage, out
 
 
-def reparent(
-    before: TreeTensors,
-    chosen: ChosenTokens | None,
-    own: tuple[Tensor, Tensor] | None,
-    chains: ChainTokens | None,
-    plan: PlanTensors,
-    slots: SlotTensors,
-    tables: StopTensors,
-    step: int,
-    branches: int,
-) -> tuple[TreeTensors, Tensor]:
-    """See `smc.executor.draft.reparent`. `own`: tokens [S, D] that rows drew for themselves, and their log q [S, D].
-    Returns the rows, and `run_4X` of their `TokenTree`."""
-    rows, room = len(plan.slot_A) * branches, Room(plan.slot_A.device)
-    tokens, pages = before.tokens_XK.shape[1], plan.branch_pages_XB.shape[1]
-    out, run_4X = TreeTensors.allocate(room, rows, tokens, pages), room.ints(4, rows)
-    strides = TreeStrides(before.tokens_XK.stride(0), before.logq_XK.stride(0), before.tail_XB.stride(0))
+def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int) -> TokenTree:
+    """See `smc.executor.draft.reparent`."""
+    rows, pages = plan.arrays.branch_pages_XB.shape
+    tokens, room = tree.tokens_XK.shape[1], Room(state.device)
+    slot_X, tail_X, start_X, count_X = (room.ints(rows) for _ in LastTokens._fields)
+    out = TokenTree.allocate(room, rows, tokens, pages)._replace(run=LastTokens(slot_X, tail_X, start_X, count_X))
+    strides = TreeStrides(tree.tokens_XK.stride(0), tree.logq_XK.stride(0), tree.tail_XB.stride(0))
+    own, chosen = more.own, more.chosen
     _reparent[(triton.cdiv(rows, TREE_ROWS),)](
-        before, strides, chosen, own, chains, plan, slots, tables, out, run_4X, TreeSizes(rows, step, tokens, pages),
+        tree.alone, strides, chosen, own, more.chains, plan.arrays, state, out, TreeSizes(rows, step, tokens, pages),
         BLOCK=TREE_ROWS, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)),
-        BRANCHES=branches, WIDTH=0 if chosen is None else chosen.token_RC.shape[1],
-        DRAWS=0 if own is None else own[0].shape[1], SOURCES=1 if own is None else len(before.root_X) // len(own[0]),
-        num_warps=1,
+        BRANCHES=plan.kind.branches, WIDTH=0 if chosen is None else chosen.candidates.token_RC.shape[1],
+        DRAWS=0 if own is None else own.token_SD.shape[1],
+        SOURCES=1 if own is None else len(tree.root_X) // len(own.token_SD), num_warps=1,
     )  # fmt: skip
-    return out, run_4X
+    return out
 
 
 class TreeStrides(NamedTuple):
@@ -212,7 +217,7 @@ class TreeSizes(NamedTuple):
 
 @one_variant()
 def _begin(
-    plan, distribution, slots, table_stride, pending_stride, tables, out, sizes,
+    plan, distribution, slots, table_stride, pending_stride, zero_A, out, sizes,
     F: tl.constexpr, P: tl.constexpr, BY_ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     batch_size, groups, rows = sizes.batch_size, sizes.groups, sizes.rows
@@ -220,14 +225,14 @@ def _begin(
     inside, index = x < rows, x // F
     group = tl.load(plan.group_A + index, mask=inside, other=0)
     first = tl.load(plan.first_G + group, mask=inside, other=0)
-    _begin_rows(x, inside, index, group, first, plan, distribution, out, rows, F, BY_ROUND)
+    _begin_rows(x, inside, index, group, first, plan, distribution, out.later, F, BY_ROUND)
     is_group = x < groups
     first_of = tl.load(plan.first_G + x, mask=is_group, other=0)
     at = tl.minimum(first_of, batch_size - 1)
-    tl.store(out.bounds_2G + x, first_of * F, mask=is_group)
-    tl.store(out.bounds_2G + groups + x, tl.load(plan.size_G + x, mask=is_group, other=0) * F, mask=is_group)
-    tl.store(out.keys_2G + x, tl.load(plan.seed_A + at, mask=is_group, other=0), mask=is_group)
-    tl.store(out.keys_2G + groups + x, tl.load(plan.round_A + at, mask=is_group, other=0), mask=is_group)
+    tl.store(out.later.rows.first_G + x, first_of * F, mask=is_group)
+    tl.store(out.later.rows.size_G + x, tl.load(plan.size_G + x, mask=is_group, other=0) * F, mask=is_group)
+    tl.store(out.later.seed_G + x, tl.load(plan.seed_A + at, mask=is_group, other=0), mask=is_group)
+    tl.store(out.later.round_G + x, tl.load(plan.round_A + at, mask=is_group, other=0), mask=is_group)
     own = inside & (x % F == 0)
     slot = tl.load(plan.slot_A + index, mask=own, other=0)
     end, pending = tl.load(slots.end_S + slot, mask=own, other=1), tl.load(slots.pending_S + slot, mask=own, other=1)
@@ -236,23 +241,24 @@ def _begin(
     # The pending tokens are known not to end the answer.
     text, _ = after_all(
         text, slots.pending_SQ + slot * pending_stride, 1, tl.load(slots.entry_S + slot, mask=own, other=0), own,
-        pending, tl.load(slots.least_S + slot, mask=own, other=0) - held, tables, P,
+        pending, tl.load(slots.least_S + slot, mask=own, other=0) - held, slots.stops, P,
     )  # fmt: skip
     zero, wide = index * 0, index.to(tl.int64)
-    tl.store(out.numbers_6A + index, wide, mask=own)
-    tl.store(out.numbers_6A + batch_size + index, zero.to(tl.int64), mask=own)
-    tl.store(out.numbers_6A + 2 * batch_size + index, text.to(tl.int64), mask=own)
-    tl.store(out.numbers_6A + 3 * batch_size + index, end, mask=own)
-    tl.store(out.numbers_6A + 4 * batch_size + index, wide * P + pending - 1, mask=own)
-    tl.store(out.numbers_6A + 5 * batch_size + index, index - first, mask=own)
-    tl.store(out.rows_4A + index, slot.to(tl.int32), mask=own)
-    tl.store(out.rows_4A + batch_size + index, held.to(tl.int32), mask=own)
-    tl.store(out.rows_4A + 2 * batch_size + index, tl.where(ended, 0, pending).to(tl.int32), mask=own)
-    tl.store(out.rows_4A + 3 * batch_size + index, group.to(tl.int32), mask=own)
-    tl.store(out.flags_2A + index, tl.load(slots.alive_S + slot, mask=own, other=0) != 0, mask=own)
-    tl.store(out.flags_2A + batch_size + index, ended, mask=own)
-    tl.store(out.zero_A + index, zero.to(tl.float32), mask=own)
-    tl.store(out.mass_A + index, tl.load(slots.logw_S + slot, mask=own, other=0.0), mask=own)
+    tl.store(out.last_A + index, wide * P + pending - 1, mask=own)
+    tl.store(out.first.rank_S1 + index, index - first, mask=own)
+    # The same zeros are the count, the last token, the cut and the outcome of every particle, and its tokens.
+    tl.store(out.tree.count_X + index, zero.to(tl.int64), mask=own)
+    tl.store(zero_A + index, zero.to(tl.float32), mask=own)
+    tl.store(out.tree.root_X + index, wide, mask=own)
+    tl.store(out.tree.text_X + index, text.to(tl.int64), mask=own)
+    tl.store(out.tree.next_X + index, end, mask=own)
+    tl.store(out.tree.alive_X + index, tl.load(slots.alive_S + slot, mask=own, other=0) != 0, mask=own)
+    tl.store(out.tree.ended_X + index, ended, mask=own)
+    tl.store(out.tree.mass_X + index, tl.load(slots.logw_S + slot, mask=own, other=0.0), mask=own)
+    tl.store(out.rows.slot_R + index, slot.to(tl.int32), mask=own)
+    tl.store(out.rows.start_R + index, held.to(tl.int32), mask=own)
+    tl.store(out.rows.count_R + index, tl.where(ended, 0, pending).to(tl.int32), mask=own)
+    tl.store(out.rows.group_R + index, group.to(tl.int32), mask=own)
     p = tl.arange(0, BLOCK_P)[None, :]
     exists, to = own[:, None] & (p < P), index[:, None] * P + p
     token = tl.load(slots.pending_SQ + slot[:, None] * pending_stride + p, mask=exists, other=0)
@@ -263,26 +269,26 @@ def _begin(
 
 
 @triton.jit
-def _begin_rows(x, inside, index, group, first, plan, distribution, out, rows, F: tl.constexpr, BY_ROUND: tl.constexpr):
+def _begin_rows(x, inside, index, group, first, plan, given, out, F: tl.constexpr, BY_ROUND: tl.constexpr):
     """Write what a row needs for its draws: its number, its random numbers and its token distribution."""
     rounds = tl.load(plan.round_A + index, mask=inside, other=0)
     stream = tl.load(plan.particle_A + index, mask=inside, other=0) * STREAMS + x % F
-    tl.store(out.numbers_5X + x, stream, mask=inside)
-    tl.store(out.numbers_5X + rows + x, (x - first * F).to(tl.int64), mask=inside)
-    tl.store(out.numbers_5X + 2 * rows + x, tl.load(plan.seed_A + index, mask=inside, other=0), mask=inside)
-    tl.store(out.numbers_5X + 3 * rows + x, rounds if BY_ROUND else rounds * 0, mask=inside)
-    tl.store(out.numbers_5X + 4 * rows + x, tl.load(distribution.top_k_R + index, mask=inside, other=0), mask=inside)
-    tl.store(out.group_X + x, group.to(tl.int32), mask=inside)
-    to = out.distribution_4X + x
-    tl.store(to, tl.load(distribution.temperature_R + index, mask=inside, other=0.0), mask=inside)
-    tl.store(to + rows, tl.load(distribution.top_p_R + index, mask=inside, other=0.0), mask=inside)
-    tl.store(to + 2 * rows, tl.load(distribution.min_p_R + index, mask=inside, other=0.0), mask=inside)
-    tl.store(to + 3 * rows, tl.load(distribution.alpha_R + index, mask=inside, other=0.0), mask=inside)
+    tl.store(out.stream_SD + x, stream, mask=inside)
+    tl.store(out.rank_S1 + x, (x - first * F).to(tl.int64), mask=inside)
+    tl.store(out.seed_S + x, tl.load(plan.seed_A + index, mask=inside, other=0), mask=inside)
+    tl.store(out.round_S + x, rounds if BY_ROUND else rounds * 0, mask=inside)
+    tl.store(out.group_S + x, group.to(tl.int32), mask=inside)
+    to = out.distribution
+    tl.store(to.temperature_R + x, tl.load(given.temperature_R + index, mask=inside, other=0.0), mask=inside)
+    tl.store(to.top_k_R + x, tl.load(given.top_k_R + index, mask=inside, other=0), mask=inside)
+    tl.store(to.top_p_R + x, tl.load(given.top_p_R + index, mask=inside, other=0.0), mask=inside)
+    tl.store(to.min_p_R + x, tl.load(given.min_p_R + index, mask=inside, other=0.0), mask=inside)
+    tl.store(to.alpha_R + x, tl.load(given.alpha_R + index, mask=inside, other=0.0), mask=inside)
 
 
 @one_variant()
 def _pack(
-    plan, slots, tree, rows_WX, rows,
+    plan, slots, tree, out, rows,
     F: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, LOG_F: tl.constexpr,
     HAS_INDEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -299,29 +305,27 @@ def _pack(
         has_ended = tl.load(slots.ended_S + slot, mask=inside, other=1) != 0
         own = tl.where(has_ended, tl.where(x % F == 0, 0.0, NONE), tl.full((), -LOG_F, tl.float64))
         share = tl.where(kind == INDEPENDENT, own, share)
-    given, of, to = (k < K) & inside[None, :], x[None, :] * K + k, k * rows + x[None, :]
-    logq = tl.load(tree.logq_XK + of, mask=given, other=0.0).to(tl.int32, bitcast=True)
-    tl.store(rows_WX + to, tl.load(tree.tokens_XK + of, mask=given, other=0).to(tl.int32), mask=given)
-    tl.store(rows_WX + K * rows + to, logq, mask=given)
-    out = rows_WX + 2 * K * rows + x
-    tl.store(out, root.to(tl.int32), mask=inside)
-    tl.store(out + rows, tl.load(tree.count_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
-    tl.store(out + 2 * rows, (tl.load(tree.ended_X + x, mask=inside, other=0) != 0).to(tl.int32), mask=inside)
-    tl.store(out + 3 * rows, tl.load(tree.cut_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
-    tl.store(out + 4 * rows, share.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
+    given, at = (k < K) & inside[None, :], x[None, :] * K + k
+    tl.store(out.tokens_XK + at, tl.load(tree.tokens_XK + at, mask=given, other=0).to(tl.int32), mask=given)
+    tl.store(out.logq_XK + at, tl.load(tree.logq_XK + at, mask=given, other=0.0), mask=given)
+    tl.store(out.root_X + x, root.to(tl.int32), mask=inside)
+    tl.store(out.count_X + x, tl.load(tree.count_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
+    tl.store(out.ended_X + x, tl.load(tree.ended_X + x, mask=inside, other=0) != 0, mask=inside)
+    tl.store(out.cut_X + x, tl.load(tree.cut_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
+    tl.store(out.share_X + x, share.to(tl.float32), mask=inside)
 
 
 @one_variant()
 def _resume(
-    plan, slots, table_stride, tree, choice_9A, out, batch_size, steps,
+    plan, slots, table_stride, tree, choice, lineage, out, steps,
     K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the state of one batch index's sequence after the choice. At most Q tokens are pending afterwards."""
     index = tl.program_id(0)
-    of = choice_9A + index
-    ancestor, row, taken = tl.load(of), tl.load(of + batch_size), tl.load(of + 2 * batch_size)
-    cut, bonus, ended = tl.load(of + 3 * batch_size), tl.load(of + 4 * batch_size), tl.load(of + 6 * batch_size) > 0
+    ancestor, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
+    taken, cut = tl.load(choice.count_A + index), tl.load(choice.cut_A + index)
+    bonus, ended = tl.load(choice.bonus_A + index), tl.load(choice.ended_A + index) != 0
     slot, source = tl.load(plan.slot_A + index), tl.load(plan.slot_A + ancestor)
     end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
     # A particle that had ended continues if its end is taken back.
@@ -333,13 +337,13 @@ def _resume(
     is_last = (taken == steps) | ((has_bonus == 0) & (taken > 0))
     run = taken - is_last.to(tl.int64)
     left = tl.where(ended, 1, is_last.to(tl.int64) + has_bonus.to(tl.int64))
-    text = tl.where(is_last, tl.load(tree.before_X + row), tl.load(of + 7 * batch_size))
-    tl.store(out.numbers_3A + index, kept_end + taken + has_bonus.to(tl.int64))
-    tl.store(out.numbers_3A + batch_size + index, tl.maximum(left, 1))
-    tl.store(out.numbers_3A + 2 * batch_size + index, text)
+    text = tl.where(is_last, tl.load(tree.before_X + row), tl.load(choice.text_A + index))
+    tl.store(out.end_A + index, kept_end + taken + has_bonus.to(tl.int64))
+    tl.store(out.pending_A + index, tl.maximum(left, 1))
+    tl.store(out.text_A + index, text)
     stays = tl.maximum(pending - cut, 0)
-    tl.store(out.counts_2A + index, tl.where(is_open, stays + run, 0).to(tl.int32))
-    tl.store(out.counts_2A + batch_size + index, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
+    tl.store(lineage.kept_A + index, tl.where(is_open, stays + run, 0).to(tl.int32))
+    tl.store(lineage.dropped_A + index, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
     q = tl.arange(0, BLOCK_Q)
     last_token = tl.load(tree.tokens_XK + row * K + tl.maximum(taken - 1, 0))
     token = tl.where(is_last & (q == 0), last_token, tl.maximum(bonus, 0))
@@ -349,12 +353,12 @@ def _resume(
     at = tl.minimum(tl.where(w < stays, w, w + P - stays), P + B - 1)
     page = tl.load(plan.begin_pages_AP + ancestor * P + at, mask=at < P, other=0)
     page = tl.where(at < P, page, tl.load(tail_B + at - P, mask=(at >= P) & (w < P + B), other=0))
-    tl.store(out.path_AW + index * (P + B) + w, page, mask=w < P + B)
+    tl.store(lineage.path_AW + index * (P + B) + w, page, mask=w < P + B)
 
 
 @one_variant()
 def _reparent(
-    before, strides, chosen, own, chains, plan, slots, tables, out, run_4X, sizes,
+    before, strides, chosen, own, chains, plan, slots, out, sizes,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr,
     DRAWS: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -369,17 +373,18 @@ def _reparent(
     is_tree = inside
     if own is not None:
         parent = (x // DRAWS * SOURCES).to(tl.int64)
-        token = tl.load(own[0] + x, mask=inside, other=0).to(tl.int64)
-        logq = tl.load(own[1] + x, mask=inside, other=0.0)
+        token = tl.load(own.token_SD + x, mask=inside, other=0).to(tl.int64)
+        logq = tl.load(own.logq_SD + x, mask=inside, other=0.0)
         is_tree = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) != INDEPENDENT)
     if chosen is not None:
-        parent = tl.where(is_tree, tl.load(chosen.parent_X + x, mask=is_tree, other=0), parent)
-        mass = tl.where(is_tree, tl.load(chosen.mass_X + x, mask=is_tree, other=0.0), mass)
-        at = parent * WIDTH + tl.load(chosen.candidate_X + x, mask=is_tree, other=0)
-        token = tl.where(is_tree, tl.load(chosen.token_RC + at, mask=is_tree, other=0), token)
+        parent = tl.where(is_tree, tl.load(chosen.expansion.parent_X + x, mask=is_tree, other=0), parent)
+        mass = tl.where(is_tree, tl.load(chosen.expansion.mass_X + x, mask=is_tree, other=0.0), mass)
+        at = parent * WIDTH + tl.load(chosen.expansion.candidate_X + x, mask=is_tree, other=0)
+        token = tl.where(is_tree, tl.load(chosen.candidates.token_RC + at, mask=is_tree, other=0), token)
         was_over = tl.load(before.ended_X + parent, mask=is_tree, other=0) != 0
-        tree_logq = tl.where(was_over, 0.0, tl.load(chosen.logq_RC + at, mask=is_tree, other=0.0))
-        tree_logq = tl.where(tl.load(chosen.nan_G + group, mask=is_tree, other=0) != 0, float("nan"), tree_logq)
+        tree_logq = tl.where(was_over, 0.0, tl.load(chosen.candidates.logq_RC + at, mask=is_tree, other=0.0))
+        is_nan = tl.load(chosen.expansion.nan_G + group, mask=is_tree, other=0) != 0
+        tree_logq = tl.where(is_nan, float("nan"), tree_logq)
         logq = tl.where(is_tree, tree_logq, logq)
     if chains is not None:
         is_chain = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) == CHAINS)
@@ -399,7 +404,7 @@ def _reparent(
     room = tl.load(slots.limit_S + slot, mask=inside, other=0) - end - count
     going = inside & (room > 0)
     early = tl.load(slots.least_S + slot, mask=inside, other=0) - end - count > 0
-    state = after(text.to(tl.int32), token, entry, going, early, tables)
+    state = after(text.to(tl.int32), token, entry, going, early, slots.stops)
     has_ended = ended | (going.to(tl.int64) >= room) | (state == DONE)
     alive = (tl.load(before.alive_X + parent, mask=inside, other=0) != 0) & (mass > NONE)
     text_before = tl.load(before.before_X + parent, mask=inside, other=0)
@@ -415,10 +420,10 @@ def _reparent(
     tl.store(out.cut_X + x, cut, mask=inside)
     outcome = tl.load(before.outcome_X + parent, mask=inside, other=0)
     tl.store(out.outcome_X + x, tl.where(step == 0, x.to(tl.int64), outcome), mask=inside)
-    tl.store(run_4X + x, slot.to(tl.int32), mask=inside)
-    tl.store(run_4X + rows + x, end.to(tl.int32), mask=inside)
-    tl.store(run_4X + 2 * rows + x, (end + step).to(tl.int32), mask=inside)
-    tl.store(run_4X + 3 * rows + x, (alive & ~has_ended).to(tl.int32), mask=inside)
+    tl.store(out.run.slot_X + x, slot.to(tl.int32), mask=inside)
+    tl.store(out.run.tail_X + x, end.to(tl.int32), mask=inside)
+    tl.store(out.run.start_X + x, (end + step).to(tl.int32), mask=inside)
+    tl.store(out.run.count_X + x, (alive & ~has_ended).to(tl.int32), mask=inside)
     _reparent_tokens(x, inside, parent, token, logq, before, strides, plan, out, sizes, BLOCK_K, BLOCK_B)
 
 
@@ -442,21 +447,21 @@ def _reparent_tokens(
 
 
 def observe_draws(
-    plan: PlanTensors,
-    slots: SlotTensors,
-    tokens_XK: Tensor,
-    choice_9A: Tensor,
+    state: SlotState,
+    plan: RoundPlan[Tensor],
+    tree: TokenTree,
+    choice: RoundChoice,
     kept_BV: Tensor,
-    coupling: CouplingTensors,
-) -> Tensor:
+    coupling: Coupling,
+) -> ObservedDraws[Tensor]:
     """See `smc.executor.draft.observe_draws`."""
-    batch_size, columns = len(plan.slot_A), kept_BV.shape[1]
-    observed_3A = torch.empty(3, batch_size, device=kept_BV.device)
+    batch_size, columns, room = plan.kind.batch_size, kept_BV.shape[1], Room(kept_BV.device)
+    out = ObservedDraws(room.floats(batch_size), room.floats(batch_size), room.floats(batch_size))
     _observe[(batch_size,)](
-        plan, slots, tokens_XK, tokens_XK.stride(0), choice_9A, kept_BV, len(kept_BV), columns, batch_size, coupling,
-        observed_3A, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
+        plan.arrays, state, tree.tokens_XK, tree.tokens_XK.stride(0), choice, kept_BV, len(kept_BV), columns, coupling,
+        out, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
     )  # fmt: skip
-    return observed_3A
+    return out
 
 
 @triton.jit
@@ -482,13 +487,12 @@ def _part(begin, columns, kept_BV, root, position, token, coupling, BLOCK: tl.co
 
 @one_variant("kept_BV")
 def _observe(
-    plan, slots, tokens_XK, stride, choice_9A, kept_BV, kept, columns, batch_size, coupling, observed_3A,
-    BLOCK: tl.constexpr,
+    plan, slots, tokens_XK, stride, choice, kept_BV, kept, columns, coupling, out, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    of = choice_9A + index
-    root, row, taken = tl.load(of), tl.load(of + batch_size), tl.load(of + 2 * batch_size)
-    cut, bonus, is_alive = tl.load(of + 3 * batch_size), tl.load(of + 4 * batch_size), tl.load(of + 5 * batch_size) > 0
+    root, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
+    taken, cut, bonus = tl.load(choice.count_A + index), tl.load(choice.cut_A + index), tl.load(choice.bonus_A + index)
+    is_alive = tl.load(choice.alive_A + index) != 0
     slot = tl.load(plan.slot_A + root)
     token = tl.where(taken > 0, tl.load(tokens_XK + row * stride).to(tl.int64), bonus)
     is_seen = is_alive & (tl.load(slots.ended_S + slot) == 0) & (cut == 0) & (token >= 0) & (root < kept)
@@ -527,6 +531,6 @@ def _observe(
                     )
                     is_above_V = inside_V & (score_V > drawn_score) & (is_drawn_V == 0)
                     rank += tl.sum(is_above_V.to(tl.float32), 0)
-    tl.store(observed_3A + index, score)
-    tl.store(observed_3A + batch_size + index, information)
-    tl.store(observed_3A + 2 * batch_size + index, rank)
+    tl.store(out.score_A + index, score)
+    tl.store(out.information_A + index, information)
+    tl.store(out.rank_A + index, rank)

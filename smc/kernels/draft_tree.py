@@ -17,10 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
+from smc.algorithm.resampling import Spans
 from smc.api.limits import MAX_PARTICLES
+from smc.arrays import Room, contiguous
 from smc.kernels.expansion import find_bound
 from smc.kernels.launch import one_variant
-from smc.kernels.round_tensors import PlanTensors, Room, TreeTensors
+from smc.round.plan import RoundPlan
+from smc.round.slots import InnerNodes, SlotState
+from smc.round.tensors import DraftStep, GrownRows, RoundChoice, TokenTree
 
 BEST = tl.constexpr(int(PopulationKind.BEST))
 LEAD = tl.constexpr(LEAD_GAIN)
@@ -31,13 +35,6 @@ PHASES, OUTCOMES = 4, 1
 """Number of phases of `_choose_rows`, and the phase that limits outcomes, which lockstep skips."""
 MOST_PROGRAMS = 16
 """Maximum number of programs of a group in one phase. Each compares one tile of nodes after another with all nodes."""
-
-
-class StepRows(NamedTuple):
-    """Tensors of the rows of a `smc.executor.draft.DraftStep`."""
-
-    parent_X: Tensor
-    tree: TreeTensors
 
 
 class Scratch(NamedTuple):
@@ -57,30 +54,42 @@ class Scratch(NamedTuple):
     """int32 outcome for which the node is drafted; in lockstep 0."""
 
 
-def choose_rows(
-    plan: PlanTensors, steps: tuple[StepRows, ...], branches: int, lookahead: bool
-) -> tuple[TreeTensors, Tensor]:
-    """See `smc.executor.draft_tree.choose_rows`. Returns the rows, and the node at which each ends."""
+def _kept(steps: tuple[DraftStep, ...]) -> tuple[DraftStep, ...]:
+    """Return the steps as arguments of a kernel: without the passes over last tokens, which no kernel reads."""
+    return contiguous(tuple(step._replace(tree=step.tree.alone) for step in steps))
+
+
+def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
+    """See `smc.executor.draft_tree.choose_rows`."""
+    steps = _kept(grown.steps)
     (rows, tokens), pages = steps[0].tree.tokens_XK.shape, steps[0].tree.tail_XB.shape[1]
-    nodes, block, room = len(steps) * rows, 64, Room(plan.slot_A.device)
-    scratch = Scratch(*(room.doubles(nodes) for _ in range(2)), *(room.ints(nodes) for _ in range(4)))
+    arrays, branches = plan.arrays, plan.kind.branches
+    nodes, block, room = len(steps) * rows, 64, Room(arrays.slot_A.device)
+    scratch = Scratch(
+        worth_M=room.doubles(nodes),
+        useful_M=room.doubles(nodes),
+        heaviest_M=room.ints(nodes),
+        leaf_M=room.ints(nodes),
+        kept_M=room.ints(nodes),
+        outcome_M=room.ints(nodes),
+    )
     leaf_X, is_there_X = room.longs(rows), room.bools(rows)
     programs = min(triton.cdiv(nodes, block), MOST_PROGRAMS)
     # A phase reads the results of all programs of the previous phase.
     apart = [range(phase, phase + 1) for phase in range(PHASES) if lookahead or phase != OUTCOMES]
     phases = [range(PHASES)] if programs == 1 else apart
     for of_launch in phases:
-        _choose_rows[(len(plan.first_G), programs if of_launch.start else 1)](
-            plan, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch.start, UPTO=of_launch.stop,
+        _choose_rows[(len(arrays.first_G), programs if of_launch.start else 1)](
+            arrays, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch.start, UPTO=of_launch.stop,
             K=len(steps), F=branches, AHEAD=lookahead, BLOCK=block, num_warps=8,
         )  # fmt: skip
-    out = TreeTensors.allocate(room, rows, tokens, pages)
+    out = TokenTree.allocate(room, rows, tokens, pages)
     _take_rows[(triton.cdiv(rows, ROWS),)](
-        plan, steps, leaf_X, is_there_X, out, rows, tokens, pages,
+        arrays, steps, leaf_X, is_there_X, out, rows, tokens, pages,
         K=len(steps), F=branches, BLOCK=ROWS, BLOCK_T=triton.next_power_of_2(tokens),
         BLOCK_B=triton.next_power_of_2(max(pages, 1)), num_warps=1,
     )  # fmt: skip
-    return out, leaf_X
+    return grown._replace(tree=out, leaf_X=leaf_X)
 
 
 @triton.jit
@@ -323,90 +332,72 @@ def _take_rows(
         tl.store(out.tail_XB + to_B, page, mask=is_page)
 
 
-class NodeTensors(NamedTuple):
-    """Tensors of a `smc.executor.draft_tree.InnerNodes`."""
-
-    token_SDC: Tensor
-    share_SDC: Tensor
-    mass_SD: Tensor
-    text_SD: Tensor
-    count_S: Tensor
-
-
-class StepTensors(NamedTuple):
-    """Tensors of a `smc.executor.draft.DraftStep` and its rows."""
-
-    parent_X: Tensor
-    token_XC: Tensor
-    share_XC: Tensor
-    mass_X: Tensor
-    text_X: Tensor
-
-
-class NodeRows(NamedTuple):
-    """Outputs of `with_inner_nodes`. Below a packed tensor is what each entry of its first axis holds."""
-
-    numbers_4H: Tensor
-    """Root, 0, text state, tokens of the root that are taken back."""
-    flags_2H: Tensor
-    """Alive, ended."""
-    mass_H: Tensor
-    token_HC: Tensor
-    values_2HC: Tensor
-    """Log q, log share."""
-    bounds_2G: Tensor
-    """First node, number of nodes."""
-
-
 def keep_nodes(
-    nodes: NodeTensors,
-    plan: PlanTensors,
-    logw_S: Tensor,
-    tokens_XK: Tensor,
-    steps: tuple[StepTensors, ...],
-    choice_9A: Tensor,
-    leaf_X: Tensor,
+    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice
 ) -> None:
     """See `smc.executor.draft_tree.keep_nodes`."""
-    (batch_size, block), (_, inner, most) = (len(plan.slot_A), tokens_XK.shape[1]), nodes.share_SDC.shape
+    tokens_XK, leaf_X = grown.tree.tokens_XK, grown.leaf_X
+    assert leaf_X is not None, "rows of exact decoding have been chosen"
+    (batch_size, block), (_, inner, most) = (plan.kind.batch_size, tokens_XK.shape[1]), nodes.share_SDC.shape
     assert block == inner + 1, f"rows of {block} tokens, {inner} inner nodes"
+    steps = _kept(grown.steps)
     _keep_nodes[(batch_size,)](
-        nodes, plan, logw_S, tokens_XK, steps, choice_9A, leaf_X, batch_size, len(leaf_X), steps[-1].token_XC.shape[1],
+        nodes, plan.arrays, state.logw_S, tokens_XK, steps, choice, leaf_X, len(leaf_X),
+        steps[-1].candidates.token_RC.shape[1],
         K=block, C=most, BLOCK_N=MAX_PARTICLES, BLOCK_C=triton.next_power_of_2(most), num_warps=4,
     )  # fmt: skip
 
 
 def with_inner_nodes(
-    nodes: NodeTensors, plan: PlanTensors, particles: TreeTensors, candidates: CandidateTokens
-) -> NodeRows:
+    nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
+) -> tuple[CandidateTokens, TokenTree, Spans]:
     """See `smc.executor.draft_tree.with_inner_nodes`."""
     (batch_size, width), (_, inner, most) = candidates.share_RC.shape, nodes.share_SDC.shape
-    room, groups, count = Room(plan.slot_A.device), len(plan.first_G), batch_size * (inner + 1)
-    out = NodeRows(
-        numbers_4H=room.longs(4, count),
-        flags_2H=room.bools(2, count),
-        mass_H=room.doubles(count),
-        token_HC=candidates.token_RC.new_empty(count, width),
-        values_2HC=room.floats(2, count, width),
-        bounds_2G=room.ints(2, groups),
+    room, groups, count = Room(tree.mass_X.device), len(plan.arrays.first_G), batch_size * (inner + 1)
+    none_H, text_H = room.longs(count), room.longs(count)
+    found = CandidateTokens(
+        token_RC=candidates.token_RC.new_empty(count, width),
+        logq_RC=room.floats(count, width),
+        share_RC=room.floats(count, width),
     )
+    rows = TokenTree(
+        root_X=room.longs(count),
+        tokens_XK=none_H[:, None].expand(-1, nodes.block),
+        # No token exists yet, so these are not read.
+        logq_XK=found.share_RC[:, :1].expand(-1, nodes.block),
+        tail_XB=tree.tail_XB[:1].expand(count, -1),
+        count_X=none_H,
+        alive_X=room.bools(count),
+        ended_X=room.bools(count),
+        before_X=text_H,
+        text_X=text_H,
+        mass_X=room.doubles(count),
+        last_X=none_H,
+        next_X=none_H,
+        cut_X=room.longs(count),
+        outcome_X=none_H,
+    )
+    spans = Spans(room.ints(groups), room.ints(groups))
     _with_inner_nodes[(max(count, groups),)](
-        nodes, plan, particles, candidates, out, count, groups, width,
+        nodes, plan.arrays, tree.alone, contiguous(candidates), found, rows, spans, count, groups, width,
         K=inner + 1, C=most, BLOCK_C=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
-    return out
+    return found, rows, spans
 
 
-def limit_outcomes(plan: PlanTensors, tree: TreeTensors, share_XC: Tensor, branches: int, has_rest: bool) -> Tensor:
-    """See `smc.executor.draft_tree.limit_outcomes`. Takes and returns the candidates' log shares."""
-    (count, width), room = share_XC.shape, Room(plan.slot_A.device)
+def limit_outcomes(
+    plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
+) -> CandidateTokens:
+    """See `smc.executor.draft_tree.limit_outcomes`."""
+    (count, width), room = candidates.share_RC.shape, Room(tree.mass_X.device)
     limited_XC, log_mass_M = room.floats(count, width), room.doubles(count * width)
     _limit_outcomes[(count,)](
-        plan, tree, share_XC, limited_XC, log_mass_M, count, width, width - 1 if has_rest else -1,
+        plan.arrays, tree.alone, candidates.share_RC.contiguous(), limited_XC, log_mass_M, count, width,
+        width - 1 if has_rest else -1,
         # An outcome has one row more than its group if the first row's candidate is kept in addition.
-        F=branches, BLOCK_N=2 * MAX_PARTICLES, CHUNK=512, num_warps=4,
+        F=plan.kind.branches, BLOCK_N=2 * MAX_PARTICLES, CHUNK=512, num_warps=4,
     )  # fmt: skip
-    return limited_XC
+    return candidates._replace(share_RC=limited_XC)
 
 
 @one_variant()
@@ -468,20 +459,20 @@ def _limit_outcomes(
 
 @one_variant()
 def _keep_nodes(
-    nodes, plan, logw_S, tokens_XK, steps, choice_9A, leaf_X, batch_size, rows, width,
+    nodes, plan, logw_S, tokens_XK, steps, choice, leaf_X, rows, width,
     K: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     index, n, c = tl.program_id(0), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
-    of = choice_9A + index
-    ancestor, row, count = tl.load(of), tl.load(of + batch_size), tl.load(of + 2 * batch_size)
+    ancestor, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
+    count = tl.load(choice.count_A + index)
     slot, group = tl.load(plan.slot_A + index), tl.load(plan.group_A + index)
     offset = tl.load(logw_S + tl.load(plan.slot_A + ancestor))
     first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
     size = tl.where(tl.load(plan.kind_G + group) == BEST, size, 0)
     exists_N, at_N = n < size, first + n
-    exists_N = exists_N & (tl.load(choice_9A + 5 * batch_size + at_N, mask=exists_N, other=0) > 0)
-    row_N = tl.load(choice_9A + batch_size + at_N, mask=exists_N, other=0)
-    count_N = tl.load(choice_9A + 2 * batch_size + at_N, mask=exists_N, other=0)
+    exists_N = exists_N & (tl.load(choice.alive_A + at_N, mask=exists_N, other=0) != 0)
+    row_N = tl.load(choice.row_A + at_N, mask=exists_N, other=0)
+    count_N = tl.load(choice.count_A + at_N, mask=exists_N, other=0)
     # Number of leading tokens that each row of the group shares with this row.
     common_N = tl.zeros((BLOCK_N,), tl.int32)
     for k in tl.static_range(K):
@@ -496,26 +487,26 @@ def _keep_nodes(
         is_node = tl.max((through_N & (at_N == index)).to(tl.int32), 0) > 0
         is_node = is_node & (tl.max((through_N & (at_N < index)).to(tl.int32), 0) == 0)
         child_N = tl.load(tokens_XK + row_N * K + d + 1, mask=through_N, other=-1).to(tl.int32)
-        token_C = tl.load(steps[d + 1].token_XC + at * width + c, mask=c < C, other=0).to(tl.int32)
-        share_C = tl.load(steps[d + 1].share_XC + at * width + c, mask=c < C, other=NONE)
+        token_C = tl.load(steps[d + 1].candidates.token_RC + at * width + c, mask=c < C, other=0).to(tl.int32)
+        share_C = tl.load(steps[d + 1].candidates.share_RC + at * width + c, mask=c < C, other=NONE)
         is_child_C = tl.max((through_N[:, None] & (child_N[:, None] == token_C[None, :])).to(tl.int32), 0) > 0
         to = slot * (K - 1) + d
         tl.store(nodes.token_SDC + to * C + c, token_C, mask=c < C)
         tl.store(nodes.share_SDC + to * C + c, tl.where(is_child_C | (is_node == 0), NONE, share_C), mask=c < C)
-        tl.store(nodes.mass_SD + to, tl.load(steps[d].mass_X + at) - offset)
-        tl.store(nodes.text_SD + to, tl.load(steps[d].text_X + at))
+        tl.store(nodes.mass_SD + to, tl.load(steps[d].tree.mass_X + at) - offset)
+        tl.store(nodes.text_SD + to, tl.load(steps[d].tree.text_X + at))
     tl.store(nodes.count_S + slot, count)
 
 
 @one_variant()
 def _with_inner_nodes(
-    nodes, plan, particles, candidates, out, count, groups, width,
+    nodes, plan, particles, candidates, found, out, spans, count, groups, width,
     K: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     node, c = tl.program_id(0), tl.arange(0, BLOCK_C)
     if node < groups:
-        tl.store(out.bounds_2G + node, tl.load(plan.first_G + node) * K)
-        tl.store(out.bounds_2G + groups + node, tl.load(plan.size_G + node) * K)
+        tl.store(spans.first_G + node, tl.load(plan.first_G + node) * K)
+        tl.store(spans.size_G + node, tl.load(plan.size_G + node) * K)
     if node >= count:
         return
     index, depth = node // K, node % K
@@ -528,18 +519,19 @@ def _with_inner_nodes(
     share_C = tl.load(nodes.share_SDC + at * C + c, mask=inner_C, other=NONE)
     logq_C = tl.where(is_inner, share_C, tl.load(candidates.logq_RC + index * width + c, mask=first_C, other=NONE))
     share_C = tl.where(is_inner, share_C, tl.load(candidates.share_RC + index * width + c, mask=first_C, other=NONE))
-    tl.store(out.token_HC + node * width + c, token_C, mask=c < width)
-    tl.store(out.values_2HC + node * width + c, logq_C, mask=c < width)
-    tl.store(out.values_2HC + (count + node) * width + c, share_C, mask=c < width)
+    tl.store(found.token_RC + node * width + c, token_C, mask=c < width)
+    tl.store(found.logq_RC + node * width + c, logq_C, mask=c < width)
+    tl.store(found.share_RC + node * width + c, share_C, mask=c < width)
     text = tl.load(particles.text_X + index)
     text = tl.where(is_inner, tl.load(nodes.text_SD + at, mask=is_inner, other=0), text)
     mass = tl.load(particles.mass_X + index)
     mass = tl.where(is_inner, tl.load(nodes.mass_SD + at, mask=is_inner, other=0.0), mass)
     block = tl.load(nodes.count_S + tl.load(plan.slot_A + index))
-    tl.store(out.numbers_4H + node, tl.load(particles.root_X + index))
-    tl.store(out.numbers_4H + count + node, block * 0)
-    tl.store(out.numbers_4H + 2 * count + node, text)
-    tl.store(out.numbers_4H + 3 * count + node, tl.where(is_inner, block - depth, 0))
-    tl.store(out.flags_2H + node, tl.load(particles.alive_X + index) != 0)
-    tl.store(out.flags_2H + count + node, (is_inner == 0) & (tl.load(particles.ended_X + index) != 0))
-    tl.store(out.mass_H + node, mass)
+    tl.store(out.root_X + node, tl.load(particles.root_X + index))
+    # The same zeros are the count, the last token, its position and the outcome of every node, and its tokens.
+    tl.store(out.count_X + node, block * 0)
+    tl.store(out.text_X + node, text)
+    tl.store(out.cut_X + node, tl.where(is_inner, block - depth, 0))
+    tl.store(out.alive_X + node, tl.load(particles.alive_X + index) != 0)
+    tl.store(out.ended_X + node, (is_inner == 0) & (tl.load(particles.ended_X + index) != 0))
+    tl.store(out.mass_X + node, mass)

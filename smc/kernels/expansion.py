@@ -22,8 +22,8 @@ from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansi
 from smc.algorithm.expansion import LEAD as MOST_MASS
 from smc.algorithm.resampling import Spans
 from smc.api.limits import MAX_PARTICLES
+from smc.arrays import Room, contiguous
 from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import Room, contiguous
 from smc.kernels.select import draw_uniforms
 
 CHUNKS = (256, 512, 1024, 2048)

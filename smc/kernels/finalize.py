@@ -9,126 +9,87 @@ tokens of a batch index, N batch indices of a program."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind, SelectedTrees
 from smc.algorithm.selection import PREFIX_POSITION, Selection
-from smc.algorithm.verification import Matches
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import (
-    DONE,
-    BlockTensors,
-    PlanTensors,
-    Room,
-    Sizes,
-    SlotTensors,
-    StopTensors,
-    after,
-    after_all,
-    row_tokens,
-)
+from smc.arrays import Room, contiguous
+from smc.kernels.launch import Sizes, one_variant, own_indices, programs
 from smc.kernels.select import draw_uniforms
-from smc.kernels.verify import VerifyTensors
+from smc.kernels.stops import DONE, after, after_all
+from smc.round.tensors import Candidates, Lineage, RoundChoice, RoundResult, ScoreInputs
 
 INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 NONE = tl.constexpr(-float("inf"))
 PREFIX = tl.constexpr(PREFIX_POSITION)
 
 
-class CandidateOutputs(NamedTuple):
-    """The target's outputs for candidates; None: not computed. See `smc.executor.select.TargetOutputs`."""
-
-    root_X: Tensor
-    token_XC: Tensor
-    logp_X: Tensor | None
-    bonus_A: Tensor | None
-    token_logp_AC: Tensor | None
-    """Log p of each candidate token."""
-
-
-class FinalizeOutputs(NamedTuple):
-    """Outputs of `finalize`. Below a packed tensor is what each entry of its first axis holds."""
-
-    choice_9A: Tensor
-    flags_2A: Tensor
-    """Alive, ended."""
-    grown_AQ: Tensor
-    count_A: Tensor
-    logq_AQ: Tensor
-    logp_AQ: Tensor
-    first_logp_A: Tensor
-    values_2G: Tensor
-    """Log Z, effective sample size."""
-    flags_3G: Tensor
-    """Resampled, collapsed, hit."""
-    path_AQ: Tensor
-    run_2A: Tensor
-    """Numbers of pages kept and dropped."""
-
-
 def finalize(
-    plan: PlanTensors,
-    blocks: BlockTensors,
-    verified: VerifyTensors,
-    rows_WX: Tensor,
-    slots: SlotTensors,
-    tables: StopTensors,
-    candidates: CandidateOutputs,
-    matched: Matches | None,
-    own: Selection | None,
-    trees: SelectedTrees | None,
-    lookahead: bool,
-) -> FinalizeOutputs:
+    inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+) -> tuple[RoundChoice, RoundResult[Tensor]]:
     """See `smc.executor.finalize.finalize`."""
-    (batch_size, q), groups, rows = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape[1]
-    room = Room(plan.slot_A.device)
-    out = FinalizeOutputs(
-        choice_9A=room.longs(9, batch_size),
-        flags_2A=room.bools(2, batch_size),
+    plan, drafted, state, room = inputs.plan.arrays, inputs.drafted, inputs.state, Room(inputs.state.device)
+    verified = contiguous(inputs.scored.alone)
+    (batch_size, q), groups = verified.blocks.tokens_AQ.shape, len(plan.first_G)
+    (rows, block), candidates = drafted.tokens_XK.shape, contiguous(candidates)
+    choice = RoundChoice.allocate(batch_size, state.device)
+    result = RoundResult(
+        ancestor_A=choice.ancestor_A,
+        alive_A=choice.alive_A,
+        cut_A=choice.cut_A,
         grown_AQ=room.longs(batch_size, q),
         count_A=room.longs(batch_size),
+        ended_A=choice.ended_A,
+        logw_A=choice.mass_A,
         logq_AQ=room.floats(batch_size, q),
         logp_AQ=room.floats(batch_size, q),
         first_logp_A=room.floats(batch_size),
-        values_2G=room.doubles(2, groups),
-        flags_3G=room.bools(3, groups),
-        path_AQ=room.ints(batch_size, q),
-        run_2A=room.ints(2, batch_size),
+        raw_logp_AQ=room.floats(batch_size, 0),
+        log_z_G=room.doubles(groups),
+        ess_G=room.doubles(groups),
+        resampled_G=room.bools(groups),
+        collapsed_G=room.bools(groups),
+        draft_nan_G=candidates.draft_nan_G,
+        target_nan_G=candidates.target_nan_G,
+        hit_G=room.bools(groups),
+        lineage=Lineage(
+            path_AW=room.ints(batch_size, q), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
+        ),
     )
     _finalize[(programs(batch_size, groups),)](
-        plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out,
-        Sizes(batch_size, groups, rows),
-        F=rows // batch_size, K=row_tokens(rows_WX), Q=q, C=candidates.token_XC.shape[1], BLOCK_N=MAX_PARTICLES,
-        BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=lookahead, num_warps=4,
+        plan, state, verified, drafted, contiguous(inputs.target), candidates, contiguous(inputs.matched),
+        contiguous(own), contiguous(trees), choice, result, Sizes(batch_size, groups, rows),
+        F=rows // batch_size, K=block, Q=q, C=candidates.candidate_tokens.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
+        BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=inputs.lookahead, num_warps=4,
     )  # fmt: skip
-    return out
+    return choice, result
 
 
 @one_variant()
 def _finalize(
-    plan, slots, tables, blocks, verified, rows_WX, candidates, matched, own, trees, out, sizes,
+    plan, slots, verified, drafted, target, candidates, matched, own, trees, choice, out, sizes,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    batch_size, groups, rows = sizes.batch_size, sizes.groups, sizes.rows
-    index, exists, group, is_group = own_indices(plan.first_G, plan.size_G, groups, batch_size, BLOCK_N)
+    blocks = verified.blocks
+    index, exists, group, is_group = own_indices(plan.first_G, plan.size_G, sizes.groups, sizes.batch_size, BLOCK_N)
     kind = tl.load(plan.kind_G + tl.load(plan.group_A + index, mask=exists, other=0), mask=exists, other=0)
     row, ancestor, alive = tl.zeros_like(index), tl.zeros_like(index), tl.zeros_like(index) != 0
     bonus, logw, misses = tl.full((BLOCK_N,), -1, tl.int64), tl.full((BLOCK_N,), NONE, tl.float64), alive
     logp, block = tl.full((BLOCK_N,), float("nan"), tl.float32), index
     if own is not None:
         mine = exists & (kind == INDEPENDENT) if trees is not None else exists
-        row, ancestor, alive, logw, bonus, logp = _of_own(mine, index, own, candidates, blocks.open_A, F, LOOKAHEAD)
+        row, ancestor, alive, logw, bonus, logp = _of_own(
+            mine, index, own, target, candidates.root_X, blocks.open_A, F, LOOKAHEAD
+        )
         block = ancestor
     if trees is not None:
         theirs = exists & (kind != INDEPENDENT) if own is not None else exists
         tree_row, tree_ancestor, tree_alive, tree_logw, tree_bonus, tree_logp = _of_trees(
-            theirs, index, trees, candidates, blocks.open_A, C, LOOKAHEAD
+            theirs, index, trees, target, candidates, blocks.open_A, C, LOOKAHEAD
         )
         tree_block = tree_ancestor if LOOKAHEAD else tree_row
         row, block = tl.where(theirs, tree_row, row), tl.where(theirs, tree_block, block)
@@ -155,7 +116,7 @@ def _finalize(
             row = tl.where(misses, best, row)
     if is_group & _has_collapsed(group, plan, own, trees):
         first, group_kind = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.kind_G + group)
-        block, right = _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q, BLOCK_Q)
+        block, right = _surviving_prefix(index, exists, group, first, plan, verified, Q, BLOCK_Q)
         origin = tl.load(blocks.origin_A + block).to(tl.int32)
         is_over = (tl.load(blocks.ended_A + block) != 0) & (right == tl.load(blocks.count_A + block))
         is_copy = index - first < tl.load(plan.draws_G + group)
@@ -174,42 +135,37 @@ def _finalize(
     end = tl.load(slots.end_S + slot, mask=exists, other=0)
     pending = tl.load(slots.pending_S + slot, mask=exists, other=0)
     early = tl.load(slots.least_S + slot, mask=exists, other=0) - (end - pending)
-    text, _ = after_all(text, blocks.tokens_AQ + block * Q, 1, entry, exists, kept, early, tables, Q)
+    text, _ = after_all(text, blocks.tokens_AQ + block * Q, 1, entry, exists, kept, early, slots.stops, Q)
     room = tl.load(slots.limit_S + slot, mask=exists, other=0) - (end - pending) - kept
     has_bonus, going = bonus >= 0, exists & (bonus >= 0) & (room > 0)
-    last = after(text, bonus, entry, going, kept < early, tables)
+    last = after(text, bonus, entry, going, kept < early, slots.stops)
     ended = (tl.load(blocks.ended_A + block, mask=exists, other=1) != 0) & (kept == count)
     grown = kept - 1
     if LOOKAHEAD:
         goes_on = exists & (misses == 0) & (ended == 0)
-        grown = tl.load(rows_WX + (2 * K + 1) * rows + row, mask=goes_on, other=0)
-        ended = ended | (tl.load(rows_WX + (2 * K + 2) * rows + row, mask=goes_on, other=0) > 0)
+        grown = tl.load(drafted.count_X + row, mask=goes_on, other=0)
+        ended = ended | (tl.load(drafted.ended_X + row, mask=goes_on, other=0) != 0)
     ended = tl.where(has_bonus, (room <= 1) | (last == DONE), ended) | (alive == 0)
     cut = count - kept if LOOKAHEAD else tl.zeros_like(count)
     run = tl.minimum(tl.load(blocks.run_A + block, mask=exists, other=0).to(tl.int32), kept)
-    to = out.choice_9A + index
-    tl.store(to, ancestor.to(tl.int64), mask=exists)
-    tl.store(to + batch_size, row.to(tl.int64), mask=exists)
-    tl.store(to + 2 * batch_size, grown.to(tl.int64), mask=exists)
-    tl.store(to + 3 * batch_size, cut.to(tl.int64), mask=exists)
-    tl.store(to + 4 * batch_size, bonus, mask=exists)
-    tl.store(to + 5 * batch_size, alive.to(tl.int64), mask=exists)
-    tl.store(to + 6 * batch_size, ended.to(tl.int64), mask=exists)
-    tl.store(to + 7 * batch_size, text.to(tl.int64), mask=exists)
-    tl.store(to + 8 * batch_size, logw.to(tl.int64, bitcast=True), mask=exists)
-    tl.store(out.flags_2A + index, alive, mask=exists)
-    tl.store(out.flags_2A + batch_size + index, ended, mask=exists)
+    tl.store(choice.ancestor_A + index, ancestor.to(tl.int64), mask=exists)
+    tl.store(choice.row_A + index, row.to(tl.int64), mask=exists)
+    tl.store(choice.count_A + index, grown.to(tl.int64), mask=exists)
+    tl.store(choice.cut_A + index, cut.to(tl.int64), mask=exists)
+    tl.store(choice.bonus_A + index, bonus, mask=exists)
+    tl.store(choice.alive_A + index, alive, mask=exists)
+    tl.store(choice.ended_A + index, ended, mask=exists)
+    tl.store(choice.text_A + index, text.to(tl.int64), mask=exists)
+    tl.store(choice.mass_A + index, logw, mask=exists)
     tl.store(out.count_A + index, (grown + has_bonus.to(tl.int32)).to(tl.int64), mask=exists)
     tl.store(out.first_logp_A + index, logp, mask=exists)
-    tl.store(out.run_2A + index, run, mask=exists)
-    tl.store(out.run_2A + batch_size + index, tl.zeros_like(run), mask=exists)
-    _write_tokens(
-        index, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows, K, Q, BLOCK_Q, LOOKAHEAD
-    )
+    tl.store(out.lineage.kept_A + index, run, mask=exists)
+    tl.store(out.lineage.dropped_A + index, tl.zeros_like(run), mask=exists)
+    _write_tokens(index, exists, row, block, kept, bonus, plan, verified, drafted, out, K, Q, BLOCK_Q, LOOKAHEAD)
     if is_group:
         group_kind, any_bonus = tl.load(plan.kind_G + group), tl.max((exists & has_bonus & alive).to(tl.int32), 0) > 0
-        tl.store(out.flags_3G + 2 * groups + group, (group_kind >= BEST) & (any_bonus == 0))
-        _write_group(group, groups, group_kind, own, trees, out)
+        tl.store(out.hit_G + group, (group_kind >= BEST) & (any_bonus == 0))
+        _write_group(group, group_kind, own, trees, out)
 
 
 @triton.jit
@@ -226,10 +182,11 @@ def _has_collapsed(group, plan, own, trees):
 
 
 @triton.jit
-def _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
+def _surviving_prefix(index, exists, group, first, plan, verified, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
     """As `smc.algorithm.selection.surviving_prefix` for one group: return, for all its batch indices, the block that
     was drawn and how many of its tokens are kept."""
-    q, at = tl.arange(0, BLOCK_Q)[None, :], index[:, None] * Q + tl.arange(0, BLOCK_Q)[None, :]
+    blocks, q = verified.blocks, tl.arange(0, BLOCK_Q)[None, :]
+    at = index[:, None] * Q + q
     has_next = exists[:, None] & (q < tl.load(blocks.count_A + index, mask=exists, other=1)[:, None] - 1)
     alpha = tl.load(plan.alpha_A + index, mask=exists, other=1.0)[:, None]
     logp = tl.load(verified.logp_AQ + at, mask=has_next, other=0.0).to(tl.float64)
@@ -253,7 +210,7 @@ def _surviving_prefix(index, exists, group, first, plan, blocks, verified, Q: tl
 
 
 @triton.jit
-def _of_own(exists, index, own, candidates, open_A, F: tl.constexpr, LOOKAHEAD: tl.constexpr):
+def _of_own(exists, index, own, target, root_X, open_A, F: tl.constexpr, LOOKAHEAD: tl.constexpr):
     """Return for independent particles: row, ancestor, whether alive, log-weight, the target's token after the block,
     and its log p."""
     ancestor = tl.load(own.ancestor_A + index, mask=exists, other=0).to(tl.int32)
@@ -262,16 +219,16 @@ def _of_own(exists, index, own, candidates, open_A, F: tl.constexpr, LOOKAHEAD: 
     logw = tl.load(own.logw_A + index, mask=exists, other=NONE)
     bonus = index.to(tl.int64) * 0 - 1
     if LOOKAHEAD:
-        is_open = tl.load(open_A + tl.load(candidates.root_X + row, mask=exists, other=0), mask=exists, other=0) != 0
+        is_open = tl.load(open_A + tl.load(root_X + row, mask=exists, other=0), mask=exists, other=0) != 0
     else:
         is_open = tl.load(open_A + row, mask=exists, other=0) != 0
-        bonus = tl.load(candidates.bonus_A + row, mask=exists & is_open, other=-1).to(tl.int64)
-    logp = tl.load(candidates.logp_X + row, mask=exists & is_open, other=float("nan"))
+        bonus = tl.load(target.bonus_A + row, mask=exists & is_open, other=-1).to(tl.int64)
+    logp = tl.load(target.logp_X + row, mask=exists & is_open, other=float("nan"))
     return row, ancestor, alive, logw, bonus, logp
 
 
 @triton.jit
-def _of_trees(exists, index, trees, candidates, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
+def _of_trees(exists, index, trees, target, candidates, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
     """Return the same as `_of_own` for distinct particles and exact decoding, with the candidate token that was
     chosen."""
     pick = tl.load(trees.pick_A + index, mask=exists, other=0)
@@ -281,18 +238,18 @@ def _of_trees(exists, index, trees, candidates, open_A, C: tl.constexpr, LOOKAHE
     logw = tl.load(trees.chosen.mass_X + pick, mask=exists & alive, other=NONE)
     bonus, logp = index.to(tl.int64) * 0 - 1, index.to(tl.float32) * 0 + float("nan")
     is_open = exists & (tl.load(open_A + (ancestor if LOOKAHEAD else row), mask=exists, other=0) != 0)
-    if candidates.token_logp_AC is not None:
+    if target.candidate_logp_AC is not None:
         at = row * C + tl.load(trees.chosen.candidate_X + pick, mask=exists, other=0).to(tl.int32)
-        bonus = tl.load(candidates.token_XC + at, mask=is_open, other=-1).to(tl.int64)
-        logp = tl.load(candidates.token_logp_AC + at, mask=is_open, other=float("nan"))
-    elif LOOKAHEAD and candidates.logp_X is not None:
-        logp = tl.load(candidates.logp_X + row, mask=is_open, other=float("nan"))
+        bonus = tl.load(candidates.candidate_tokens.token_RC + at, mask=is_open, other=-1).to(tl.int64)
+        logp = tl.load(target.candidate_logp_AC + at, mask=is_open, other=float("nan"))
+    elif LOOKAHEAD and target.logp_X is not None:
+        logp = tl.load(target.logp_X + row, mask=is_open, other=float("nan"))
     return row, ancestor, alive, logw, bonus, logp
 
 
 @triton.jit
 def _write_tokens(
-    index, exists, row, block, kept, bonus, plan, blocks, verified, rows_WX, out, rows,
+    index, exists, row, block, kept, bonus, plan, verified, drafted, out,
     K: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     """Write the new tokens, their log q, log p of the block's tokens that are kept, and the pages of tokens that the
@@ -302,23 +259,23 @@ def _write_tokens(
     last = tl.maximum(bonus, 0)[:, None]
     if LOOKAHEAD:
         grows = inside & (bonus < 0)[:, None]
-        token = tl.load(rows_WX + q * rows + row[:, None], mask=grows, other=0).to(tl.int64)
+        token = tl.load(drafted.tokens_XK + row[:, None] * K + q, mask=grows, other=0).to(tl.int64)
         token = tl.where(grows, token, last)
-        logq = tl.load(rows_WX + (K + q) * rows + row[:, None], mask=inside, other=0).to(tl.float32, bitcast=True)
+        logq = tl.load(drafted.logq_XK + row[:, None] * K + q, mask=inside, other=0.0)
     else:
         # Token q + 1 of the block; the last column wraps around to the first token.
-        token = tl.load(blocks.tokens_AQ + block[:, None] * Q + (q + 1) % Q, mask=inside, other=0).to(tl.int64)
+        token = tl.load(verified.blocks.tokens_AQ + block[:, None] * Q + (q + 1) % Q, mask=inside, other=0).to(tl.int64)
         token = tl.where(q == kept[:, None] - 1, last, token)
         logq = to.to(tl.float32) * 0
     logp = tl.load(verified.logp_AQ + of, mask=inside & (q < kept[:, None] - 1), other=float("nan"))
     tl.store(out.grown_AQ + to, token, mask=inside)
     tl.store(out.logq_AQ + to, logq, mask=inside)
     tl.store(out.logp_AQ + to, logp, mask=inside)
-    tl.store(out.path_AQ + to, tl.load(plan.target_pages_AQ + of, mask=inside, other=0), mask=inside)
+    tl.store(out.lineage.path_AW + to, tl.load(plan.target_pages_AQ + of, mask=inside, other=0), mask=inside)
 
 
 @triton.jit
-def _write_group(group, groups, kind, own, trees, out):
+def _write_group(group, kind, own, trees, out):
     """Write the statistics of one group's population."""
     log_z, ess = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     resampled, collapsed = False, False
@@ -331,7 +288,7 @@ def _write_group(group, groups, kind, own, trees, out):
         ess = tl.where(is_tree, tl.load(trees.chosen.ess_G + group), ess)
         log_z = tl.where(is_tree, tl.where(tree_collapsed, NONE, tl.zeros((), tl.float64)), log_z)
         resampled, collapsed = resampled & (is_tree == 0), tl.where(is_tree, tree_collapsed, collapsed)
-    tl.store(out.values_2G + group, log_z)
-    tl.store(out.values_2G + groups + group, ess)
-    tl.store(out.flags_3G + group, resampled)
-    tl.store(out.flags_3G + groups + group, collapsed)
+    tl.store(out.log_z_G + group, log_z)
+    tl.store(out.ess_G + group, ess)
+    tl.store(out.resampled_G + group, resampled)
+    tl.store(out.collapsed_G + group, collapsed)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +39,14 @@ MULTIPROCESSORS = 132
 """Number of multiprocessors of an H100 or H200, for which tile sizes are chosen; other GPUs use the same sizes."""
 GROUPS = tl.constexpr(64)
 """Number of groups that are scanned at a time."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of a batch."""
+
+    batch_size: int
+    groups: int
+    rows: int
 
 
 def supports_pdl(device: torch.device | str) -> bool:
@@ -97,8 +105,8 @@ def unspecialized(kind: Any, key: Any) -> tuple[Any, Any]:
     if isinstance(kind, tuple):
         kinds, keys = zip(*(unspecialized(*each) for each in zip(kind, key)))
         return (type(kind)(*kinds), type(key)(*keys)) if hasattr(kind, "_fields") else (kinds, keys)
-    if kind == "constexpr" and type(key) is int:
-        # Triton makes the integer 1 a constant.
+    if kind == "constexpr" and isinstance(key, int):
+        # Triton makes the integer 1 a constant, also as a member of an enum.
         return "i32", ""
     return kind, "" if key == "D" else key
 

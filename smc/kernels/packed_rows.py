@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from smc.arrays import Room
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.norm import sum_parts
-from smc.kernels.round_tensors import Room
 
 FAR = tl.constexpr(2**30)  # Beyond every position and row.
 BLOCK_T = 128
@@ -149,7 +149,8 @@ class Pieces(NamedTuple):
 
     @staticmethod
     def allocate(room: Room, most: int) -> Pieces:
-        return Pieces(*(room.ints(most) for _ in Pieces._fields[:-1]), room.ints(1))
+        query_W, queries_W, slot_W, begin_W, end_W, entry_W = (room.ints(most) for _ in range(6))
+        return Pieces(query_W, queries_W, slot_W, begin_W, end_W, entry_W, room.ints(1))
 
 
 @dataclass(frozen=True)

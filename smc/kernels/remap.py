@@ -9,51 +9,49 @@ afterwards, B pages of a tail."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.arrays import Room
 from smc.kernels.launch import one_variant
-from smc.kernels.round_tensors import PlanTensors, Room, Sizes, SlotTensors, row_tokens
+from smc.round.plan import RoundPlan
+from smc.round.slots import SlotState
+from smc.round.tensors import DraftedRows, NextSequences, RoundChoice
 
 CHUNK = 1024
 """Number of positions that are copied at a time."""
 
 
-class NextSequences(NamedTuple):
-    """The next state of sequences, by batch index."""
-
-    end_A: Tensor
-    tokens_AW: Tensor
-    pending_A: Tensor
-    text_A: Tensor | None = None
-    """None in the result of `follow`."""
-
-
 def follow(
-    plan: PlanTensors, slots: SlotTensors, rows_WX: Tensor, choice_9A: Tensor, logq_SQ: Tensor, lookahead: bool
+    state: SlotState,
+    logq_SQ: Tensor,
+    plan: RoundPlan[Tensor],
+    drafted: DraftedRows,
+    choice: RoundChoice,
+    lookahead: bool,
 ) -> NextSequences:
     """See `smc.executor.remap.follow`. The same launch makes block tables follow the choice."""
-    (batch_size, q), rows, room = plan.target_pages_AQ.shape, rows_WX.shape[1], Room(plan.slot_A.device)
-    block = row_tokens(rows_WX)
+    (batch_size, q), block, room = plan.arrays.target_pages_AQ.shape, drafted.block, Room(state.device)
     width = block if lookahead else 1
-    end_A, pending_A = room.longs(2, batch_size)
-    out = NextSequences(end_A, room.longs(batch_size, width), pending_A)
+    out = NextSequences(
+        end_A=room.longs(batch_size),
+        tokens_AW=room.longs(batch_size, width),
+        pending_A=room.longs(batch_size),
+        text_A=choice.text_A,
+    )
     _follow[(batch_size,)](
-        plan, slots, slots.table_SL.stride(0), rows_WX, choice_9A, logq_SQ, logq_SQ.stride(0), out,
-        Sizes(batch_size, 0, rows),
+        plan.arrays, state, state.table_SL.stride(0), drafted, choice, logq_SQ, logq_SQ.stride(0), out,
         K=block, Q=q, W=width, BLOCK_Q=triton.next_power_of_2(q), CHUNK=CHUNK, LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def advance(slots: SlotTensors, dummy: int, slot_A: Tensor, choice_9A: Tensor, next_: NextSequences) -> None:
-    """See `smc.executor.remap.advance`; `dummy` is the first dummy slot."""
+def advance(state: SlotState, slot_A: Tensor, choice: RoundChoice, next_: NextSequences) -> None:
+    """See `smc.executor.remap.advance`."""
     batch_size, width = next_.tokens_AW.shape
     _advance[(batch_size,)](
-        slots, slots.pending_SQ.stride(0), dummy, slot_A, choice_9A, next_, *next_.tokens_AW.stride(), batch_size,
+        state, state.pending_SQ.stride(0), state.dummy, slot_A, choice, next_, *next_.tokens_AW.stride(),
         W=width, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
@@ -86,14 +84,13 @@ def copy_pages(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.c
 
 @one_variant()
 def _follow(
-    plan, slots, table_stride, rows_WX, choice_9A, logq_SQ, logq_stride, out, sizes,
+    plan, slots, table_stride, drafted, choice, logq_SQ, logq_stride, out,
     K: tl.constexpr, Q: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
-    index, batch_size, rows = tl.program_id(0), sizes.batch_size, sizes.rows
-    of = choice_9A + index
-    ancestor, row, count = tl.load(of), tl.load(of + batch_size), tl.load(of + 2 * batch_size)
-    cut, bonus = tl.load(of + 3 * batch_size), tl.load(of + 4 * batch_size)
+    index = tl.program_id(0)
+    ancestor, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
+    count, cut, bonus = tl.load(choice.count_A + index), tl.load(choice.cut_A + index), tl.load(choice.bonus_A + index)
     slot, source = tl.load(plan.slot_A + index), tl.load(plan.slot_A + ancestor)
     end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
     block = ancestor if LOOKAHEAD else row
@@ -103,8 +100,8 @@ def _follow(
     tl.store(out.end_A + index, end - cut + count + has_bonus.to(tl.int64))
     q = tl.arange(0, BLOCK_Q)
     if LOOKAHEAD:
-        token = tl.load(rows_WX + q * rows + row, mask=q < W, other=0).to(tl.int64)
-        logq = tl.load(rows_WX + (K + q) * rows + row, mask=q < W, other=0).to(tl.float32, bitcast=True)
+        token = tl.load(drafted.tokens_XK + row * K + q, mask=q < W, other=0).to(tl.int64)
+        logq = tl.load(drafted.logq_XK + row * K + q, mask=q < W, other=0.0)
         # If the particle had ended, its last token remains, and nothing of it is run or scored again.
         count = tl.maximum(tl.where(has_bonus, 1, count), 1)
     else:
@@ -116,16 +113,16 @@ def _follow(
 
 @one_variant()
 def _advance(
-    slots, pending_stride, dummy, slot_A, choice_9A, next_, stride_a, stride_w, batch_size, W: tl.constexpr,
+    slots, pending_stride, dummy, slot_A, choice, next_, stride_a, stride_w, W: tl.constexpr,
     BLOCK_W: tl.constexpr
 ):  # fmt: skip
     index, w = tl.program_id(0), tl.arange(0, BLOCK_W)
-    slot, of = tl.load(slot_A + index), choice_9A + index
+    slot = tl.load(slot_A + index)
     token = tl.load(next_.tokens_AW + index * stride_a + w * stride_w, mask=w < W, other=0)
     tl.store(slots.pending_SQ + slot * pending_stride + w, token, mask=w < W)
     tl.store(slots.text_S + slot, tl.load(next_.text_A + index))
-    alive, ended = tl.load(of + 5 * batch_size) > 0, tl.load(of + 6 * batch_size) > 0
-    logw = tl.load(of + 8 * batch_size).to(tl.float64, bitcast=True)
+    alive, ended = tl.load(choice.alive_A + index) != 0, tl.load(choice.ended_A + index) != 0
+    logw = tl.load(choice.mass_A + index)
     # Padding writes to the dummy slot like other rows; the dummy slot must stay ended, and short.
     is_dummy = slot >= dummy
     tl.store(slots.end_S + slot, tl.where(is_dummy, 1, tl.load(next_.end_A + index)))

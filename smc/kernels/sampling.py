@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens
+from smc.arrays import Room, contiguous
 from smc.kernels.launch import one_variant
-from smc.kernels.round_tensors import Room
 from smc.kernels.truncation import (
     Cut,
     best_column,
@@ -37,6 +37,8 @@ from smc.kernels.truncation import (
     require_rows,
     sum_block,
 )
+from smc.round.draws import DrawKeys
+from smc.round.slots import BiasTables
 
 EXTRA = 64
 """Minimum room for further tokens of a row, so that one compiled kernel serves any number of them up to this."""
@@ -70,7 +72,7 @@ def draw(
     splits, room = triton.cdiv(vocab, block), Room(logits_RV.device)
     require_rows(logits_RV, vocab)
     keys = (seed_R.contiguous(), round_R.contiguous(), stream_RD.contiguous(), position_R.contiguous())
-    sums_2RS = room.floats(2, rows, splits)
+    max_RS, sum_RS = room.floats(rows, splits), room.floats(rows, splits)
     key_RSD, token_RSD = room.floats(rows, splits, draws), room.ints(rows, splits, draws)
     token_RD, logq_RD, lse_R = room.ints(rows, draws), room.floats(rows, draws), room.floats(rows)
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
@@ -78,9 +80,11 @@ def draw(
     # logarithm.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block}
-    _race[(splits, rows)](*distribution, vocab, *keys, int(purpose), *sums_2RS, key_RSD, token_RSD, **shape, **options)
+    _race[(splits, rows)](
+        *distribution, vocab, *keys, int(purpose), max_RS, sum_RS, key_RSD, token_RSD, **shape, **options
+    )
     _finish_race[(rows, draws)](
-        *distribution, *sums_2RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
+        *distribution, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
         BLOCK=triton.next_power_of_2(splits), num_warps=1,
     )  # fmt: skip
     return token_RD, logq_RD, lse_R
@@ -106,15 +110,16 @@ def score(
     rows, requested, block = len(temperature_T), len(label_X), block or min(8192, triton.next_power_of_2(vocab))
     splits, room = triton.cdiv(vocab, block), Room(logits_TV.device)
     require_rows(logits_TV, vocab)
-    sums_2TS, top_TS, logp_X = room.floats(2, rows, splits), room.ints(rows, splits), room.floats(requested)
+    max_TS, sum_TS, top_TS = room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits)
+    logp_X = room.floats(requested)
     extra = 0 if extra_XF is None else extra_XF.shape[1]
     extra_logp_XF = room.floats(requested, extra) if extra else logp_X
-    more = extra_XF.contiguous() if extra_XF is not None and extra else label_X
-    tokens = (label_X, more, None if row_X is None else row_X.contiguous())
+    more = extra_XF if extra_XF is not None and extra else label_X
+    tokens = contiguous((label_X, more, row_X))
     distribution = (logits_TV, logits_TV.stride(0), temperature_T, cut)
-    sum_block[(splits, rows)](*distribution, vocab, *sums_2TS, top_TS, BLOCK=block, num_warps=warps)
+    sum_block[(splits, rows)](*distribution, vocab, max_TS, sum_TS, top_TS, BLOCK=block, num_warps=warps)
     _finish_sum[(requested,)](
-        *distribution, *sums_2TS, top_TS, *tokens, logp_X, extra_logp_XF, splits, extra,
+        *distribution, max_TS, sum_TS, top_TS, *tokens, logp_X, extra_logp_XF, splits, extra,
         BLOCK=triton.next_power_of_2(splits), EXTRA_BLOCK=max(EXTRA, triton.next_power_of_2(extra)), num_warps=1,
     )  # fmt: skip
     return logp_X, extra_logp_XF if extra else None
@@ -242,50 +247,45 @@ def _finish_sum(
 
 
 def add_biases(
+    tables: BiasTables,
+    entry_S: Tensor,
+    least_S: Tensor,
     logits_RV: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor, Tensor],
-    entries: tuple[Tensor, Tensor],
     slot_X: Tensor,
     position_R: Tensor,
     width: int,
 ) -> Tensor:
-    """Add biases to logits in place. `tables`: columns, early and late values, and counts; `entries`: for all slots,
-    the entry, and the number of tokens that are early."""
+    """See `smc.executor.state.add_biases`. Changes the logits in place."""
     rows = len(logits_RV)
     _add_biases[(triton.cdiv(width, BIAS_BLOCK), rows)](
-        logits_RV, logits_RV.stride(0), slot_X, position_R, *entries, *tables, rows // len(slot_X),
-        tables[0].shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
+        logits_RV, logits_RV.stride(0), slot_X.contiguous(), position_R.contiguous(), entry_S, least_S, tables,
+        rows // len(slot_X), tables.column_EB.shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
     )  # fmt: skip
     return logits_RV
 
 
-@one_variant("column_EB", "early_EB", "late_EB", "most")
+@one_variant("tables", "most")
 def _add_biases(
-    logits, stride, slot_X, position_R, entry_S, least_S, column_EB, early_EB, late_EB, count_E, each, most,
-    BLOCK: tl.constexpr,
+    logits, stride, slot_X, position_R, entry_S, least_S, tables, each, most, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, b = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_X + row // each).to(tl.int64)
     entry = tl.load(entry_S + slot)
     early = tl.load(position_R + row) < tl.load(least_S + slot)
-    inside, at = b < tl.load(count_E + entry), entry * most + b
-    value = tl.load(late_EB + at, mask=inside, other=0.0)
-    value = tl.where(early, tl.load(early_EB + at, mask=inside, other=0.0), value)
+    inside, at = b < tl.load(tables.count_E + entry), entry * most + b
+    value = tl.load(tables.late_EB + at, mask=inside, other=0.0)
+    value = tl.where(early, tl.load(tables.early_EB + at, mask=inside, other=0.0), value)
     # No column occurs twice.
     changes = inside & (value != 0)
-    logit = logits + row.to(tl.int64) * stride + tl.load(column_EB + at, mask=inside, other=0)
+    logit = logits + row.to(tl.int64) * stride + tl.load(tables.column_EB + at, mask=inside, other=0)
     sum_ = tl.load(logit, mask=changes, other=0.0).to(tl.float32) + value
     tl.store(logit, sum_.to(logits.dtype.element_ty), mask=changes)
-
-
-DrawWords = tuple[Tensor, Tensor, Tensor, Tensor, int]
-"""Seed [R], round [R], stream [R, D], position [R], purpose."""
 
 
 def spread(
     column_RD: Tensor,
     logq_RD: Tensor,
-    keys: DrawWords,
+    keys: DrawKeys,
     ids_M: Tensor,
     others_U: Tensor,
     chance: int,
@@ -295,18 +295,18 @@ def spread(
     """Return tokens, int64, and log q of draws [R, D] from a head. With probability `chance` / 2^32, a token without a
     row replaces the drawn one."""
     token_RD, new_logq_RD = torch.empty_like(column_RD, dtype=torch.int64), torch.empty_like(logq_RD)
-    (*numbers, purpose), count = keys, column_RD.numel()
+    count = column_RD.numel()
     _spread[(triton.cdiv(count, HEAD_BLOCK),)](
-        column_RD, logq_RD, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U), token_RD,
-        new_logq_RD, count, chance, log_inside, log_each,
-        D=column_RD.shape[1], PURPOSE=int(purpose), BLOCK=HEAD_BLOCK, num_warps=1,
+        column_RD, logq_RD, contiguous(keys), ids_M, others_U, len(others_U), token_RD, new_logq_RD, count, chance,
+        log_inside, log_each,
+        D=column_RD.shape[1], PURPOSE=int(keys.purpose), BLOCK=HEAD_BLOCK, num_warps=1,
     )  # fmt: skip
     return token_RD, new_logq_RD
 
 
 def spread_rest(
     tokens: CandidateTokens,
-    keys: DrawWords,
+    keys: DrawKeys,
     ids_M: Tensor,
     others_U: Tensor,
     log_inside: float,
@@ -316,15 +316,13 @@ def spread_rest(
 ) -> CandidateTokens:
     """Return candidate tokens over the whole vocabulary. With `has_rest`, the last one also represents the tokens
     without a row."""
-    (rows, width), (*numbers, purpose) = tokens.token_RC.shape, keys
-    given = (tokens.token_RC, tokens.logq_RC, tokens.share_RC)
-    made = tuple(torch.empty_like(values_RC) for values_RC in given)
+    rows, width = tokens.token_RC.shape
+    out = CandidateTokens(*(torch.empty_like(values_RC) for values_RC in tokens))
     _spread_rest[(rows,)](
-        *given, *(number.contiguous() for number in numbers), ids_M, others_U, len(others_U), *made, width,
-        log_inside, log_share, log_each,
-        PURPOSE=int(purpose), BLOCK=triton.next_power_of_2(width), HAS_REST=has_rest, num_warps=1,
+        tokens, contiguous(keys), ids_M, others_U, len(others_U), out, width, log_inside, log_share, log_each,
+        PURPOSE=int(keys.purpose), BLOCK=triton.next_power_of_2(width), HAS_REST=has_rest, num_warps=1,
     )  # fmt: skip
-    return CandidateTokens(*made)
+    return out
 
 
 @triton.jit
@@ -337,13 +335,14 @@ def _other(seed, rounds, stream, position, others_U, others, given, PURPOSE: tl.
 
 @one_variant()
 def _spread(
-    column_RD, logq_RD, seed_R, round_R, stream_RD, position_R, ids_M, others_U, others, token_RD, new_logq_RD, count,
-    chance, log_inside, log_each, D: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
+    column_RD, logq_RD, keys, ids_M, others_U, others, token_RD, new_logq_RD, count, chance, log_inside, log_each,
+    D: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, row = i < count, i // D
-    seed, rounds = tl.load(seed_R + row, mask=inside, other=0), tl.load(round_R + row, mask=inside, other=0)
-    stream, position = tl.load(stream_RD + i, mask=inside, other=0), tl.load(position_R + row, mask=inside, other=0)
+    seed, rounds = tl.load(keys.seed_R + row, mask=inside, other=0), tl.load(keys.round_R + row, mask=inside, other=0)
+    stream = tl.load(keys.stream_RD + i, mask=inside, other=0)
+    position = tl.load(keys.position_R + row, mask=inside, other=0)
     coin, other = _other(seed, rounds, stream, position, others_U, others, inside, PURPOSE)
     token = tl.load(ids_M + tl.load(column_RD + i, mask=inside, other=0), mask=inside, other=0)
     logq = tl.load(logq_RD + i, mask=inside, other=0.0)
@@ -354,19 +353,18 @@ def _spread(
 
 @one_variant()
 def _spread_rest(
-    token_RC, logq_RC, share_RC, seed_R, round_R, stream_R, position_R, ids_M, others_U, others, to_token, to_logq,
-    to_share, width, log_inside, log_share, log_each,
+    tokens, keys, ids_M, others_U, others, out, width, log_inside, log_share, log_each,
     PURPOSE: tl.constexpr, BLOCK: tl.constexpr, HAS_REST: tl.constexpr,
 ):  # fmt: skip
     row, c = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = c < width, row.to(tl.int64) * width + c
-    token = tl.load(ids_M + tl.load(token_RC + at, mask=inside, other=0), mask=inside, other=0)
-    logq = tl.load(logq_RC + at, mask=inside, other=0.0) + log_inside
-    share = tl.load(share_RC + at, mask=inside, other=0.0) + log_inside
+    token = tl.load(ids_M + tl.load(tokens.token_RC + at, mask=inside, other=0), mask=inside, other=0)
+    logq = tl.load(tokens.logq_RC + at, mask=inside, other=0.0) + log_inside
+    share = tl.load(tokens.share_RC + at, mask=inside, other=0.0) + log_inside
     if HAS_REST:
         # The program's one key, repeated for as many lanes as there are tokens.
-        seed, rounds, none = tl.load(seed_R + row), tl.load(round_R + row), c.to(tl.int64) * 0
-        stream, position = tl.load(stream_R + row) + none, tl.load(position_R + row) + none
+        seed, rounds, none = tl.load(keys.seed_R + row), tl.load(keys.round_R + row), c.to(tl.int64) * 0
+        stream, position = tl.load(keys.stream_RD + row) + none, tl.load(keys.position_R + row) + none
         coin, other = _other(seed, rounds + none, stream, position, others_U, others, inside, PURPOSE)
         is_rest = c == width - 1
         # A GPU's maximum of NaN and a number is the number; the first term brings NaN back.
@@ -377,9 +375,9 @@ def _spread_rest(
         token = tl.where(is_other, other, token)
         logq = tl.where(is_other, first * 0.0 + log_each, logq)
         share = tl.where(is_rest, rest, share)
-    tl.store(to_token + at, token, mask=inside)
-    tl.store(to_logq + at, logq, mask=inside)
-    tl.store(to_share + at, share, mask=inside)
+    tl.store(out.token_RC + at, token, mask=inside)
+    tl.store(out.logq_RC + at, logq, mask=inside)
+    tl.store(out.share_RC + at, share, mask=inside)
 
 
 def write_distribution(logits_RV: Tensor, dist_RV: Tensor, temperature_R: Tensor, cut: Cut | None = None) -> None:
@@ -390,7 +388,7 @@ def write_distribution(logits_RV: Tensor, dist_RV: Tensor, temperature_R: Tensor
     splits, room = triton.cdiv(vocab, block), Room(logits_RV.device)
     assert dist_RV.dtype == torch.float32 and dist_RV.stride(1) == 1
     require_rows(logits_RV, vocab)
-    sums = (*room.floats(2, rows, splits), room.ints(rows, splits))
+    sums = (room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits))
     given = (logits_RV, logits_RV.stride(0), temperature_R, cut, vocab, *sums)
     sum_block[(splits, rows)](*given, BLOCK=block, num_warps=8)
     _write_distribution[(splits, rows)](

@@ -20,16 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
-from smc.algorithm.resampling import Bounds
+from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
-from smc.algorithm.verification import Matches
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
-from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import BlockTensors, PlanTensors, Room, Sizes, row_tokens
+from smc.arrays import Room, contiguous
+from smc.kernels.launch import Sizes, one_variant, own_indices, programs
 from smc.kernels.truncation import finite
-from smc.kernels.verify import VerifyTensors
 from smc.philox import Purpose
+from smc.round.tensors import Candidates, ScoreInputs
 
 INDEPENDENT, DISTINCT, BEST = (
     tl.constexpr(int(kind)) for kind in (PopulationKind.INDEPENDENT, PopulationKind.DISTINCT, PopulationKind.BEST)
@@ -43,36 +42,6 @@ ROWS = 32
 """Rows of a program of `score_candidates`."""
 
 
-class ScoreTensors(NamedTuple):
-    """The target's outputs for the token after every block; None: not computed. See
-    `smc.executor.select.TargetOutputs`."""
-
-    logp_X: Tensor | None
-    log_z_A: Tensor | None
-    share_AC: Tensor | None
-    """Log share of each candidate token."""
-
-
-class CandidateTensors(NamedTuple):
-    """Outputs of `score_candidates`, see `smc.executor.select.Candidates`. Below a packed tensor is what each entry of
-    its first axis holds."""
-
-    root_X: Tensor
-    weight_X: Tensor
-    there_X: Tensor
-    share_XC: Tensor
-    alive_A: Tensor
-    nan_2G: Tensor
-    """Whether there is NaN: of the target, of the draft."""
-    size_3G: Tensor
-    """Number of batch indices of groups of independent particles (0 for others), first candidate, number of
-    candidates."""
-    random_2G: Tensor
-    """Seed, round."""
-    token_X1: Tensor | None
-    """Zeros, if a row is its own candidate; None: candidate tokens are given."""
-
-
 class SelectScratch(NamedTuple):
     """Memory of the scheme that processes candidates one by one."""
 
@@ -81,35 +50,36 @@ class SelectScratch(NamedTuple):
     more_M: Tensor
 
 
-def score_candidates(
-    plan: PlanTensors,
-    blocks: BlockTensors,
-    verified: VerifyTensors,
-    rows_WX: Tensor,
-    alive_S: Tensor,
-    scores: ScoreTensors,
-    matched: Matches | None,
-    lookahead: bool,
-) -> CandidateTensors:
-    """See `smc.executor.select.score_candidates`. `matched`: results for groups of exact decoding."""
-    (batch_size, q), groups, rows = blocks.tokens_AQ.shape, len(plan.first_G), rows_WX.shape[1]
-    block, room, shares = row_tokens(rows_WX), Room(plan.slot_A.device), scores.share_AC
-    width = 1 if shares is None else shares.shape[1]
-    out = CandidateTensors(
+def score_candidates(inputs: ScoreInputs) -> Candidates:
+    """See `smc.executor.select.score_candidates`."""
+    plan, drafted, target = inputs.plan.arrays, inputs.drafted, contiguous(inputs.target)
+    room = Room(inputs.state.device)
+    verified = contiguous(inputs.scored.alone)
+    (batch_size, q), groups = verified.blocks.tokens_AQ.shape, len(plan.first_G)
+    (rows, block), given = drafted.tokens_XK.shape, target.candidate_tokens
+    width = 1 if given is None else given.share_RC.shape[1]
+    share_XC = room.floats(rows, width)
+    out = Candidates(
         root_X=room.longs(rows),
         weight_X=room.doubles(rows),
         there_X=room.bools(rows),
-        share_XC=room.floats(rows, width),
+        # Without candidate tokens a row is its own candidate.
+        candidate_tokens=CandidateTokens(room.longs(rows, 1), share_XC, share_XC)
+        if given is None
+        else CandidateTokens(given.token_RC, given.logq_RC, share_XC),
         alive_A=room.bools(batch_size),
-        nan_2G=room.bools(2, groups),
-        size_3G=room.ints(3, groups),
-        random_2G=room.longs(2, groups),
-        token_X1=room.longs(rows, 1) if shares is None else None,
+        target_nan_G=room.bools(groups),
+        draft_nan_G=room.bools(groups),
+        own_size_G=room.ints(groups),
+        sources=Spans(room.ints(groups), room.ints(groups)),
+        seed_G=room.longs(groups),
+        round_G=room.longs(groups),
     )
     _score_candidates[(triton.cdiv(rows, ROWS) + groups,)](
-        plan, alive_S, blocks, verified, rows_WX, scores, matched, out, Sizes(batch_size, groups, rows),
+        plan, inputs.state.alive_S, verified, drafted, target, contiguous(inputs.matched), out,
+        Sizes(batch_size, groups, rows),
         F=rows // batch_size, K=block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, block)),
-        BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=lookahead,
+        BLOCK_C=triton.next_power_of_2(width), LOOKAHEAD=inputs.lookahead,
         # The reference rounds a product before it subtracts.
         enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
@@ -151,17 +121,18 @@ def select(
 
 @one_variant()
 def _score_candidates(
-    plan, alive_S, blocks, verified, rows_WX, scores, matched, out, sizes,
+    plan, alive_S, verified, drafted, target, matched, out, sizes,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr, LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     program, row_programs, rows = tl.program_id(0), tl.cdiv(sizes.rows, BLOCK_X), sizes.rows
     if program >= row_programs:
         _score_group(
-            program - row_programs, plan, blocks, verified, rows_WX, scores, matched, out, sizes, F, K, Q, BLOCK_X,
-            BLOCK_Q, LOOKAHEAD
+            program - row_programs, plan, verified, drafted, target, matched, out, sizes, F, K, Q, BLOCK_X, BLOCK_Q,
+            LOOKAHEAD
         )  # fmt: skip
         return
+    blocks = verified.blocks
     x = program * BLOCK_X + tl.arange(0, BLOCK_X)
     inside, index = x < rows, x // F
     is_own = inside & (x % F == 0)
@@ -169,30 +140,29 @@ def _score_candidates(
     tl.store(out.alive_A + index, tl.load(alive_S + slot, mask=is_own, other=0) != 0, mask=is_own)
     kind = tl.load(plan.kind_G + tl.load(plan.group_A + index, mask=inside, other=0))
     if LOOKAHEAD:
-        root = tl.load(rows_WX + 2 * K * rows + x, mask=inside, other=0)
+        root = tl.load(drafted.root_X + x, mask=inside, other=0)
         block = root
     else:
         root = tl.load(blocks.origin_A + x, mask=inside, other=0).to(tl.int32)
         block = x
-    share = tl.load(rows_WX + (2 * K + 4) * rows + x, mask=inside, other=0)
-    share = share.to(tl.float32, bitcast=True).to(tl.float64)
+    share = tl.load(drafted.share_X + x, mask=inside, other=0.0).to(tl.float64)
     is_open = tl.load(blocks.open_A + block, mask=inside, other=0) != 0
     exists = tl.load(blocks.alive_A + block, mask=inside, other=0) != 0
     alpha = tl.load(plan.alpha_A + block, mask=inside, other=1.0)
     weight = tl.load(blocks.logw_A + block, mask=inside, other=0.0)
     weight += _block_weight(blocks, verified.logp_AQ, block, inside, alpha, Q, BLOCK_Q)
-    token = tl.load(rows_WX + x, mask=inside, other=0)
+    token = tl.load(drafted.tokens_XK + x * K, mask=inside, other=0)
     if LOOKAHEAD:
-        logq = tl.load(rows_WX + K * rows + x, mask=inside, other=0).to(tl.float32, bitcast=True).to(tl.float64)
+        logq = tl.load(drafted.logq_XK + x * K, mask=inside, other=0.0).to(tl.float64)
         logp = tl.zeros_like(logq)
-        if scores.logp_X is not None:
-            logp = tl.load(scores.logp_X + x, mask=inside, other=0.0).to(tl.float64)
+        if target.logp_X is not None:
+            logp = tl.load(target.logp_X + x, mask=inside, other=0.0).to(tl.float64)
         weight = weight + tl.where(is_open, alpha * logp - logq, 0.0) + share
         exists = exists & (share > NONE)
-    elif scores.log_z_A is not None:
-        weight += tl.where(is_open, tl.load(scores.log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
+    elif target.log_z_A is not None:
+        weight += tl.where(is_open, tl.load(target.log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
     if matched is not None:
-        cut = tl.load(rows_WX + (2 * K + 3) * rows + x, mask=inside, other=0)
+        cut = tl.load(drafted.cut_X + x, mask=inside, other=0)
         agrees = _agrees(
             matched, blocks, verified.drawn_AQ, index, root, cut, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD
         )
@@ -202,16 +172,16 @@ def _score_candidates(
     tl.store(out.weight_X + x, tl.where(weight == weight, weight, NONE), mask=inside)
     tl.store(out.there_X + x, exists, mask=inside)
     c = tl.arange(0, BLOCK_C)
-    if scores.share_AC is not None:
+    if target.candidate_tokens is not None:
         # A row that takes no token is its own candidate.
         at, is_share = x[:, None] * C + c[None, :], inside[:, None] & (c < C)[None, :]
         takes = is_open & (kind < BEST)
-        candidate_share = tl.load(scores.share_AC + at, mask=is_share, other=NONE)
+        candidate_share = tl.load(target.candidate_tokens.share_RC + at, mask=is_share, other=NONE)
         candidate_share = tl.where(takes[:, None], candidate_share, tl.where(c == 0, 0.0, NONE)[None, :])
-        tl.store(out.share_XC + at, candidate_share, mask=is_share)
+        tl.store(out.candidate_tokens.share_RC + at, candidate_share, mask=is_share)
     else:
-        tl.store(out.share_XC + x, tl.zeros_like(share).to(tl.float32), mask=inside)
-        tl.store(out.token_X1 + x, tl.zeros_like(x).to(tl.int64), mask=inside)
+        tl.store(out.candidate_tokens.share_RC + x, tl.zeros_like(share).to(tl.float32), mask=inside)
+        tl.store(out.candidate_tokens.token_RC + x, tl.zeros_like(x).to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -252,19 +222,19 @@ def _agrees(
 
 @triton.jit
 def _score_group(
-    group, plan, blocks, verified, rows_WX, scores, matched, out, sizes,
+    group, plan, verified, drafted, target, matched, out, sizes,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     """Write the bounds and random numbers of a group, and whether it has NaN."""
-    groups, rows = sizes.groups, sizes.rows
+    blocks = verified.blocks
     first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
     kind, lead = tl.load(plan.kind_G + group), tl.minimum(first, sizes.batch_size - 1)
-    tl.store(out.size_3G + group, tl.where(kind == INDEPENDENT, size, 0))
-    tl.store(out.size_3G + groups + group, first * F)
-    tl.store(out.size_3G + 2 * groups + group, size * F)
-    tl.store(out.random_2G + group, tl.load(plan.seed_A + lead))
-    tl.store(out.random_2G + groups + group, tl.load(plan.round_A + lead))
+    tl.store(out.own_size_G + group, tl.where(kind == INDEPENDENT, size, 0))
+    tl.store(out.sources.first_G + group, first * F)
+    tl.store(out.sources.size_G + group, size * F)
+    tl.store(out.seed_G + group, tl.load(plan.seed_A + lead))
+    tl.store(out.round_G + group, tl.load(plan.round_A + lead))
     target_nan, draft_nan = 0, 0
     q = tl.arange(0, BLOCK_Q)
     for begin in range(0, size, BLOCK_X):
@@ -276,25 +246,24 @@ def _score_group(
         nan = tl.load(verified.nan_A + index, mask=inside, other=0).to(tl.int32)
         draft_nan = tl.maximum(draft_nan, tl.max(tl.max((logq != logq).to(tl.int32), 1), 0))
         target_nan = tl.maximum(target_nan, tl.max(nan, 0))
-        if not LOOKAHEAD and scores.log_z_A is not None:
-            log_z = tl.load(scores.log_z_A + index, mask=inside, other=0.0)
+        if not LOOKAHEAD and target.log_z_A is not None:
+            log_z = tl.load(target.log_z_A + index, mask=inside, other=0.0)
             is_open = tl.load(blocks.open_A + index, mask=inside, other=0) != 0
             target_nan = tl.maximum(target_nan, tl.max((is_open & (log_z != log_z)).to(tl.int32), 0))
     for begin in range(0, size * F, BLOCK_X):
         x = begin + tl.arange(0, BLOCK_X)
         inside, x = x < size * F, first * F + x
         if LOOKAHEAD:
-            root = tl.load(rows_WX + 2 * K * rows + x, mask=inside, other=0)
+            root = tl.load(drafted.root_X + x, mask=inside, other=0)
             is_open = inside & (tl.load(blocks.open_A + root, mask=inside, other=0) != 0)
-            logq = tl.load(rows_WX + K * rows + x, mask=is_open, other=0).to(tl.float32, bitcast=True)
+            logq = tl.load(drafted.logq_XK + x * K, mask=is_open, other=0.0)
             draft_nan = tl.maximum(draft_nan, tl.max((logq != logq).to(tl.int32), 0))
-            if scores.logp_X is not None:
-                logp = tl.load(scores.logp_X + x, mask=is_open, other=0.0)
+            if target.logp_X is not None:
+                logp = tl.load(target.logp_X + x, mask=is_open, other=0.0)
                 target_nan = tl.maximum(target_nan, tl.max((logp != logp).to(tl.int32), 0))
         # Rows of NaN have been replaced by others, whose log q the draft has set to NaN.
         is_token = (kind == DISTINCT) & inside[None, :] & (q < K)[:, None]
-        logq_QX = tl.load(rows_WX + (K + q[:, None]) * rows + x[None, :], mask=is_token, other=0)
-        logq_QX = logq_QX.to(tl.float32, bitcast=True)
+        logq_QX = tl.load(drafted.logq_XK + x[None, :] * K + q[:, None], mask=is_token, other=0.0)
         draft_nan = tl.maximum(draft_nan, tl.max(tl.max((logq_QX != logq_QX).to(tl.int32), 0), 0))
     if matched is not None:
         # In exact decoding NaN of the draft does not matter, and NaN of the target only after tokens that match.
@@ -304,8 +273,8 @@ def _score_group(
         nan_Q = tl.load(verified.nan_AQ + best * Q + q, mask=is_read, other=0).to(tl.int32)
         target_nan = tl.where(is_best, tl.max(nan_Q, 0), target_nan)
         draft_nan = tl.where(is_best, 0, draft_nan)
-    tl.store(out.nan_2G + group, target_nan != 0)
-    tl.store(out.nan_2G + groups + group, draft_nan != 0)
+    tl.store(out.target_nan_G + group, target_nan != 0)
+    tl.store(out.draft_nan_G + group, draft_nan != 0)
 
 
 @triton.jit

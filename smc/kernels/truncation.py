@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.arrays import Room
 from smc.kernels.launch import one_variant
-from smc.kernels.round_tensors import Room
 
 DIGIT = 4
 """Number of bits of the key that a pass finds."""

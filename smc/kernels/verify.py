@@ -12,8 +12,6 @@ tokens of a row, C batch indices of groups of chains, V columns, N batch indices
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,19 +21,15 @@ from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import Matches
 from smc.api.limits import MAX_PARTICLES
-from smc.kernels.launch import one_variant, own_indices, programs
-from smc.kernels.round_tensors import (
-    BlockTensors,
-    DistributionTensors,
-    PlanTensors,
-    Room,
-    Sizes,
-    SlotTensors,
-    contiguous,
-    row_tokens,
-)
+from smc.arrays import Room, contiguous
+from smc.distributions import DistributionSpec
+from smc.kernels.launch import Sizes, one_variant, own_indices, programs
 from smc.kernels.sampling import exponentials
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
+from smc.round.draws import DrawKeys
+from smc.round.plan import RoundPlan
+from smc.round.slots import SlotState
+from smc.round.tensors import Blocks, DraftedRows, Rows, TargetDraws, VerifyInputs, VerifyOutputs
 
 BEST, NONE = tl.constexpr(int(PopulationKind.BEST)), tl.constexpr(-float("inf"))
 NOTHING = tl.constexpr(-1)
@@ -45,106 +39,87 @@ INDICES = 16
 """Batch indices of a program of `verify`."""
 
 
-class LayoutOutputs(NamedTuple):
-    """Outputs of `lay_out`. Below a packed tensor is what each entry of its first axis holds."""
-
-    numbers_7A: Tensor
-    """Origin, count, tokens to run, position after the block, random stream, number in the group, index of the last
-    token."""
-    flags_3A: Tensor
-    """Ended, alive, open."""
-    logw_A: Tensor
-    tokens_AQ: Tensor
-    logq_AQ: Tensor
-    rows_4A: Tensor
-    """Slot, cached length, tokens to run, group."""
-    distribution_4T: Tensor
-    """Temperature, top_p, min_p, alpha."""
-    top_k_T: Tensor
-    label_T: Tensor
-    keys_3T: Tensor
-    """Seed, position, 0."""
-
-
-class SampleTensors(NamedTuple):
-    """The target's own draws, as in `smc.executor.verify.TargetDraws`."""
-
-    token_T1: Tensor
-    logp_T1: Tensor
-    log_z_T: Tensor
-
-
-class VerifyTensors(NamedTuple):
-    """Tensors of a `smc.executor.verify.VerifyOutputs`."""
-
-    logp_AQ: Tensor
-    drawn_AQ: Tensor
-    drawn_logp_AQ: Tensor
-    nan_A: Tensor
-    nan_AQ: Tensor
-
-
-class ChainTrials(NamedTuple):
-    """Draft chains and the random numbers that they are verified with; integers. See
-    `smc.algorithm.verification.Chains`."""
-
-    index_C: Tensor
-    tokens_AQ: Tensor
-    count_A: Tensor
-    alive_A: Tensor
-    rank_A: Tensor
-    """Number of the chain in its group."""
-    seed_A: Tensor
-    position_AQ: Tensor
-    """Position of the token that follows each token."""
-
-
-def lay_out(
-    plan: PlanTensors,
-    distribution: DistributionTensors,
-    slots: SlotTensors,
-    logq_SQ: Tensor,
-    rows_WX: Tensor | None,
-    has_exact: bool,
-) -> LayoutOutputs:
-    """See `smc.executor.verify.lay_out`; `rows_WX`: `DraftedRows.all_WX`, None in look-ahead."""
-    (batch_size, q), groups, room = plan.target_pages_AQ.shape, len(plan.first_G), Room(logq_SQ.device)
-    block = q if rows_WX is None else row_tokens(rows_WX)
-    out = LayoutOutputs(
-        numbers_7A=room.longs(7, batch_size),
-        flags_3A=room.bools(3, batch_size),
-        logw_A=room.doubles(batch_size),
+def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
+    """See `smc.executor.verify.lay_out`."""
+    arrays, given, room = plan.arrays, plan.target_distribution, Room(state.device)
+    (batch_size, q), groups = arrays.target_pages_AQ.shape, len(arrays.first_G)
+    tokens, held_R = batch_size * q, room.ints(batch_size)
+    blocks = Blocks(
+        origin_A=room.longs(batch_size),
         tokens_AQ=room.longs(batch_size, q),
         logq_AQ=room.floats(batch_size, q),
-        rows_4A=room.ints(4, batch_size),
-        distribution_4T=room.floats(4, batch_size * q),
-        top_k_T=room.longs(batch_size * q),
-        label_T=room.ints(batch_size * q),
-        keys_3T=room.longs(3, batch_size * q),
+        count_A=room.longs(batch_size),
+        ended_A=room.bools(batch_size),
+        alive_A=room.bools(batch_size),
+        logw_A=room.doubles(batch_size),
+        open_A=room.bools(batch_size),
+        run_A=room.longs(batch_size),
+        position_A=room.longs(batch_size),
+        stream_A=room.longs(batch_size),
+        rank_A=room.longs(batch_size),
+    )
+    none_T = room.longs(tokens)
+    out = VerifyInputs(
+        blocks=blocks,
+        rows=Rows(
+            table_SL=state.table_SL,
+            slot_R=room.ints(batch_size),
+            tail_RB=arrays.target_pages_AQ,
+            tail_R=held_R,
+            start_R=held_R,
+            count_R=room.ints(batch_size),
+            group_R=room.ints(batch_size),
+            first_G=arrays.first_G,
+            size_G=arrays.size_G,
+            shared_G=arrays.shared_G,
+            queries=q,
+            contexts=plan.kind.contexts,
+        ),
+        distribution_T=DistributionSpec(
+            temperature_R=room.floats(tokens),
+            top_k_R=room.longs(tokens),
+            top_p_R=room.floats(tokens),
+            min_p_R=room.floats(tokens),
+            alpha_R=room.floats(tokens),
+            active=given.active,
+        ),
+        label_T=room.ints(tokens),
+        keys=DrawKeys(room.longs(tokens), none_T, none_T[:, None], room.longs(tokens), Purpose.TARGET),
+        last_A=room.longs(batch_size),
     )
     # In lockstep there is one row a batch index.
-    sizes = Sizes(batch_size, groups, batch_size)
     _lay_out[(programs(batch_size, groups),)](
-        plan, distribution, slots, slots.pending_SQ.stride(0), logq_SQ, logq_SQ.stride(0), rows_WX, out, sizes,
-        K=block, Q=q, BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q), EXACT=has_exact, num_warps=4,
+        arrays, given, state, state.pending_SQ.stride(0), logq_SQ, logq_SQ.stride(0), drafted, out,
+        Sizes(batch_size, groups, batch_size), K=q if drafted is None else drafted.block, Q=q,
+        BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q), EXACT=plan.kind.has_exact, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def verify(
-    plan: PlanTensors, blocks: BlockTensors, labelled_T: Tensor | None, drawn: SampleTensors | None
-) -> VerifyTensors:
+    inputs: VerifyInputs,
+    plan: RoundPlan[Tensor],
+    labelled_T: Tensor | None,
+    drawn: TargetDraws | None,
+    next_AV: Tensor | None,
+) -> VerifyOutputs:
     """See `smc.executor.verify.verify`."""
+    blocks = inputs.blocks
     (batch_size, q), room = blocks.tokens_AQ.shape, Room(blocks.tokens_AQ.device)
-    out = VerifyTensors(
-        *(room.floats(batch_size, q), room.longs(batch_size, q), room.floats(batch_size, q)),
-        *(room.bools(batch_size), room.bools(batch_size, q)),
+    out = VerifyOutputs(
+        blocks=blocks,
+        logp_AQ=room.floats(batch_size, q),
+        drawn_AQ=room.longs(batch_size, q),
+        drawn_logp_AQ=room.floats(batch_size, q),
+        next_AV=None,
+        nan_A=room.bools(batch_size),
+        nan_AQ=room.bools(batch_size, q),
     )
     _verify[(triton.cdiv(batch_size, INDICES),)](
-        plan, blocks.run_A, labelled_T, drawn, out, batch_size, Q=q, BLOCK_N=INDICES,
+        plan.arrays, contiguous(labelled_T), contiguous(drawn), out, batch_size, Q=q, BLOCK_N=INDICES,
         BLOCK_Q=triton.next_power_of_2(q), num_warps=1
     )  # fmt: skip
-    return out
+    return out._replace(next_AV=next_AV)
 
 
 def match_samples(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: Spans) -> Matches:
@@ -161,10 +136,11 @@ def match_samples(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A:
     return out
 
 
-def verify_chains(trials: ChainTrials, logp_CQV: Tensor, logq_CLV: Tensor, groups: Spans) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.verification.verify_by_rejection`, with random numbers of `smc.philox` made here: of round 0,
-    for trials from the chain's own stream and for draws from stream 0. `groups`: first chain among all C, and number of
-    chains [G], up to MAX_PARTICLES."""
+def verify_chains(
+    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor, groups: Spans
+) -> tuple[Tensor, Tensor]:
+    """See `smc.executor.verify.verify_chains`, for groups of up to MAX_PARTICLES chains. Random numbers of `smc.philox`
+    are made here: of round 0, for trials from the chain's own stream and for draws from stream 0."""
     (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device
     token_CQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)
     token_logp_CQ = torch.full((chains, q), torch.nan, dtype=torch.float32, device=device)
@@ -172,8 +148,9 @@ def verify_chains(trials: ChainTrials, logp_CQV: Tensor, logq_CLV: Tensor, group
     left_CV = torch.empty(chains, vocab, dtype=torch.float64, device=device)
     block = min(4096, triton.next_power_of_2(vocab))
     _verify_chains[(len(groups.first_G),)](
-        trials, logp_CQV.contiguous(), logq_CLV.contiguous(), contiguous(groups),
-        left_CV, token_CQ, token_logp_CQ, vocab, Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=8,
+        plan.arrays, contiguous(inputs.blocks), inputs.keys.position_R.contiguous(), logp_CQV.contiguous(),
+        logq_CLV.contiguous(), contiguous(groups), left_CV, token_CQ, token_logp_CQ, vocab,
+        Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=8,
         # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
         # logarithm.
         enable_fp_fusion=False,
@@ -183,27 +160,26 @@ def verify_chains(trials: ChainTrials, logp_CQV: Tensor, logq_CLV: Tensor, group
 
 @one_variant()
 def _lay_out(
-    plan, distribution, slots, pending_stride, logq_SQ, logq_stride, rows_WX, out, sizes,
+    plan, distribution, slots, pending_stride, logq_SQ, logq_stride, drafted, out, sizes,
     K: tl.constexpr, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    batch_size, rows = sizes.batch_size, sizes.rows
+    batch_size = sizes.batch_size
     index, exists, _, is_group = own_indices(plan.first_G, plan.size_G, sizes.groups, batch_size, BLOCK_N)
     group = tl.load(plan.group_A + index, mask=exists, other=0)
     own = tl.load(plan.slot_A + index, mask=exists, other=0)
     origin, slot, lone = index, own, index < 0
-    if rows_WX is None:
+    if drafted is None:
         alive = tl.load(slots.alive_S + slot, mask=exists, other=0) != 0
         ended = tl.load(slots.ended_S + slot, mask=exists, other=1) != 0
         count = tl.load(slots.pending_S + slot, mask=exists, other=1)
         share = tl.zeros_like(index).to(tl.float64)
     else:
-        drafted = rows_WX + 2 * K * rows + index
-        origin = tl.load(drafted, mask=exists, other=0)
+        origin = tl.load(drafted.root_X + index, mask=exists, other=0)
         slot = tl.load(plan.slot_A + origin, mask=exists, other=0)
-        share = tl.load(drafted + 4 * rows, mask=exists, other=0).to(tl.float32, bitcast=True).to(tl.float64)
+        share = tl.load(drafted.share_X + index, mask=exists, other=0.0).to(tl.float64)
         alive = (tl.load(slots.alive_S + slot, mask=exists, other=0) != 0) & (share > NONE)
-        count = 1 + tl.load(drafted + rows, mask=exists, other=0).to(tl.int64)
-        ended = tl.load(drafted + 2 * rows, mask=exists, other=1) > 0
+        count = 1 + tl.load(drafted.count_X + index, mask=exists, other=0).to(tl.int64)
+        ended = tl.load(drafted.ended_X + index, mask=exists, other=1) != 0
         if EXACT:
             # A draft that proposes nothing, such as one that returns NaN, leaves only the seed.
             nothing = is_group & (tl.max((exists & alive).to(tl.int32), 0) == 0)
@@ -216,78 +192,74 @@ def _lay_out(
     run = tl.where(alive, count - ended.to(tl.int64), 0)
     logw = tl.load(slots.logw_S + slot, mask=exists, other=0.0) + share
     stream = tl.load(plan.particle_A + index, mask=exists, other=0) * STREAMS
-    tl.store(out.logw_A + index, logw, mask=exists)
-    tl.store(out.flags_3A + index, ended, mask=exists)
-    tl.store(out.flags_3A + batch_size + index, alive, mask=exists)
-    tl.store(out.flags_3A + 2 * batch_size + index, alive & (ended == 0), mask=exists)
-    to = out.numbers_7A + index
-    tl.store(to, origin.to(tl.int64), mask=exists)
-    tl.store(to + batch_size, count, mask=exists)
-    tl.store(to + 2 * batch_size, run, mask=exists)
-    tl.store(to + 3 * batch_size, held + count, mask=exists)
-    tl.store(to + 4 * batch_size, stream, mask=exists)
-    tl.store(to + 5 * batch_size, (index - tl.load(plan.first_G + group)).to(tl.int64), mask=exists)
-    tl.store(to + 6 * batch_size, index * Q + count - 1, mask=exists)
-    tl.store(out.rows_4A + index, slot.to(tl.int32), mask=exists)
-    tl.store(out.rows_4A + batch_size + index, held.to(tl.int32), mask=exists)
-    tl.store(out.rows_4A + 2 * batch_size + index, run.to(tl.int32), mask=exists)
-    tl.store(out.rows_4A + 3 * batch_size + index, group.to(tl.int32), mask=exists)
+    blocks, of_rows = out.blocks, out.rows
+    tl.store(blocks.origin_A + index, origin.to(tl.int64), mask=exists)
+    tl.store(blocks.count_A + index, count, mask=exists)
+    tl.store(blocks.ended_A + index, ended, mask=exists)
+    tl.store(blocks.alive_A + index, alive, mask=exists)
+    tl.store(blocks.logw_A + index, logw, mask=exists)
+    tl.store(blocks.open_A + index, alive & (ended == 0), mask=exists)
+    tl.store(blocks.run_A + index, run, mask=exists)
+    tl.store(blocks.position_A + index, held + count, mask=exists)
+    tl.store(blocks.stream_A + index, stream, mask=exists)
+    tl.store(blocks.rank_A + index, (index - tl.load(plan.first_G + group)).to(tl.int64), mask=exists)
+    tl.store(out.last_A + index, index * Q + count - 1, mask=exists)
+    tl.store(of_rows.slot_R + index, slot.to(tl.int32), mask=exists)
+    tl.store(of_rows.start_R + index, held.to(tl.int32), mask=exists)
+    tl.store(of_rows.count_R + index, run.to(tl.int32), mask=exists)
+    tl.store(of_rows.group_R + index, group.to(tl.int32), mask=exists)
     q = tl.arange(0, BLOCK_Q)[None, :]
     inside, at = exists[:, None] & (q < Q), index[:, None] * Q + q
     token, logq = _block_tokens(
-        q, inside, index, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K
+        q, inside, index, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, drafted, K
     )
-    tl.store(out.tokens_AQ + at, token, mask=inside)
-    tl.store(out.logq_AQ + at, logq, mask=inside)
+    tl.store(blocks.tokens_AQ + at, token, mask=inside)
+    tl.store(blocks.logq_AQ + at, logq, mask=inside)
     is_labelled = inside & (q < count[:, None] - 1)
     label, _ = _block_tokens(
-        q + 1, is_labelled, index, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K
+        q + 1, is_labelled, index, slot, slots.pending_SQ, pending_stride, logq_SQ, logq_stride, drafted, K
     )
     tl.store(out.label_T + at, tl.where(is_labelled, label, -1).to(tl.int32), mask=inside)
-    _draw_settings(at, inside, q, index, exists, held, plan.seed_A, distribution, out, batch_size * Q)
+    _draw_settings(at, inside, q, index, exists, held, plan.seed_A, distribution, out.distribution_T, out.keys)
 
 
 @triton.jit
-def _block_tokens(
-    q, inside, index, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, rows_WX, rows, K: tl.constexpr
-):
+def _block_tokens(q, inside, index, slot, pending_SQ, pending_stride, logq_SQ, logq_stride, drafted, K: tl.constexpr):
     """Return tokens of blocks and their log q: in look-ahead the pending tokens; in lockstep the first pending token,
     then the tokens that have just been drafted."""
-    if rows_WX is None:
+    if drafted is None:
         token = tl.load(pending_SQ + slot[:, None] * pending_stride + q, mask=inside, other=0)
         logq = tl.load(logq_SQ + slot[:, None] * logq_stride + q, mask=inside, other=0.0)
     else:
         token = tl.load(pending_SQ + slot[:, None] * pending_stride + q * 0, mask=inside & (q == 0), other=0)
         logq = tl.load(logq_SQ + slot[:, None] * logq_stride + q * 0, mask=inside & (q == 0), other=0.0)
-        is_drafted, drafted = inside & (q > 0), rows_WX + (q - 1) * rows + index[:, None]
-        token = tl.where(q > 0, tl.load(drafted, mask=is_drafted, other=0).to(tl.int64), token)
-        logq = tl.where(q > 0, tl.load(drafted + K * rows, mask=is_drafted, other=0).to(tl.float32, bitcast=True), logq)
+        is_drafted, at = inside & (q > 0), index[:, None] * K + q - 1
+        token = tl.where(q > 0, tl.load(drafted.tokens_XK + at, mask=is_drafted, other=0).to(tl.int64), token)
+        logq = tl.where(q > 0, tl.load(drafted.logq_XK + at, mask=is_drafted, other=0.0), logq)
     return token, logq
 
 
 @triton.jit
-def _draw_settings(at, inside, q, index, exists, held, seed_A, distribution, out, tokens):
+def _draw_settings(at, inside, q, index, exists, held, seed_A, distribution, out, keys):
     """Write the token distribution and the random numbers of every token's draw."""
-    none, to = q * 0, out.distribution_4T + at
+    none = q * 0
     temperature = tl.load(distribution.temperature_R + index, mask=exists, other=0.0)
     top_k = tl.load(distribution.top_k_R + index, mask=exists, other=0)
     top_p = tl.load(distribution.top_p_R + index, mask=exists, other=0.0)
     min_p = tl.load(distribution.min_p_R + index, mask=exists, other=0.0)
     alpha = tl.load(distribution.alpha_R + index, mask=exists, other=0.0)
-    tl.store(to, temperature[:, None] + none, mask=inside)
-    tl.store(to + tokens, top_p[:, None] + none, mask=inside)
-    tl.store(to + 2 * tokens, min_p[:, None] + none, mask=inside)
-    tl.store(to + 3 * tokens, alpha[:, None] + none, mask=inside)
-    tl.store(out.top_k_T + at, top_k[:, None] + none, mask=inside)
-    tl.store(out.keys_3T + at, tl.load(seed_A + index, mask=exists, other=0)[:, None] + none, mask=inside)
-    tl.store(out.keys_3T + tokens + at, held[:, None] + 1 + q, mask=inside)
-    tl.store(out.keys_3T + 2 * tokens + at, held[:, None] * 0 + none, mask=inside)
+    tl.store(out.temperature_R + at, temperature[:, None] + none, mask=inside)
+    tl.store(out.top_k_R + at, top_k[:, None] + none, mask=inside)
+    tl.store(out.top_p_R + at, top_p[:, None] + none, mask=inside)
+    tl.store(out.min_p_R + at, min_p[:, None] + none, mask=inside)
+    tl.store(out.alpha_R + at, alpha[:, None] + none, mask=inside)
+    tl.store(keys.seed_R + at, tl.load(seed_A + index, mask=exists, other=0)[:, None] + none, mask=inside)
+    tl.store(keys.round_R + at, held[:, None] * 0 + none, mask=inside)
+    tl.store(keys.position_R + at, held[:, None] + 1 + q, mask=inside)
 
 
 @one_variant()
-def _verify(
-    plan, run_A, labelled_T, drawn, out, batch_size, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr
-):
+def _verify(plan, labelled_T, drawn, out, batch_size, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
     index, q = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q)[None, :]
     exists = index < batch_size
     inside, at = exists[:, None] & (q < Q), index[:, None] * Q + q
@@ -297,7 +269,7 @@ def _verify(
         logp = tl.load(labelled_T + at, mask=inside, other=0.0)
     tl.store(out.nan_A + index, tl.max((logp != logp).to(tl.int32), 1) > 0, mask=exists)
     if drawn is not None:
-        is_run = inside & (q < tl.load(run_A + index, mask=exists, other=0)[:, None])
+        is_run = inside & (q < tl.load(out.blocks.run_A + index, mask=exists, other=0)[:, None])
         group = tl.load(plan.group_A + index, mask=exists, other=0)
         is_exact = tl.load(plan.kind_G + group, mask=exists, other=0) >= BEST
         token = tl.load(drawn.token_T1 + at, mask=inside, other=0).to(tl.int64)
@@ -336,25 +308,26 @@ def _match_samples(
 
 @one_variant("logp_CQV", "logq_CLV", "left_CV", "vocab")
 def _verify_chains(
-    trials, logp_CQV, logq_CLV, groups, left_CV, token_CQ, token_logp_CQ, vocab,
+    plan, blocks, position_T, logp_CQV, logq_CLV, groups, left_CV, token_CQ, token_logp_CQ, vocab,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     group, n = tl.program_id(0), tl.arange(0, BLOCK_N)
     first, size = tl.load(groups.first_G + group).to(tl.int64), tl.load(groups.size_G + group).to(tl.int32)
     exists = n < size
-    index = tl.load(trials.index_C + first + n, mask=exists, other=0)
-    count = tl.load(trials.count_A + index, mask=exists, other=0)
-    on_path = exists & (tl.load(trials.alive_A + index, mask=exists, other=0) != 0)
+    index = tl.load(plan.chain_C + first + n, mask=exists, other=0)
+    count = tl.load(blocks.count_A + index, mask=exists, other=0)
+    on_path = exists & (tl.load(blocks.alive_A + index, mask=exists, other=0) != 0)
     left_V = left_CV + first * vocab
     for j in range(Q):
         lead = tl.min(tl.where(on_path, n, BLOCK_N), 0)
         if lead < BLOCK_N:
             logp_V = logp_CQV + ((first + lead) * Q + j) * vocab
             asks = on_path & (count > j + 1)
-            token = tl.load(trials.tokens_AQ + index * Q + j + 1, mask=asks & (j + 1 < Q), other=NOTHING)
+            token = tl.load(blocks.tokens_AQ + index * Q + j + 1, mask=asks & (j + 1 < Q), other=NOTHING)
             accepted = _accept(
-                trials, logq_CLV, logp_V, left_V, first, size, asks & (token >= 0), token, vocab, j, Q, BLOCK_N, BLOCK
-            )
+                plan, blocks, position_T, logq_CLV, logp_V, left_V, first, size, asks & (token >= 0), token, vocab, j,
+                Q, BLOCK_N, BLOCK
+            )  # fmt: skip
             to = (first + n) * Q + j
             tl.store(token_CQ + to, accepted + to * 0, mask=on_path)
             tl.store(token_logp_CQ + to, tl.load(logp_V + accepted) + to.to(tl.float32) * 0, mask=on_path)
@@ -363,7 +336,7 @@ def _verify_chains(
 
 @triton.jit
 def _accept(
-    trials, logq_CLV, logp_V, left_V, first, size, asks, token, vocab, j,
+    plan, blocks, position_T, logq_CLV, logp_V, left_V, first, size, asks, token, vocab, j,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the group's next token after token j: the first proposed token that is accepted, or a draw from the
@@ -374,7 +347,7 @@ def _accept(
         if is_tried:
             chosen = tl.sum(tl.where(n == m, token, 0), 0)
             logq_V = logq_CLV + ((first + m) * (Q - 1) + j) * vocab
-            w0, w1 = _words(trials, first + m, j, TRIAL, Q, True)
+            w0, w1 = _words(plan, blocks, position_T, first + m, j, TRIAL, Q, True)
             # The 53 highest bits of the two words.
             uniform = (w0.to(tl.float64) * 2097152.0 + (w1 >> 11).to(tl.float64)) * (2.0**-53)
             left = tl.load(left_V + chosen, mask=is_left > 0, other=0.0)
@@ -384,18 +357,18 @@ def _accept(
             else:
                 is_left = _subtract(logp_V, logq_V, left_V, is_left, vocab, BLOCK)
     if kept < 0:
-        w0, w1 = _words(trials, first, j, REMAINDER, Q, False)
+        w0, w1 = _words(plan, blocks, position_T, first, j, REMAINDER, Q, False)
         kept = _draw_remainder(logp_V, left_V, is_left, w0, w1, vocab, BLOCK)
     return kept
 
 
 @triton.jit
-def _words(trials, chain, j, PURPOSE: tl.constexpr, Q: tl.constexpr, OWN: tl.constexpr):
+def _words(plan, blocks, position_T, chain, j, PURPOSE: tl.constexpr, Q: tl.constexpr, OWN: tl.constexpr):
     """Return random words for token j: of the chain's own stream, or of stream 0."""
-    index = tl.load(trials.index_C + chain)
-    position = tl.load(trials.position_AQ + index * Q + j).to(tl.uint32)
-    stream = tl.load(trials.rank_A + index).to(tl.uint32) if OWN else position * 0
-    w0, w1, _, _ = tl.philox(tl.load(trials.seed_A + index), position, stream, position * 0, PURPOSE)
+    index = tl.load(plan.chain_C + chain)
+    position = tl.load(position_T + index * Q + j).to(tl.uint32)
+    stream = tl.load(blocks.rank_A + index).to(tl.uint32) if OWN else position * 0
+    w0, w1, _, _ = tl.philox(tl.load(plan.seed_A + index), position, stream, position * 0, PURPOSE)
     return w0, w1
 
 

@@ -27,10 +27,12 @@ import numpy as np
 
 from smc.algorithm.coupling import DrawObservation
 from smc.api.engine_config import EngineConfig
-from smc.executor.messages import Lineage, Pending, RoundResult, Stream
+from smc.arrays import map_tensors
+from smc.executor.messages import Pending, Stream
 from smc.executor.model_runner import RoundExecutor, RoundOutcome
-from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
+from smc.round.plan import Program
+from smc.round.tensors import Lineage, ObservedDraws, RoundResult
 from smc.scheduler.methods import Decoding, RoundFacts
 from smc.scheduler.round_plan import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
@@ -191,7 +193,7 @@ class RoundScheduler:
         exponents = [group.draft_exponent for group in population.groups]
         round_ = self.executor.round(plan)
         step = InFlightStep(
-            population, generations, resized, pages, exponents, DraftSize(plan.branches, plan.steps), round_
+            population, generations, resized, pages, exponents, DraftSize(plan.kind.branches, plan.kind.steps), round_
         )
         self.queued += time.perf_counter() - begin
         return step
@@ -228,8 +230,9 @@ class RoundScheduler:
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
         self._count(population, step.size, result, index_A, current_G, more_G)
-        if outcome.observed_3A is not None:
-            self._observe_draws(population, outcome.observed_3A[:, index_A], [step.exponents[g] for g in current_G])
+        if outcome.observed is not None:
+            observed = map_tensors(lambda values_A: values_A[index_A], outcome.observed)
+            self._observe_draws(population, observed, [step.exponents[g] for g in current_G])
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
 
     def _remap_pages(
@@ -283,11 +286,13 @@ class RoundScheduler:
         column_AQ = np.minimum(first_A[:, None] + np.arange(values_AQ.shape[1]), array_SL.shape[1] - 1)
         array_SL[slot_A[:, None], column_AQ] = values_AQ
 
-    def _observe_draws(self, population: Population, observed_3A: np.ndarray, exponents: list[float]) -> None:
+    def _observe_draws(
+        self, population: Population, observed: ObservedDraws[np.ndarray], exponents: list[float]
+    ) -> None:
         """Learn from the target's draws: fit the exponents of coupled drafting, and count how the draft ranks the
         draws. All rows of a request have seen the same draw."""
-        seen = np.flatnonzero(np.isfinite(observed_3A).any(0))
-        drawn = dict(zip(population.group_A[seen].tolist(), observed_3A[:, seen].T.tolist()))
+        seen = np.flatnonzero(np.isfinite(observed).any(0))
+        drawn = dict(zip(population.group_A[seen].tolist(), zip(*(values_A[seen].tolist() for values_A in observed))))
         for g, (score, information, rank) in drawn.items():
             group = population.groups[g]
             if group.exponent is not None:

@@ -22,10 +22,10 @@ from smc.api.sampling_params import Method
 from smc.constraints import Compiler
 from smc.executor.messages import Pending, Worker
 from smc.executor.model_runner import RoundExecutor, RoundOutcome
-from smc.executor.plan import Program
 from smc.memory.kv_cache import KVCacheManager
 from smc.model.tokenizer import Tokenizer
 from smc.potentials import Potential, load_potentials
+from smc.round.plan import Program
 from smc.scheduler.admission import DuplicateRequest, NoDraft, check_queue
 from smc.scheduler.capacity import PageForecast, check_fits
 from smc.scheduler.decode import RoundScheduler

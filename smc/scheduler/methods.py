@@ -19,7 +19,7 @@ from smc.algorithm.resampling import log_mean_weight, normalise
 from smc.algorithm.selection import final_weights
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
-from smc.executor.plan import Program
+from smc.round.plan import Program
 from smc.scheduler.slots import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
 from smc.scheduler.speculation import Acceptance
 from smc.scheduler.stats import EngineStats, RequestCounters

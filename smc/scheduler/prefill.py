@@ -16,8 +16,8 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer
 from smc.executor.messages import Pending, Stream, Worker
 from smc.executor.model_runner import RoundExecutor
-from smc.executor.plan import SequenceHandoff
 from smc.memory.kv_cache import KVCacheManager
+from smc.round.plan import SequenceHandoff
 from smc.scheduler.capacity import PageForecast
 from smc.scheduler.decode import commit_tokens
 from smc.scheduler.methods import TARGET_ALONE, Decoding

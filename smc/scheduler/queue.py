@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from smc.api.request import Answer
-from smc.executor.plan import Program
+from smc.round.plan import Program
 from smc.scheduler.decode import RoundScheduler
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.sequence_group import RequestState, SequenceGroup

@@ -20,10 +20,11 @@ from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Lineage, Stream
-from smc.executor.plan import ConstrainedRows, Contexts, Penalties, RoundPlan, UnconditionalRows
+from smc.executor.messages import Stream
 from smc.executor.state import width_of
 from smc.memory.pages import PageAllocator
+from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
+from smc.round.tensors import Lineage
 from smc.scheduler.methods import Decoding
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.slots import Slots
@@ -214,13 +215,7 @@ class RoundPlanner:
             chain_C, distribution_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, distribution_C))
         schemes = [SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in params]
         row_A = padded(population.group_A, size, 0)
-        return RoundPlan(
-            program=self.decoding.program,
-            contexts=Contexts.of(columns, total, len(groups)),
-            columns=columns,
-            kinds=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
-            target_distribution=population.distribution_of(ModelRole.TARGET).take(row_A),
-            draft_distribution=population.distribution_of(ModelRole.DRAFT).take(row_A),
+        arrays = RoundArrays(
             slot_A=padded(population.slot_A, size, self.config.max_slots),
             group_A=padded(population.group_A, size, size - 1),
             particle_A=padded(population.particle_A, size, 0),
@@ -241,16 +236,31 @@ class RoundPlanner:
             target_pages_AQ=padded(target_pages_AQ, size, 0),
             begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
+        )
+        constrained = [g for g in groups if g.params.masked]
+        kind = RoundKind(
+            program=self.decoding.program,
+            contexts=Contexts.of(columns, total, len(groups)),
+            populations=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
+            steps=steps,
+            biased=self._biased(population),
+            every_step=any(g.decoding.needs_every_mask for g in constrained),
+            raw_logprobs=reports_raw(self.config, params),
+            has_answers=any(g.params.constraint_scope == "answer" for g in constrained),
+        )
+        return RoundPlan(
+            kind=kind,
+            columns=columns,
+            arrays=arrays,
+            target_distribution=population.distribution_of(ModelRole.TARGET).take(row_A),
+            draft_distribution=population.distribution_of(ModelRole.DRAFT).take(row_A),
             target_unconditional=self._unconditional(
                 population, pages, size, shared_G, target_pages_AQ.shape[1] or None
             ),
-            biased=self._biased(population),
-            raw_logprobs=reports_raw(self.config, params),
-            steps=steps,
             penalties=_penalties(population, size),
             constraints=_constraints(population, size),
             weights_A=self._weights(population, size),
-        )
+        ).sized()
 
     def _unconditional(
         self, population: Population, pages: list[RoundPages], size: int, shared_G: np.ndarray, width: int | None
@@ -325,8 +335,7 @@ def _penalties(population: Population, size: int) -> Penalties[np.ndarray] | Non
 def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarray] | None:
     """Constraints by batch index; None if no group has any."""
     groups, group_A = [g if g.params.masked else None for g in population.groups], population.group_A
-    constrained = [g for g in groups if g is not None]
-    if not constrained:
+    if not any(groups):
         return None
     entry_G = np.array([g.stop_entry if g else 0 for g in groups], np.int32)
     prompt_G = np.array([g.prompt_size for g in population.groups], np.int64)
@@ -335,8 +344,6 @@ def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarra
         entry_A=padded(entry_G[group_A], size, 0),
         prompt_A=padded(prompt_G[group_A], size, 0),
         by_answer_A=padded(by_answer_G[group_A], size, False),
-        every_step=any(g.decoding.needs_every_mask for g in constrained),
-        has_answers=bool(by_answer_G.any()),
     )
 
 

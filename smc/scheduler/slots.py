@@ -26,8 +26,8 @@ from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
-from smc.executor.messages import Lineage
 from smc.memory.pages import PageAllocator
+from smc.round.tensors import Lineage
 from smc.types import ModelRole
 
 SAVED = (

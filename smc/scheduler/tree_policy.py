@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.plan import Program
+from smc.round.plan import Program
 from smc.scheduler.methods import TARGET_ALONE, Decoding
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry

@@ -5,7 +5,6 @@ Axes: R rows, Q tokens of a row, T = R * Q, E hidden size."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -17,12 +16,13 @@ from tests.pairwise import few
 
 pytest.importorskip("triton")
 
-from smc.executor.forward import Rows, StaticForward
-from smc.executor.plan import SHORT_SINGLE, Contexts
+from smc.executor.forward import StaticForward
 from smc.executor.triton_forward import TritonForward
 from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import RopeTable
+from smc.round.plan import SHORT_SINGLE, Contexts
+from smc.round.tensors import Rows
 from tests.attention.packed import DEVICE, PAGES, Built, Case
 from tests.model.tiny import OF_FAMILY, random_decoder, tiny_config
 
@@ -139,7 +139,7 @@ def test_a_row_among_others_is_as_it_is_alone(kernels, name):
     for r in built.pages:
         alone = forward(False, built)
         only_R = torch.arange(built.rows, device=DEVICE) == r
-        run(alone, built, replace(rows, count_R=torch.where(only_R, rows.count_R, 0)))
+        run(alone, built, rows._replace(count_R=torch.where(only_R, rows.count_R, 0)))
         page_X = built.pages[r][-int(built.count_R[r]) :].long()
         torch.testing.assert_close(alone.pool.keys[:, page_X], keys[:, page_X], atol=2e-4, rtol=2e-4)
         torch.testing.assert_close(alone.pool.values[:, page_X], values[:, page_X], atol=2e-4, rtol=2e-4)

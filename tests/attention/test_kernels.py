@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 
 from smc.attention.kernels import SharedPrefixAttention, Tuning, floor_rows
 from smc.attention.step import StepTiling, step_attention
-from smc.executor.plan import SHORT, SHORT_SINGLE
 from smc.kernels.packed_rows import store_kv
+from smc.round.plan import SHORT, SHORT_SINGLE
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
 from tests.kernels.sizes import SLOTS, possible, warm_up_sizes
 from tests.pairwise import one_of

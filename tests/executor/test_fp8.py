@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 
 from smc.executor import triton_forward
 from smc.executor.forward import StaticForward
-from smc.executor.plan import Contexts
 from smc.executor.triton_forward import TritonForward
 from smc.memory.kv_cache import KVPool
 from smc.model.decoder import Decoder, RopeTable
+from smc.round.plan import Contexts
 from tests.attention.packed import DEVICE, PAGES, Built, Case
 from tests.attention.test_forward import FEW, WIDTH, rows_of
 from tests.executor.test_kernels import OneOfOne

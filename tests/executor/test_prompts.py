@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu com
 OPS = {"reference": RoundOps(), "kernels": TritonOps()}
 WIDTH, PAGES, VOCAB = 64, 200, 8
 
-NO_BIASES = (np.zeros((2, 0), np.int32), np.zeros(0, np.float32))
+NO_BIASES = (np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 def worker(which: str, family: str = "llama") -> ModelWorker:

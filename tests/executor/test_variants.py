@@ -66,8 +66,8 @@ def noted(engine: Engine) -> list[Call]:
 def firsts(calls: list[Call]) -> list[Call]:
     """The calls without repeated rounds: only the first round of each kind stays, as it compiles all that the kind
     needs."""
-    of_kind = {args[0].key: number for number, (name, args) in reversed([*enumerate(calls)]) if name == "round"}
-    return [call for number, call in enumerate(calls) if call[0] != "round" or of_kind[call[1][0].key] == number]
+    of_kind = {args[0].kind: number for number, (name, args) in reversed([*enumerate(calls)]) if name == "round"}
+    return [call for number, call in enumerate(calls) if call[0] != "round" or of_kind[call[1][0].kind] == number]
 
 
 class AnySize(CostBasedTreePolicy):

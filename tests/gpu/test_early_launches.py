@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.passes import DecodePass, record
-from smc.executor.forward import Rows
 from smc.executor.triton_forward import TritonForward
+from smc.round.tensors import Rows
 
 REPLAYS = 20
 

@@ -14,7 +14,6 @@ import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -28,16 +27,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
-from smc.distributions import DistributionSpec
-from smc.executor.draft_tree import InnerNodes
-from smc.executor.forward import Rows
+from smc.distributions import DistributionSpec, Processors
 from smc.executor.ops import RoundOps
-from smc.executor.plan import Contexts
 from smc.executor.round_stages import Selector
-from smc.executor.sampling import Coupling, DrawKeys
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
@@ -50,6 +45,10 @@ from smc.model.linear import INT4, Linear
 from smc.model.loader import random_model
 from smc.model.quantisation import Int4Format
 from smc.philox import Purpose
+from smc.round.draws import Coupling, DrawKeys
+from smc.round.plan import Contexts
+from smc.round.slots import InnerNodes
+from smc.round.tensors import ChainDraws, ChosenTokens, Continuation, OwnDraws, Rows, TargetDraws
 from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound
@@ -151,20 +150,53 @@ def target_stages(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
     own = selector._selected(inputs.plan, scored) if PopulationKind.INDEPENDENT in kinds else None
     trees = selector._regrown(inputs.plan, scored, drafted.block) if kinds - {PopulationKind.INDEPENDENT} else None
     none_T1 = torch.zeros(len(laid_out.label_T), 1)
-    TritonOps().verify(laid_out, made.plan, none_T1[:, 0], (none_T1.long(), none_T1, none_T1[:, 0]), None)
+    TritonOps().verify(laid_out, made.plan, none_T1[:, 0], TargetDraws(none_T1.long(), none_T1, none_T1[:, 0]), None)
     TritonOps().score_candidates(inputs)
     TritonOps().finalize(inputs, scored, own, trees)
+    selector.ops = TritonOps()
+    if own is not None:
+        selector._selected(inputs.plan, scored)
+    if trees is not None:
+        selector._regrown(inputs.plan, scored, drafted.block)
+    choice, blocks = choice_of(made), laid_out.blocks
+    TritonOps().lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
+    TritonOps().match_samples(
+        blocks.tokens_AQ, blocks.count_A, inputs.scored.drawn_AQ, blocks.alive_A, made.plan.arrays.groups
+    )
+    next_ = TritonOps().follow(made.state, logq_SQ, made.plan, drafted, choice, lookahead)
+    TritonOps().advance(made.state, made.plan.arrays.slot_A, choice, next_)
+
+
+def draft_rows(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
+    """Run what begins a draft, extends its rows and ends it."""
+    made = DraftRound(1, kinds, lookahead, CPU)
+    plan, tree = made.plan, made.tree()
+    inputs = TritonOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True))
+    none_X = torch.zeros_like(tree.root_X)
+    chosen = own = chains = None
+    if kinds - {PopulationKind.INDEPENDENT}:
+        ess_G = plan.arrays.threshold_G
+        expansion = Expansion(none_X, none_X, tree.mass_X, tree.alive_X, ess_G, ess_G > 0, ess_G > 0)
+        chosen = ChosenTokens(expansion, CandidateTokens(none_X[:, None], tree.logq_XK[:, :1], tree.logq_XK[:, :1]))
+    if PopulationKind.INDEPENDENT in kinds:
+        own = OwnDraws(tree.tokens_XK[:, :1].int(), tree.logq_XK[:, :1])
+    if PopulationKind.CHAINS in kinds:
+        chains = ChainDraws(none_X, none_X, tree.logq_XK[:, 0])
+    for step, before in enumerate((inputs.tree, tree)):
+        TritonOps().reparent(before, Continuation(chosen, own, chains), plan, made.state, step=step)
+    TritonOps().pack_rows(made.state, plan, tree)
+    TritonOps().resume_draft(made.state, plan, tree, choice_of(made), made.k)
 
 
 def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     made, vocab = DraftRound(1, frozenset({PopulationKind.BEST}), True, CPU), 5000
-    plan, places = made.plan, len(made.plan.slot_A)
+    plan, places = made.plan, len(made.plan.arrays.slot_A)
     ids_M = torch.arange(vocab) * 2 if has_head else None
-    coupling = Coupling(plan.exponent_A, plan.target_distribution.temperature_R, plan.seed_A, ids_M)
+    coupling = Coupling(plan.arrays.exponent_A, plan.target_distribution.temperature_R, plan.arrays.seed_A, ids_M)
     kept_BV, one_R, long_R = torch.zeros(5, vocab), torch.ones(places), torch.zeros(places, dtype=torch.int64)
-    distribution = DistributionSpec(one_R, long_R + 35, one_R, one_R * 0, one_R, frozenset({"temperature"}))
+    distribution = DistributionSpec(one_R, long_R + 35, one_R, one_R * 0, one_R, Processors.TEMPERATURE)
     if cut:
-        distribution = replace(distribution, active=distribution.active | {"top_k"})
+        distribution = distribution._replace(active=distribution.active | Processors.TOP_K)
     keys = DrawKeys(long_R, long_R, long_R[:, None], long_R, Purpose.PROPOSAL)
     logits_RV = torch.from_numpy(np.random.default_rng(0).normal(size=(places, vocab))).to(dtype)
     mask_RW = torch.zeros(places, vocab // 16 + 1, dtype=torch.int32)
@@ -175,7 +207,7 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
         )
     choice = choice_of(made)
     TritonOps().observe_draws(made.state, plan, made.tree(), choice, kept_BV, coupling)
-    nodes, grown = InnerNodes(made.slots, made.k, vocab, CPU), grown_rows(made)
+    nodes, grown = InnerNodes.allocate(made.slots, made.k, vocab, CPU), grown_rows(made)
     TritonOps().keep_nodes(nodes, made.state, plan, grown, choice)
     for ahead in (True, False):
         TritonOps().choose_rows(plan, grown, ahead)
@@ -238,6 +270,7 @@ if __name__ == "__main__":
     compile_only(names)
     for each, ahead in zip(KINDS, cycle((True, False))):
         target_stages(each, ahead)
+        draft_rows(each, ahead)
     for head, dtype, is_cut in ((False, torch.bfloat16, False), (True, torch.float32, True)):
         draft_stages(head, dtype, is_cut)
     for family in ("mistral", "olmo2", "gemma3_text", "qwen3_moe"):

@@ -1,7 +1,7 @@
 """Random rounds of all kinds, with the special cases that a round may contain: dead and ended particles, NaN, particles
 without weight, padding. A seed gives the same round on every device.
 
-Axes: see smc/executor/__init__.py; V vocabulary, C candidate tokens of a batch index."""
+Axes: see smc/round/__init__.py; V vocabulary, C candidate tokens of a batch index."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
-from smc.algorithm.resampling import Spans
-from smc.distributions import DistributionSpec
-from smc.executor.messages import DraftedRows
-from smc.executor.plan import Contexts, Program, RoundPlan
-from smc.executor.select import ScoreInputs, TargetOutputs
-from smc.executor.state import SlotState
-from smc.executor.verify import VerifyInputs, VerifyOutputs
+from smc.distributions import NO_PROCESSORS, DistributionSpec
+from smc.round.plan import Contexts, Program, RoundArrays, RoundKind, RoundPlan
+from smc.round.slots import SlotState
+from smc.round.tensors import DraftedRows, ScoreInputs, TargetOutputs, VerifyInputs, VerifyOutputs
 from smc.stops import StopMachine, StopTables, TokenBytes
 
 VOCAB, WIDTH = 12, 64
@@ -29,7 +26,11 @@ MACHINES = (StopMachine.of((3,), ()), StopMachine.of((5, 6), (b"ab", b"bca")))
 
 def assert_equal(found: object, wanted: object, name: str = "") -> None:
     """Compare tensors, dataclasses or tuples of them: integers must be equal, other numbers equal up to rounding."""
-    if is_dataclass(wanted):
+    if hasattr(wanted, "_fields"):
+        for field, one, other in zip(wanted._fields, found, wanted, strict=True):
+            if field != "message":  # the other fields in one piece, with undefined bytes between them
+                assert_equal(one, other, f"{name}.{field}")
+    elif is_dataclass(wanted):
         for field in fields(wanted):
             assert_equal(getattr(found, field.name), getattr(wanted, field.name), f"{name}.{field.name}")
     elif isinstance(wanted, tuple):
@@ -83,20 +84,14 @@ class Round:
         law = DistributionSpec(
             *(self.here(one_A), self.here(one_A * 0, torch.int64)),
             *(self.here(one_A * v) for v in (1, 0, 1)),
-            frozenset(),
+            NO_PROCESSORS,
         )
         slot_A = np.concatenate((rng.permutation(self.slots)[: self.used], np.full(self.padding, self.slots)))
         kinds = rng.choice(sorted(self.kinds), len(self.sizes))
         chain_C = np.flatnonzero(
             np.array([*kinds, PopulationKind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == PopulationKind.CHAINS
         )
-        return RoundPlan(
-            program=Program.PAIR,
-            contexts=Contexts.SHORT,
-            columns=WIDTH,
-            kinds=self.kinds,
-            target_distribution=law,
-            draft_distribution=law,
+        arrays = RoundArrays(
             slot_A=self.here(slot_A),
             group_A=self.here(group_A),
             particle_A=self.here(np.arange(self.places) - np.array([*first, self.used])[group_A]),
@@ -120,10 +115,12 @@ class Round:
             begin_pages_AP=self.here(np.zeros((self.places, 1), np.int32)),
             branch_pages_XB=self.here(np.zeros((self.places * self.f, self.k - 1), np.int32)),
         )
+        kind = RoundKind(Program.PAIR, Contexts.SHORT, self.kinds)
+        return RoundPlan(kind, WIDTH, arrays, law, law).sized()
 
     def _state(self) -> SlotState:
         rng, n = self.rng, self.slots + 1
-        tables = StopTables(
+        tables = StopTables.allocate(
             3,
             VOCAB,
             TokenBytes(np.frombuffer(b"abcabcabcabc", np.uint8).copy(), np.arange(13, dtype=np.int32)),
@@ -131,7 +128,7 @@ class Round:
         )
         for entry, machine in enumerate(MACHINES, 1):
             tables.set(entry, machine)
-        state = SlotState(self.slots, WIDTH, self.q, tables, self.device)
+        state = SlotState.allocate(self.slots, WIDTH, self.q, tables, self.device)
         pending_S = rng.integers(1, self.q + 1, n) if self.lookahead else np.ones(n, np.int64)
         end_S = pending_S + rng.integers(1, 20, n)
         alive_S = rng.random(n) >= self.dead
@@ -151,15 +148,15 @@ class Round:
         }
         for name, value in values.items():
             getattr(state, name)[:-1] = self.here(value[:-1], getattr(state, name).dtype)
-        for first, size, kind in zip(self.plan.first_G.tolist(), self.sizes, self.plan.kind_G.tolist()):
+        for first, size, kind in zip(self.plan.arrays.first_G.tolist(), self.sizes, self.plan.arrays.kind_G.tolist()):
             if kind == PopulationKind.CHAINS:
                 # Give some chains the same tokens.
-                slots = self.plan.slot_A[first : first + size]
+                slots = self.plan.arrays.slot_A[first : first + size]
                 like = slots[self.here(rng.integers(0, size, size) * rng.integers(0, 2, size))]
                 for name in ("pending_SQ", "pending_S", "end_S"):
                     getattr(state, name)[slots] = getattr(state, name)[like]
         # Particles of a group share the conditions that end them.
-        state.entry_S[self.plan.slot_A] = self.plan.group_A % 3
+        state.entry_S[self.plan.arrays.slot_A] = self.plan.arrays.group_A % 3
         state.entry_S[-1] = 0
         state.text_S[state.entry_S != 2] = 0
         return state
@@ -168,7 +165,7 @@ class Round:
         """Random drafted rows. The rows of a group are in the order of the batch indices that they come from."""
         rng, x = self.rng, self.places * self.f
         root_X = np.repeat(np.arange(self.places), self.f)
-        for size, first, kind in zip(self.sizes, self.plan.first_G.tolist(), self.plan.kind_G.tolist()):
+        for size, first, kind in zip(self.sizes, self.plan.arrays.first_G.tolist(), self.plan.arrays.kind_G.tolist()):
             if kind != PopulationKind.INDEPENDENT:
                 mine = slice(first * self.f, (first + size) * self.f)
                 root_X[mine] = np.sort(rng.integers(first, first + size, size * self.f))
@@ -177,11 +174,20 @@ class Round:
         share_X = self.floats(x)
         share_X[self.used * self.f :] = NO_MASS
         # Rows of exact decoding may begin at an inner node of their root's block.
-        kind_X = self.plan.kind_G.cpu().numpy()[self.plan.group_A.cpu().numpy()][root_X]
-        block_X = self.state.pending_S.cpu().numpy()[self.plan.slot_A.cpu().numpy()][root_X]
+        kind_X = self.plan.arrays.kind_G.cpu().numpy()[self.plan.arrays.group_A.cpu().numpy()][root_X]
+        block_X = self.state.pending_S.cpu().numpy()[self.plan.arrays.slot_A.cpu().numpy()][root_X]
         cut_X = np.where(self.lookahead & (kind_X == PopulationKind.BEST), rng.integers(0, block_X), 0)
-        given = (tokens_XK, logq_XK, root_X, count_X, ended_X, cut_X, share_X)
-        return DraftedRows.of(*(self.here(values) for values in given))
+        given = {
+            "tokens_XK": tokens_XK,
+            "logq_XK": logq_XK,
+            "root_X": root_X,
+            "count_X": count_X,
+            "ended_X": ended_X,
+            "cut_X": cut_X,
+            "share_X": share_X,
+        }
+        rows = DraftedRows.allocate(x, self.k, self.device)
+        return rows.write(**{name: self.here(values) for name, values in given.items()})
 
     def scored(self, asked: VerifyInputs) -> VerifyOutputs:
         """Target outputs that agree with most of the drafted tokens."""
@@ -205,8 +211,8 @@ class Round:
 
     def target_outputs(self, drafted: DraftedRows) -> TargetOutputs:
         """Random outputs in the form that `smc.executor.select.target_outputs` returns."""
-        rng, rows, c = self.rng, drafted.all_WX.shape[1], 4
-        if self.plan.all_exact:
+        rng, rows, c = self.rng, len(drafted.root_X), 4
+        if self.plan.kind.all_exact:
             return TargetOutputs()
         logp_X, log_z_A = self.here(self.floats(rows)), self.here(self.floats(rows))
         if self.lookahead:
@@ -226,8 +232,8 @@ class Round:
 
     def inputs(self, asked: VerifyInputs, drafted: DraftedRows, walk: object) -> ScoreInputs:
         scored, blocks, matched = self.scored(asked), asked.blocks, None
-        if self.plan.has_exact:
-            groups = Spans(self.plan.first_G, self.plan.size_G)
+        if self.plan.kind.has_exact:
+            groups = self.plan.arrays.groups
             matched = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
         return ScoreInputs(
             self.plan, self.state, scored, drafted, self.target_outputs(drafted), matched, self.lookahead

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
-from smc.executor.state import WIDTHS, BiasTables, add_biases, width_of
+from smc.executor.state import WIDTHS, LogitBiases, add_biases, width_of
 from smc.kernels import sampling
 from smc.stops import StopMachine
 
@@ -46,26 +46,20 @@ MACHINES = [
 )
 def test_rows_are_changed_as_by_the_reference(device, ids_M, dtype, each):
     columns = VOCAB if ids_M is None else len(ids_M)
-    tables = BiasTables(len(MACHINES) + 1, columns, device, ids_M)
+    biases = LogitBiases(len(MACHINES) + 1, columns, device, ids_M)
     for entry, machine in enumerate(MACHINES, 1):
-        tables.set(entry, machine)
+        biases.set(entry, machine)
     # An entry is reused for a machine with fewer tokens.
-    tables.set(3, MACHINES[1])
+    biases.set(3, MACHINES[1])
     entry_S = torch.tensor([*range(len(MACHINES) + 1), 0], device=device)
     least_S = torch.tensor([9, 0, 5, 9, 3, 6, 0], device=device)
     slot_X = torch.tensor([0, 1, 2, 3, 4, 5, 5, 6], dtype=torch.int32, device=device)
     position_R = torch.arange(8 * each, device=device) % 11
     logits_RV = torch.randn(8 * each, columns + 5, device=device).to(dtype)
     logits_RV[0, :9] = -torch.inf
-    expected_RV = add_biases(tables, (entry_S, least_S), logits_RV.float(), slot_X, position_R, WIDTHS[-1]).to(dtype)
-    found_RV = sampling.add_biases(
-        logits_RV.clone(),
-        (tables.column_EB, tables.early_EB, tables.late_EB, tables.count_E),
-        (entry_S, least_S),
-        slot_X,
-        position_R,
-        WIDTHS[-1],
-    )
+    slots, rows = (biases.tables, entry_S, least_S), (slot_X, position_R, WIDTHS[-1])
+    expected_RV = add_biases(*slots, logits_RV.float(), *rows).to(dtype)
+    found_RV = sampling.add_biases(*slots, logits_RV.clone(), *rows)
     torch.testing.assert_close(found_RV, expected_RV, atol=1e-5, rtol=1e-2 if dtype is torch.bfloat16 else 1e-6)
     assert torch.equal(found_RV == -torch.inf, expected_RV == -torch.inf) and (expected_RV[each:] == -torch.inf).any()
     assert torch.equal(found_RV[:, columns:], logits_RV[:, columns:]) and torch.equal(found_RV[:each], logits_RV[:each])
@@ -73,7 +67,7 @@ def test_rows_are_changed_as_by_the_reference(device, ids_M, dtype, each):
 
 def test_rounds_look_at_as_many_tokens_as_an_entry_has():
     assert [width_of(machine) for machine in MACHINES] == [WIDTHS[0], WIDTHS[0], WIDTHS[0], WIDTHS[1], WIDTHS[2]]
-    tables = BiasTables(len(MACHINES) + 1, VOCAB, torch.device("cpu"))
+    biases = LogitBiases(len(MACHINES) + 1, VOCAB, torch.device("cpu"))
     for entry, machine in enumerate(MACHINES, 1):
-        tables.set(entry, machine)
-        assert int(tables.count_E[entry]) <= width_of(machine)
+        biases.set(entry, machine)
+        assert int(biases.tables.count_E[entry]) <= width_of(machine)

@@ -9,7 +9,7 @@ import torch
 from smc.algorithm.expansion import PopulationKind
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
-from smc.executor.verify import VerifyInputs
+from smc.round.tensors import TargetDraws, VerifyInputs
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
 from tests.kernels.test_round_choice import ROUNDS, name_of
@@ -33,12 +33,12 @@ def test_block_layout_and_verification_equal_torch(kinds, lookahead):
             logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
             if seed % 3 == 0:
                 # The draft proposes nothing to its first group.
-                drafted.all_WX[-1, : made.sizes[0] * made.f] = torch.tensor([NO_MASS]).view(torch.int32).to(device)
+                drafted.share_X[: made.sizes[0] * made.f] = NO_MASS
             asked = ops.lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
             laid.append(of(asked))
             shape = (made.places * made.q,)
             labelled_T, logp_T, log_z_T = (made.here(made.floats(*shape)) for _ in range(3))
-            drawn = (made.here(made.rng.integers(0, VOCAB, (*shape, 1))), logp_T[:, None], log_z_T)
+            drawn = TargetDraws(made.here(made.rng.integers(0, VOCAB, (*shape, 1))), logp_T[:, None], log_z_T)
             given = (
                 labelled_T if kinds - {PopulationKind.BEST} else None,
                 drawn if PopulationKind.BEST in kinds else None,

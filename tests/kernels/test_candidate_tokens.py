@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
 from smc.arrays import to_device
-from smc.distributions import Distributions, DistributionSpec
-from smc.executor.sampling import DrawKeys, Sampling
+from smc.distributions import Distributions, DistributionSpec, Processors
+from smc.executor.sampling import Sampling
 from smc.executor.triton_ops import TritonSampling
 from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.truncation import truncate
 from smc.philox import Purpose, exponentials, words
+from smc.round.draws import DrawKeys
 from tests.kernels.conftest import DEVICE
 from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating
 from tests.kernels.truncation_helpers import arguments
@@ -47,7 +48,7 @@ def made(
 ) -> CandidateTokens:
     """Run the kernel and return its candidates on the CPU."""
     key, on_device = keys(len(logits_RV)), arguments(spec, DEVICE)
-    cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & {"top_k", "top_p", "min_p"} else None
+    cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & Processors.TRUNCATION else None
     random = (key.seed_R, key.round_R, key.stream_RD[:, 0], key.position_R, int(key.purpose))
     offers = propose_candidates(logits_RV, vocab, on_device[0], *random, cut, block=block)
     return CandidateTokens(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
@@ -145,8 +146,7 @@ def powered(rows: int, truncated: bool) -> DistributionSpec:
     top_k_R = rng.choice([0, 3, 40], rows) if truncated else np.zeros(rows, dtype=np.int64)
     numbers = (rng.choice([0.0, 0.7, 1.0], rows), top_k_R, np.ones(rows), np.zeros(rows), np.resize(ALPHAS, rows))
     spec = DistributionSpec.of(*(array.astype(np.int64 if i == 1 else np.float32) for i, array in enumerate(numbers)))
-    tensors = (spec.temperature_R, spec.top_k_R, spec.top_p_R, spec.min_p_R, spec.alpha_R)
-    return DistributionSpec(*(torch.from_numpy(array).to(DEVICE) for array in tensors), spec.active)
+    return spec.to(DEVICE)
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -169,7 +169,7 @@ def test_offers_of_a_powered_law(vocab, truncated):
 def test_a_bonus_without_a_power_and_scores_of_rows_that_repeat():
     logits_RV, vocab = torch.randn(4, 100, generator=torch.Generator().manual_seed(2)).to(DEVICE), 90
     ones_R = torch.ones(4, device=DEVICE)
-    spec = DistributionSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, frozenset({"top_k"}))
+    spec = DistributionSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, Processors.TOP_K)
     (offers, logp_RC, log_z_R), expected = (
         kind(vocab).propose_bonus(logits_RV, spec, keys(4)) for kind in (TritonSampling, Sampling)
     )

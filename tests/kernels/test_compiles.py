@@ -22,6 +22,14 @@ def test_kernels_of_a_round_compile(tmp_path):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert {
+        "_begin",
+        "_reparent",
+        "_pack",
+        "_resume",
+        "_lay_out",
+        "_select",
+        "_follow",
+        "_advance",
         "_finalize",
         "_verify",
         "_survey",

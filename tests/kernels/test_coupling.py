@@ -5,7 +5,6 @@ Axes: R rows, V vocabulary, M columns of a draft head, A batch indices."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -15,13 +14,15 @@ import torch
 
 from smc.algorithm.coupling import is_ranked
 from smc.algorithm.expansion import PopulationKind
-from smc.distributions import DistributionSpec
+from smc.arrays import map_tensors
+from smc.distributions import DistributionSpec, Processors
 from smc.executor.draft import observe_draws
 from smc.executor.ops import RoundOps
-from smc.executor.sampling import Coupling, DrawKeys, HeadSampling
+from smc.executor.sampling import HeadSampling
 from smc.executor.triton_ops import TritonOps
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
+from smc.round.draws import Coupling, DrawKeys
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB
 from tests.kernels.test_draft import CPU, DraftRound
@@ -39,7 +40,7 @@ def drawn(
     rng, rows = np.random.default_rng(seed), PLACES * width
     logits_RV = torch.from_numpy(rng.normal(size=(rows, vocab)) * 3).to(dtype)
     one_R, longs = torch.ones(rows), torch.from_numpy(rng.integers(0, 2**31, (3, rows)))
-    distribution = DistributionSpec(one_R * 0.8, one_R.long() * 0, one_R, one_R * 0, one_R, frozenset({"temperature"}))
+    distribution = DistributionSpec(one_R * 0.8, one_R.long() * 0, one_R, one_R * 0, one_R, Processors.TEMPERATURE)
     keys = DrawKeys(longs[0], longs[1], torch.arange(rows)[:, None], longs[2], Purpose.PROPOSAL)
     exponent_A, temperature_A = torch.tensor([1.3, 0.0, 3.0]), torch.tensor([0.8, 0.8, 0.0])
     return logits_RV, distribution, keys, Coupling(exponent_A, temperature_A, longs[0, :PLACES])
@@ -47,8 +48,8 @@ def drawn(
 
 def moved(value: object) -> object:
     """Return a copy of `value` on the device of the kernels."""
-    if isinstance(value, torch.Tensor):
-        return value.to(DEVICE)
+    if isinstance(value, tuple | torch.Tensor):
+        return map_tensors(lambda tensor: tensor.to(DEVICE), value)
     return type(value)(
         **{name: moved(each) if isinstance(each, torch.Tensor) else each for name, each in vars(value).items()}
     )
@@ -64,13 +65,14 @@ def test_candidate_tokens_are_the_torch_ones(shape, cut, has_head):
     vocab, width, dtype = shape
     logits_RV, distribution, keys, coupling = drawn(vocab, width, vocab + width, dtype)
     if cut:
-        distribution = replace(distribution, top_k_R=distribution.top_k_R + 35, active=distribution.active | {"top_k"})
+        active = distribution.active | Processors.TOP_K
+        distribution = distribution._replace(top_k_R=distribution.top_k_R + 35, active=active)
     head = DraftVocab(np.arange(vocab) * 2 + 1, 2 * vocab + 3, 0.05)
     found = []
     for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
         sampling = ops.head_sampling(head, device) if has_head else ops.sampling(vocab)
         of = moved(coupling) if isinstance(ops, TritonOps) else coupling
-        of = replace(of, ids_M=sampling.ids_M)
+        of = of._replace(ids_M=sampling.ids_M)
         kept_BV = torch.zeros(2 * width, vocab, device=device)
         spec, key = (moved(distribution), moved(keys)) if isinstance(ops, TritonOps) else (distribution, keys)
         candidates = sampling.propose_candidates(
@@ -97,7 +99,7 @@ def test_noise_belongs_to_tokens_and_not_to_columns():
     ids_M = np.arange(0, vocab, 2)
     head = HeadSampling(RoundOps().sampling(len(ids_M)), DraftVocab(ids_M, vocab, 0.05), CPU)
     whole = RoundOps().sampling(vocab)
-    of_head = replace(coupling, ids_M=head.ids_M)
+    of_head = coupling._replace(ids_M=head.ids_M)
     one = whole.propose_candidates(logits_RV, distribution, 0.0, keys, has_rest=False, coupling=coupling)
     other = head.propose_candidates(logits_RV[:, ids_M], distribution, 0.0, keys, has_rest=False, coupling=of_head)
     for row in (0, 2):
@@ -119,11 +121,11 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
             kept_BV = made.here(made.rng.normal(size=(5, columns)).astype(np.float32))
             kept_BV[:, :: 2 + seed] = -torch.inf
             coupling = Coupling(
-                made.plan.exponent_A, made.plan.target_distribution.temperature_R, made.plan.seed_A, ids_M
+                made.plan.arrays.exponent_A, made.plan.target_distribution.temperature_R, made.plan.arrays.seed_A, ids_M
             )
-            choice.all_9A[3] = torch.where(choice.all_9A[3] > 1, choice.all_9A[3], 0)
+            choice.cut_A[choice.cut_A <= 1] = 0
             given = (made.state, made.plan, tree, choice, kept_BV, coupling)
-            found.append(ops.observe_draws(*given).cpu())
+            found.append(torch.stack(ops.observe_draws(*given)).cpu())
         torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4, equal_nan=True)
         seen += int(torch.isfinite(found[0][:2]).all(0).sum())
         ranked += int(torch.isfinite(found[0][2]).sum())
@@ -149,13 +151,13 @@ def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
         kept_BV = made.here(made.rng.normal(size=(made.places, VOCAB)).astype(np.float32))
         if seed % 2:  # like a token mask
             kept_BV[:, ::3] = -torch.inf
-        coupled = partial(Coupling, plan.exponent_A, plan.target_distribution.temperature_R, plan.seed_A)
+        coupled = partial(Coupling, plan.arrays.exponent_A, plan.target_distribution.temperature_R, plan.arrays.seed_A)
         root_A = choice.ancestor_A
-        position_A = made.state.end_S[plan.slot_A[root_A]]
-        score_AV = plan.exponent_A[root_A, None] * kept_BV[root_A] + coupled().noise(root_A, position_A, VOCAB)
+        position_A = made.state.end_S[plan.arrays.slot_A[root_A]]
+        score_AV = plan.arrays.exponent_A[root_A, None] * kept_BV[root_A] + coupled().noise(root_A, position_A, VOCAB)
         token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
         for ids_M in (torch.arange(VOCAB), torch.arange(0, VOCAB, 2)):
-            rank_A = observe_draws(made.state, plan, tree, choice, kept_BV[:, ids_M], coupled(ids_M))[2]
+            rank_A = observe_draws(made.state, plan, tree, choice, kept_BV[:, ids_M], coupled(ids_M)).rank_A
             for index in torch.isfinite(rank_A).nonzero()[:, 0].tolist():
                 score_V, token = score_AV[index], int(token_A[index])
                 is_there = token in ids_M and bool(score_V[token] > -torch.inf)

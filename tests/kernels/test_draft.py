@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import PopulationKind
-from smc.distributions import DistributionSpec
-from smc.executor.draft import DraftInputs, DraftShape, TokenTree
+from smc.distributions import DistributionSpec, Processors
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
+from smc.round.tensors import DraftInputs, DraftShape, LastTokens, TokenTree
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
 from tests.kernels.test_slot_update import choice_of
@@ -34,9 +34,12 @@ class DraftRound(Round):
         rng, n, pending = self.rng, self.slots + 1, 1 if lookahead else 2
         pending_S, held_S = rng.integers(1, pending + 1, n), rng.integers(1, 20, n)
         pending_S[-1], held_S[-1] = 1, 0
-        self.state.pending_SQ = self.here(rng.integers(0, VOCAB, (n, pending)))
-        self.state.pending_S, self.state.end_S = self.here(pending_S), self.here(held_S + pending_S)
-        self.state.base_S = self.here(np.minimum(rng.integers(0, 4, n), held_S))
+        self.state = self.state._replace(
+            pending_SQ=self.here(rng.integers(0, VOCAB, (n, pending))),
+            pending_S=self.here(pending_S),
+            end_S=self.here(held_S + pending_S),
+            base_S=self.here(np.minimum(rng.integers(0, 4, n), held_S)),
+        )
         pages = (
             rng.integers(1, 999, shape).astype(np.int32)
             for shape in ((self.places, pending), (self.places * self.f, self.k - 1))
@@ -46,9 +49,10 @@ class DraftRound(Round):
             self.here(rng.random(self.places).astype(np.float32)),
             self.here(rng.integers(0, 9, self.places)),
             *(self.here(rng.random(self.places).astype(np.float32)) for _ in range(3)),
-            frozenset({"temperature", "top_k"}),
+            Processors.TEMPERATURE | Processors.TOP_K,
         )
-        self.plan = replace(self.plan, begin_pages_AP=begin_AP, branch_pages_XB=branch_XB, draft_distribution=self.law)
+        arrays = self.plan.arrays._replace(begin_pages_AP=begin_AP, branch_pages_XB=branch_XB)
+        self.plan = replace(self.plan, arrays=arrays, draft_distribution=self.law).sized()
 
     def shape(self, by_round: bool) -> DraftShape:
         return DraftShape(self.k, by_round)
@@ -65,13 +69,13 @@ class DraftRound(Round):
             tokens_XK=drafted.tokens_XK.long().contiguous(),
             logq_XK=drafted.logq_XK.contiguous(),
             tail_XB=self.here(rng.integers(1, 999, (rows, self.k - 1)).astype(np.int32)),
-            count_X=drafted.count_X,
+            count_X=drafted.count_X.long(),
             alive_X=self.here(rng.random(rows) < 0.8),
             ended_X=drafted.ended_X,
-            cut_X=drafted.cut_X,
+            cut_X=drafted.cut_X.long(),
             outcome_X=self.here(np.arange(rows)),
             mass_X=self.here(mass_X),
-            run_4X=self.here(np.zeros((4, rows), np.int32)),
+            run=LastTokens(*self.here(np.zeros((4, rows), np.int32))),
             **longs,
         )
 
@@ -80,7 +84,7 @@ def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
     """Run `begin_draft` and return everything that is read later; the table of the dummy slot is not."""
     of: DraftInputs = ops.begin_draft(made.state, made.plan, made.law, made.shape(by_round))
     rows = of.rows
-    assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.contexts
+    assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.kind.contexts
     run = (
         rows.slot_R,
         rows.start_R,
@@ -115,10 +119,11 @@ def test_particles_go_on_as_by_the_torch_one(lookahead):
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, frozenset(PopulationKind), lookahead, device, largest=64 if seed == 0 else 6)
             plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
-            reach_A = state.end_S[plan.slot_A[choice.ancestor_A]] - choice.cut_A + made.k - 1
+            reach_A = state.end_S[plan.arrays.slot_A[choice.ancestor_A]] - choice.cut_A + made.k - 1
             next_ = ops.resume_draft(state, plan, tree, choice, max(1, made.k - seed % 2))
             # All particles share the prompt's pages; pages past the row's end are overwritten before they are read.
             column_L = torch.arange(WIDTH, device=device)
-            is_read_AL = (column_L >= state.base_S[plan.slot_A][:, None]) & (column_L < reach_A[:, None])
-            kept.append((next_, torch.where(is_read_AL, state.table_SL[plan.slot_A], 0)[plan.slot_A < made.slots]))
+            is_read_AL = (column_L >= state.base_S[plan.arrays.slot_A][:, None]) & (column_L < reach_A[:, None])
+            pages_AL = torch.where(is_read_AL, state.table_SL[plan.arrays.slot_A], 0)
+            kept.append((next_, pages_AL[plan.arrays.slot_A < made.slots]))
         assert_equal(kept[1], kept[0])

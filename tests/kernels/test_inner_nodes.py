@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from smc.algorithm.expansion import CandidateTokens, PopulationKind
-from smc.executor.draft import DraftStep, GrownRows
-from smc.executor.draft_tree import InnerNodes
-from smc.executor.messages import RoundChoice
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
+from smc.round.slots import InnerNodes
+from smc.round.tensors import DraftStep, GrownRows, RoundChoice
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
@@ -31,14 +28,14 @@ def grown_rows(made: DraftRound) -> GrownRows:
     tokens_XK = np.zeros((rows, made.k), np.int64)
     for step in range(made.k):
         parent_X = np.arange(rows)
-        for size, first in zip(made.sizes, made.plan.first_G.tolist()):
+        for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
             mine = slice(first * made.f, (first + size) * made.f)
             parent_X[mine] = np.sort(rng.integers(mine.start, mine.stop, mine.stop - mine.start))
         token_XC = np.stack([rng.permutation(WIDTH) for _ in range(rows)])
         candidate_X = rng.integers(0, 3, rows)
         tokens_XK = tokens_XK[parent_X]
         tokens_XK[:, step] = token_XC[parent_X, candidate_X]
-        tree = replace(made.tree(), tokens_XK=made.here(tokens_XK), mass_X=made.here(rng.normal(size=rows)))
+        tree = made.tree()._replace(tokens_XK=made.here(tokens_XK), mass_X=made.here(rng.normal(size=rows)))
         shares_XC = made.here(made.floats(rows, WIDTH))
         candidates = CandidateTokens(made.here(token_XC), shares_XC, shares_XC)
         kept.append(DraftStep(tree, made.here(parent_X), candidates))
@@ -46,19 +43,19 @@ def grown_rows(made: DraftRound) -> GrownRows:
     step_X = np.where(rng.random(rows) < 0.3, rng.integers(0, made.k, rows), made.k - 1)
     leaf_X = made.here(step_X * rows + np.arange(rows))
     tokens_XK = torch.cat([step.tree.tokens_XK for step in kept])[leaf_X]
-    return GrownRows(replace(tree, tokens_XK=tokens_XK), tuple(kept), leaf_X)
+    return GrownRows(tree._replace(tokens_XK=tokens_XK), tuple(kept), leaf_X)
 
 
 def choice_for(made: DraftRound, grown: GrownRows) -> RoundChoice:
     """A choice in which the block of every row is accepted completely, unless the row ends."""
     choice = choice_of(made)
     whole_A = grown.leaf_X[choice.row_A] // len(grown.leaf_X) + 1
-    choice.all_9A[2] = torch.where(choice.ended_A, torch.minimum(choice.count_A, whole_A), whole_A)
+    choice.count_A.copy_(torch.where(choice.ended_A, torch.minimum(choice.count_A, whole_A), whole_A))
     return choice
 
 
 def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundChoice]:
-    nodes, grown = InnerNodes(made.slots, made.k, VOCAB, made.device), grown_rows(made)
+    nodes, grown = InnerNodes.allocate(made.slots, made.k, VOCAB, made.device), grown_rows(made)
     choice = choice_for(made, grown)
     ops.keep_nodes(nodes, made.state, made.plan, grown, choice)
     return nodes, choice
@@ -82,7 +79,7 @@ def test_nodes_are_the_torch_ones(kinds):
             )
             has_mass_HC = candidates.share_RC > -torch.inf
             seen += int(has_mass_HC.sum())
-            slots = made.plan.slot_A
+            slots = made.plan.arrays.slot_A
             # Of a candidate without a share, and of a node without candidates, no other field is compared.
             is_there_H = has_mass_HC.any(-1) | (rows.cut_X == 0)
             # All padding writes to the dummy slot.
@@ -110,7 +107,7 @@ def outcomes_of(made: DraftRound) -> np.ndarray:
     """Random outcomes. Rows of one outcome are neighbours: at most as many as the group has batch indices, and one more
     for the group's first outcome."""
     outcome_X = np.arange(made.places * made.f)
-    for size, first in zip(made.sizes, made.plan.first_G.tolist()):
+    for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
         begin, end = first * made.f, (first + size) * made.f
         while begin < end:
             more = size + 1 if begin == first * made.f else int(made.rng.integers(1, size + 1))
@@ -126,12 +123,12 @@ def test_outcomes_are_limited_as_by_the_torch_form(kinds):
         kept, has_rest = [], seed % 2 == 0
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, True, device, largest=64 if seed == 0 else 6)
-            tree = replace(made.tree(), outcome_X=made.here(outcomes_of(made)))
+            tree = made.tree()._replace(outcome_X=made.here(outcomes_of(made)))
             shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH))
             if seed % 3 == 0:  # among equal masses the first stay
-                shares_XC, tree = shares_XC.round(), replace(tree, mass_X=tree.mass_X.round())
+                shares_XC, tree = shares_XC.round(), tree._replace(mass_X=tree.mass_X.round())
             if seed % 3 == 1:
-                shares_XC, tree = shares_XC.clamp(0, 0), replace(tree, mass_X=tree.mass_X.clamp(0, 0))
+                shares_XC, tree = shares_XC.clamp(0, 0), tree._replace(mass_X=tree.mass_X.clamp(0, 0))
             candidates = CandidateTokens(shares_XC.long(), shares_XC, shares_XC)
             kept.append(ops.limit_outcomes(made.plan, tree, candidates, has_rest))
             left_out += int((kept[-1].share_RC != shares_XC).sum())
@@ -145,12 +142,12 @@ def test_an_outcome_gets_no_more_rows_than_the_group_may_have():
     seen = 0
     for seed in range(20):
         made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
-        tree = replace(made.tree(), outcome_X=made.here(outcomes_of(made)))
+        tree = made.tree()._replace(outcome_X=made.here(outcomes_of(made)))
         shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH, nan=False))
         candidates = CandidateTokens(shares_XC.long(), shares_XC, shares_XC)
         left_XC = RoundOps().limit_outcomes(made.plan, tree, candidates, False).share_RC
         mass_XC = (tree.mass_X[:, None] + shares_XC).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        for size, first, most in zip(made.sizes, made.plan.first_G.tolist(), made.plan.draws_G.tolist()):
+        for size, first, most in zip(made.sizes, made.plan.arrays.first_G.tolist(), made.plan.arrays.draws_G.tolist()):
             rows = range(first * made.f, (first + size) * made.f)
             for outcome in {int(tree.outcome_X[x]) for x in rows}:
                 of = [x for x in rows if tree.outcome_X[x] == outcome and tree.alive_X[x]]
@@ -181,11 +178,11 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
         made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
         if made.k == 1:
             continue
-        nodes, grown = InnerNodes(made.slots, made.k, VOCAB, CPU), grown_rows(made)
+        nodes, grown = InnerNodes.allocate(made.slots, made.k, VOCAB, CPU), grown_rows(made)
         choice = choice_for(made, grown)
         RoundOps().keep_nodes(nodes, made.state, made.plan, grown, choice)
-        tokens_AK, slot_A = grown.tree.tokens_XK[choice.row_A], made.plan.slot_A
-        for size, first in zip(made.sizes, made.plan.first_G.tolist()):
+        tokens_AK, slot_A = grown.tree.tokens_XK[choice.row_A], made.plan.arrays.slot_A
+        for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
             alive = [a for a in range(first, first + size) if choice.alive_A[a]]
             paths = {tuple(tokens_AK[a, : d + 1].tolist()) for a in alive for d in range(int(choice.count_A[a]))}
             found = [

@@ -12,7 +12,7 @@ from smc.algorithm.expansion import PopulationKind
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps, TritonSampling
-from smc.executor.verify import lay_out
+from smc.executor.verify import chain_groups, lay_out
 from smc.kernels.sampling import write_distribution
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, Round, assert_equal
@@ -47,11 +47,11 @@ def said(
     asked = lay_out(
         made.state, made.here(made.floats(made.slots + 1, made.q)), made.plan, None if lookahead else made.drafted()
     )
-    rng, count = np.random.default_rng(seed), len(made.plan.chain_C)
+    rng, count = np.random.default_rng(seed), len(made.plan.arrays.chain_C)
     logp_CQV, logq_CLV = laws(rng, (count, made.q), vocab), laws(rng, (count, made.q - 1), vocab)
     if alike:
         logq_CLV = logp_CQV[:, :-1].clone()
-    return ops.verify_chains(made.plan, asked, logp_CQV.to(device), logq_CLV.to(device))
+    return ops.verify_chains(made.plan, asked, logp_CQV.to(device), logq_CLV.to(device), chain_groups(made.plan))
 
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
@@ -88,9 +88,7 @@ def test_full_distributions_equal_torch(columns):
         alpha_R=np.ones(rows, np.float32),
     ).canonical()
     wanted_RV = Distributions(law).target(logits_RV[:, :columns])
-    here = DistributionSpec(
-        *(torch.from_numpy(values).to(DEVICE) for values in list(vars(law).values())[:-1]), law.active
-    )
+    here = law.to(DEVICE)
     room_RV = torch.full((rows, columns + 2), 7.0, device=DEVICE)
     TritonSampling(columns).write_distribution(logits_RV.to(DEVICE), here, room_RV[:, :columns])
     found_RV = room_RV[:, :columns].cpu()

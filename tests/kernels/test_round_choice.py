@@ -11,9 +11,9 @@ from smc.algorithm.verification import match_samples
 from smc.arrays import map_tensors
 from smc.executor.ops import RoundOps
 from smc.executor.round_stages import Selector
-from smc.executor.select import ScoreInputs
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
+from smc.round.tensors import ScoreInputs
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal
 
@@ -53,24 +53,15 @@ def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **
         (found.candidate_tokens.token_RC, found.candidate_tokens.share_RC),
         (wanted.candidate_tokens.token_RC, wanted.candidate_tokens.share_RC),
     )
-    used_G = inputs.plan.size_G > 0
+    used_G = inputs.plan.arrays.size_G > 0
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name
     selector, plan = Selector(None, inputs.state, RoundOps(), lookahead=lookahead), inputs.plan
     own = selector._selected(plan, wanted) if PopulationKind.INDEPENDENT in kinds else None
     trees = selector._regrown(plan, wanted, inputs.drafted.block) if kinds - {PopulationKind.INDEPENDENT} else None
     expected = RoundOps().finalize(inputs, wanted, own, trees)
-    here = [moved(value) for value in (wanted, own, trees)]
+    here = map_tensors(lambda tensor: tensor.to(DEVICE), (wanted, own, trees))
     assert_equal(TritonOps().finalize(there, *here), expected)
-
-
-def moved(value: object) -> object:
-    """Return a copy of `value` on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(DEVICE)
-    if value is None or isinstance(value, tuple):
-        return map_tensors(moved, value)
-    return type(value)(**{name: moved(one) for name, one in vars(value).items()})
 
 
 @pytest.mark.parametrize(("kinds", "lookahead"), ROUNDS, ids=name_of)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import PopulationKind
-from smc.executor.messages import RoundChoice
 from smc.executor.ops import RoundOps
-from smc.executor.state import SlotState
 from smc.executor.triton_ops import TritonOps
+from smc.round.slots import SlotState
+from smc.round.tensors import NextSequences, RoundChoice
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal
 
@@ -20,7 +20,7 @@ def choice_of(made: Round) -> RoundChoice:
     """A random choice: survivors keep their batch index, every other batch index continues one of them."""
     rng, a = made.rng, made.places
     ancestor_A = np.arange(a)
-    for size, first in zip(made.sizes, made.plan.first_G.tolist()):
+    for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
         survivors = np.sort(rng.permutation(size)[: rng.integers(1, size + 1)]) + first
         copies = np.setdiff1d(np.arange(first, first + size), survivors)
         ancestor_A[copies] = rng.choice(survivors, len(copies))
@@ -37,7 +37,8 @@ def choice_of(made: Round) -> RoundChoice:
         "text_A": rng.integers(0, 4, a),
         "mass_A": rng.normal(size=a),
     }
-    return RoundChoice.of(**{name: made.here(value) for name, value in given.items()})
+    choice = RoundChoice.allocate(a, made.device)
+    return choice.write(**{name: made.here(value) for name, value in given.items()})
 
 
 def contents(state: SlotState) -> tuple[torch.Tensor, ...]:
@@ -63,13 +64,13 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
             made = Round(seed, frozenset(PopulationKind), lookahead, device)
             state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
             logq_SQ = made.here(made.floats(made.slots + 1, made.q))
-            reach_A = state.held(plan.slot_A[choice.ancestor_A]) + made.q
+            reach_A = state.held(plan.arrays.slot_A[choice.ancestor_A]) + made.q
             next_ = ops.follow(state, logq_SQ, plan, drafted, choice, lookahead)
-            ops.advance(state, plan.slot_A, choice, next_.end_A, next_.tokens_AW, next_.pending_A, choice.text_A)
+            ops.advance(state, plan.arrays.slot_A, choice, next_)
             # All particles share the prompt's pages; pages past the block's end are overwritten before they are read.
             column_L = torch.arange(WIDTH, device=device)
-            is_read_AL = (column_L >= state.base_S[plan.slot_A][:, None]) & (column_L < reach_A[:, None])
-            pages_AL = torch.where(is_read_AL, state.table_SL[plan.slot_A], 0)[plan.slot_A < made.slots]
+            is_read_AL = (column_L >= state.base_S[plan.arrays.slot_A][:, None]) & (column_L < reach_A[:, None])
+            pages_AL = torch.where(is_read_AL, state.table_SL[plan.arrays.slot_A], 0)[plan.arrays.slot_A < made.slots]
             kept.append((next_, logq_SQ[:-1], pages_AL, *contents(state)[:-3], *contents(state)[-2:]))
         assert_equal(kept[1], kept[0])
 
@@ -83,14 +84,8 @@ def test_tokens_of_a_slice_are_kept():
             made.drafted()
             choice, a = choice_of(made), made.places
             end_A, pending_A, text_A = (made.here(made.rng.integers(1, 30, a)) for _ in range(3))
-            ops.advance(
-                made.state,
-                made.plan.slot_A,
-                choice,
-                end_A,
-                made.here(made.rng.integers(0, VOCAB, (a, 2)))[:, :1],
-                pending_A,
-                text_A,
-            )
+            tokens_AW = made.here(made.rng.integers(0, VOCAB, (a, 2)))[:, :1]
+            next_ = NextSequences(end_A, tokens_AW, pending_A, text_A)
+            ops.advance(made.state, made.plan.arrays.slot_A, choice, next_)
             kept.append(contents(made.state))
         assert_equal(kept[1], kept[0])

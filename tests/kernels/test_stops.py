@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smc.api.limits import MAX_STOP_BYTES
-from smc.kernels import round_tensors
-from smc.kernels.round_tensors import StopTensors, after_all
+from smc.kernels import stops as kernels
+from smc.kernels.stops import after_all
 from smc.stops import DONE, START, StopMachine, StopProgress, StopTables, TokenBytes
 from smc.stops import grow as reference
 from tests.test_stops import LONG, Letters
@@ -45,7 +45,7 @@ NO_TOKENS = [-1, -(2**31), len(TOKENS), 10**6, 2**31 - 1]
 VOCAB = len(TOKENS) + 2
 """A model draws from more ids than its tokenizer has."""
 
-FINISHED = round_tensors.DONE
+FINISHED = kernels.DONE
 
 
 def grow(
@@ -64,7 +64,7 @@ def grow(
             *(given_A.contiguous() for given_A in (entry_A, text_A)), tokens_AK, *tokens_AK.stride(),
             room_A.contiguous(),
             torch.zeros_like(room_A) if early_A is None else early_A.contiguous(), count_A, ends_A, after_A, places,
-            StopTensors.of(tables), K=k, BLOCK=BLOCK, num_warps=1,
+            tables, K=k, BLOCK=BLOCK, num_warps=1,
         )  # fmt: skip
     return StopProgress(count_A, ends_A, after_A)
 
@@ -89,7 +89,7 @@ def _grow(
 
 
 def tables_on(device: torch.device, machines: list[StopMachine], vocab: int = VOCAB) -> StopTables:
-    tables = StopTables(len(machines) + 1, vocab, TokenBytes.of(Letters(TOKENS)), device)
+    tables = StopTables.allocate(len(machines) + 1, vocab, TokenBytes.of(Letters(TOKENS)), device)
     for entry, machine in enumerate(machines, start=1):
         tables.set(entry, machine)
     return tables
@@ -170,9 +170,8 @@ def test_nothing_is_read_beyond_the_vocabulary(device, vocab):
     of further entries."""
     tables = tables_on(device, [StopMachine.of([], [b"a"]), StopMachine.of(range(vocab), [])], vocab)
     size = len(tables.data_B)
-    tables.offset_V = torch.cat((tables.offset_V, torch.tensor([0, size] * 8, dtype=torch.int32, device=device)))[
-        : len(TOKENS) + 1
-    ]
+    more_V = torch.tensor([0, size] * 8, dtype=torch.int32, device=device)
+    tables = tables._replace(offset_V=torch.cat((tables.offset_V, more_V))[: len(TOKENS) + 1])
     for token in range(len(TOKENS), len(TOKENS) + 8):
         one_A = torch.ones(2, dtype=torch.int64, device=device)
         growth = grow(tables, one_A, one_A * START, torch.full((2, 2), token, device=device), one_A * 9)

@@ -4,16 +4,15 @@ tests/kernels/rounds.py."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
-from smc.executor.draft import DraftStep, GrownRows
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.reference import heaviest_paths
+from smc.round.tensors import DraftStep, GrownRows
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
@@ -32,7 +31,7 @@ def grown_tree(made: DraftRound, *, ties: bool = False) -> GrownRows:
     for step in range(made.k):
         parent_X, fresh_X = np.arange(rows), np.ones(rows, bool)
         if step:
-            for size, first in zip(made.sizes, made.plan.first_G.tolist()):
+            for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
                 mine = np.arange(first * made.f, (first + size) * made.f)
                 living = mine[alive_X[mine]]
                 fresh_X[mine] = False
@@ -51,8 +50,7 @@ def grown_tree(made: DraftRound, *, ties: bool = False) -> GrownRows:
         ended_X = was_over_X | (rng.random(rows) < 0.1)
         tokens_XK, outcome_X = tokens_XK[parent_X], outcome_X[parent_X] if step else outcome_X
         tokens_XK[:, step] = np.arange(rows)
-        tree = replace(
-            made.tree(),
+        tree = made.tree()._replace(
             tokens_XK=made.here(tokens_XK),
             mass_X=made.here(mass_X),
             alive_X=made.here(alive_X),
@@ -95,12 +93,12 @@ def test_rows_hold_what_choosing_greedily_holds(lookahead):
         grown = grown_tree(made)
         chosen = RoundOps().choose_rows(made.plan, grown, lookahead)
         rows = made.places * made.f
-        for group, (size, first) in enumerate(zip(made.sizes, made.plan.first_G.tolist())):
+        for group, (size, first) in enumerate(zip(made.sizes, made.plan.arrays.first_G.tolist())):
             begin, end = first * made.f, (first + size) * made.f
             gains, paths = tree_paths(grown, begin, end, lookahead)
             of = zip(chosen.leaf_X[begin:end].tolist(), chosen.tree.alive_X[begin:end].tolist())
             taken = [paths[leaf] for leaf, alive in of if alive]
-            most = int(made.plan.draws_G[group]) if lookahead else end - begin
+            most = int(made.plan.arrays.draws_G[group]) if lookahead else end - begin
             leaves = [
                 path
                 for path in paths.values()

@@ -26,23 +26,28 @@ from services.link.messages import (
 from smc.algorithm.expansion import PopulationKind
 from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
-from smc.executor.messages import DraftReport, Draws, Lineage, PromptBatch, PromptResult, RoundResult, TopLogprobsSpec
-from smc.executor.plan import (
+from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
+from smc.philox import Purpose
+from smc.round.plan import (
     ConstrainedRows,
     Contexts,
     Penalties,
     Program,
+    RoundArrays,
+    RoundKind,
     RoundPlan,
     SequenceHandoff,
     UnconditionalRows,
 )
-from smc.philox import Purpose
+from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RoundResult
 from smc.stops import StopMachine
 
 examples = settings(max_examples=20, deadline=None)
 
 
 def equal(a: object, b: object) -> bool:
+    if isinstance(a, tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     if is_dataclass(a):
         return type(a) is type(b) and all(equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     if isinstance(a, np.ndarray):
@@ -90,11 +95,11 @@ def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     biased = rng.integers(0, 2**31 - 1, (2, d - 1), dtype=np.int32)
     bias = rng.standard_normal(d - 1).astype(np.float32)
     one = Draws(
-        law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, biased, bias, *guidance
+        law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, *biased, bias, *guidance
     )
     seen, repetition = rng.integers(0, 99, (2, d), dtype=np.int32), rng.random(d, dtype=np.float32)
     if rng.random() < 0.5:
-        one = replace(one, seen_2Z=seen, repetition_Z=repetition)
+        one = replace(one, seen_row_Z=seen[0], seen_token_Z=seen[1], repetition_Z=repetition)
     machines = (
         None,
         StopMachine.of([7], [], (), Constraint("choice", '["b"]', 2)),
@@ -221,21 +226,22 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         **{name: ints(q, dtype=np.int32) for name in ("first_U", "size_U", "shared_U")},
         pages_UW=ints(q, b, dtype=np.int32),
     )
-    constrained = ConstrainedRows(ints(a, dtype=np.int32), ints(a), rng.random(a) < 0.5, flag, not flag)
+    constrained = ConstrainedRows(ints(a, dtype=np.int32), ints(a), rng.random(a) < 0.5) if rng.random() < 0.5 else None
     of_group = {
         name: ints(a, dtype=np.int32)
         for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")
     }
-    plan = RoundPlan(
+    populations = {PopulationKind.BEST, PopulationKind.DISTINCT} if flag else {PopulationKind.INDEPENDENT}
+    kind = RoundKind(
         program=program,
         contexts=contexts,
-        columns=77,
+        populations=frozenset(populations),
         biased=256 if flag else 0,
-        kinds=frozenset({PopulationKind.BEST, PopulationKind.DISTINCT})
-        if flag
-        else frozenset({PopulationKind.INDEPENDENT}),
-        target_distribution=law(rng, a),
-        draft_distribution=law(rng, a),
+        every_step=flag,
+        has_answers=not flag,
+        raw_logprobs=bool(rng.random() < 0.5),
+    )
+    arrays = RoundArrays(
         slot_A=ints(a),
         group_A=ints(a),
         particle_A=ints(a),
@@ -250,13 +256,19 @@ def test_a_round(drawn, flag, program, contexts, f, b):
         target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
         begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
         branch_pages_XB=ints(a * f, b, dtype=np.int32),
+    )
+    plan = RoundPlan(
+        kind=kind,
+        columns=77,
+        arrays=arrays,
+        target_distribution=law(rng, a),
+        draft_distribution=law(rng, a),
         target_unconditional=unconditional if rng.random() < 0.5 else None,
         penalties=Penalties(*rng.random((3, a), dtype=np.float32), ints(a)) if rng.random() < 0.5 else None,
-        constraints=constrained if rng.random() < 0.5 else None,
-        raw_logprobs=bool(rng.random() < 0.5),
-    )
+        constraints=constrained,
+    ).sized()
     found = received(plan)
-    assert equal(found, plan) and found.key == plan.key
+    assert equal(found, plan) and found.kind == plan.kind
 
 
 @examples
@@ -285,7 +297,7 @@ def test_round_result(drawn, w, raw):
         lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), *rng.integers(0, 9, (2, a), dtype=np.int32)),
     )
     assert equal(received(result), result)
-    report = DraftReport(result.lineage, rng.random((3, a), dtype=np.float32))
+    report = DraftReport(result.lineage, ObservedDraws(*rng.random((3, a), dtype=np.float32)))
     assert equal(received(report), report)
 
 

@@ -12,13 +12,14 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Output, Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.executor.forward import Rows, StaticForward
+from smc.executor.forward import StaticForward
 from smc.executor.graph_runner import StageRunner
 from smc.executor.model_runner import ModelRunner
 from smc.executor.ops import RoundOps
-from smc.executor.plan import Contexts, Program
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
+from smc.round.plan import Contexts, Program
+from smc.round.tensors import Rows
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import SequenceGroup
 from tests.pairwise import one_of

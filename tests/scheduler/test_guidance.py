@@ -181,7 +181,7 @@ def test_unconditional_rows_are_padded_separately(config, monkeypatch):
         plan, more = found[-1]
         side = next(side for side in ModelRole if self is engine.executor.runners[side]._forward)
         if side == "target":
-            more.append(len(rows.slot_R) - len(plan.slot_A))
+            more.append(len(rows.slot_R) - len(plan.arrays.slot_A))
         return runs(self, tokens_T, rows)
 
     monkeypatch.setattr(StaticForward, "__call__", counting)
@@ -194,7 +194,7 @@ def test_unconditional_rows_are_padded_separately(config, monkeypatch):
     company = [request((2, 0), f"beside {i}", seed=i, max_tokens=28, particles=4, **law) for i in range(3)]
     answers(engine, [company[0], requests[0], *company[1:], requests[1]])
     assert all(len(set(more)) == 1 for _, more in found)
-    counts = {(int((plan.slot_A < engine.config.max_slots).sum()), more[0]) for plan, more in found}
+    counts = {(int((plan.arrays.slot_A < engine.config.max_slots).sum()), more[0]) for plan, more in found}
     assert counts == {(17, 8), (14, 2), (2, 2)}
 
 

@@ -108,6 +108,6 @@ def test_what_all_particles_agree_on_is_read_once():
         Request("r", (0, 1, 2), SamplingParams(particles=8, temperature=0.01, seed=0, max_tokens=30, ignore_eos=True))
     )
     shared, run = [], engine.executor.round
-    engine.executor.round = lambda plan: (shared.append(int(plan.shared_G[0])), run(plan))[1]
+    engine.executor.round = lambda plan: (shared.append(int(plan.arrays.shared_G[0])), run(plan))[1]
     step_through(engine, lambda _: None)
     assert shared == sorted(shared) and shared[0] == 3 and shared[-1] > 3 + 30 - 3 * 2

@@ -10,13 +10,14 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
+from smc.arrays import map_tensors
 from smc.calibration.latency import BRIEF, TREE, Effort, live_plan, measure_latency
 from smc.calibration.warm_up import warm_up_plans
 from smc.executor.forward import StaticForward
 from smc.executor.model_runner import LocalRoundExecutor
 from smc.executor.ops import RoundOps
-from smc.executor.plan import Program
 from smc.local_engine import local_engine
+from smc.round.plan import Program
 from smc.scheduler.engine import Engine
 from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from tests.scheduler.harness import answers, request
@@ -168,13 +169,13 @@ def test_timed_rounds_are_of_kinds_that_are_warmed_up(config, program):
     share memory by key."""
 
     def layout(plan):
-        return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
+        return map_tensors(lambda array: (array.dtype, array.shape), plan.parts)
 
-    warmed_up = {plan.key: plan for plan in warm_up_plans(config, 600)}
+    warmed_up = {plan.kind: plan for plan in warm_up_plans(config, 600)}
     for count in (1, 2, 8, config.max_slots):
         for tree in (TREE, 1) if program is Program.PAIR else (1,):
             plan = live_plan(program, config, count, 256, tree)
-            assert layout(plan) == layout(warmed_up[plan.key])
+            assert layout(plan) == layout(warmed_up[plan.kind])
 
 
 def test_contexts_that_are_too_short_for_full_rows():

@@ -11,8 +11,8 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts
 from smc.local_engine import local_engine
+from smc.round.plan import SHORT, SHORT_SINGLE, Contexts
 from tests.scheduler.harness import PaddingOps, answers
 from tests.scheduler.pairs import tiny_pair
 from tests.scheduler.random_histories import assert_same
@@ -52,7 +52,14 @@ def test_past_short_rows(monkeypatch):
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
     engine = local_engine(made, replace(config, cohorts=2, prefill_chunk=100, pages=1900, max_slots=24))
     shapes, run = set(), engine.executor.round
-    engine.executor.round = lambda plan: (shapes.add((plan.program, plan.contexts, len(plan.slot_A))), run(plan))[1]
+
+    def shape_of(plan):
+        return plan.kind.program, plan.kind.contexts, plan.kind.batch_size
+
+    engine.executor.round = lambda plan: (
+        shapes.add(shape_of(plan)),
+        run(plan),
+    )[1]
     for again in range(2):
         found = answers(engine, [replace(one, request_id=f"{again}-{one.request_id}") for one in asked])
         for one in asked:

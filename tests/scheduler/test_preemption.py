@@ -12,7 +12,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.plan import Program
+from smc.round.plan import Program
 from smc.scheduler.engine import Engine
 from tests.pairwise import one_of
 from tests.scheduler.harness import CASES, FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request, running

@@ -284,9 +284,8 @@ def test_distributions_use_the_reserved_memory(config, monkeypatch):
         answers(engine, asked)
         assert engine.executor.stages["draft"].recorded_keys > 6
         laws = [nbytes for where, nbytes in storages(wide=vocab).items() if where not in before]
-        # In addition, log q after the roots of drafted rows, and one number that stands for draws that were not
-        # observed.
-        kept = 4 * vocab * min(slots, OBSERVED_ROOTS) + 4
+        # In addition, log q after the roots of drafted rows.
+        kept = 4 * vocab * min(slots, OBSERVED_ROOTS)
         if config.lookahead:  # and the candidates at inner nodes, one set for each token
             kept += 4 * vocab * (slots + 1) * (config.block - 1)
         assert sum(laws) == sum(sized.distribution_bytes(side, vocab) for side in ModelRole) + kept

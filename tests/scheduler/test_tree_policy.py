@@ -610,7 +610,7 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     round because its tree shrinks."""
     engine, asked = local_engine(pair(), EngineConfig(form=form, block=3, max_slots=256, prefill_chunk=16)), []
     run = engine.executor.round
-    engine.executor.round = lambda plan: (asked.append(int(plan.size_G.sum())), run(plan))[1]
+    engine.executor.round = lambda plan: (asked.append(int(plan.arrays.size_G.sum())), run(plan))[1]
     # More than one row for each request would take longer than it could gain.
     engine.latency = made(draft=(1e-4, 0.0), target=(4e-3, 0.0), round_overhead=0.0)
     count, most = 32, 256

@@ -11,9 +11,10 @@ from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.calibration.warm_up import REPEATS, rare_requests, warm_up
-from smc.executor.plan import Program, RoundPlan
+from smc.distributions import Processors
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
+from smc.round.plan import Program, RoundPlan
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import COMMON_KINDS
@@ -30,13 +31,13 @@ CONFIG = EngineConfig(block=3, max_slots=16)
 def traits(plan: RoundPlan) -> tuple:
     """The properties of a plan, apart from sizes, that decide which kernels run."""
     guided = plan.target_unconditional is not None
-    return plan.program, tuple(sorted(plan.kinds)), plan.biased, guided
+    return plan.kind.program, tuple(sorted(plan.kind.populations)), plan.kind.biased, guided
 
 
 def rows_of(plan: RoundPlan) -> int:
     """Rows of the target's pass, padding included."""
     unconditional = plan.target_unconditional
-    return len(plan.slot_A) + (0 if unconditional is None else len(unconditional.index_U))
+    return len(plan.arrays.slot_A) + (0 if unconditional is None else len(unconditional.index_U))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def warmed_up(pair) -> tuple[Engine, dict[str, list[RoundPlan]]]:
 def test_every_rarer_kind_has_its_rounds(warmed_up):
     _, seen = warmed_up
     for name, plans in seen.items():
-        keys = [plan.key for plan in plans]
+        keys = [plan.kind for plan in plans]
         # The last round may stand alone, since the requests of a list end after different numbers of rounds.
         assert len(keys) > REPEATS and all(keys.count(key) >= REPEATS for key in keys[:-1]), name
     asked = [plan for plans in seen.values() for plan in plans]
@@ -78,16 +79,18 @@ def test_every_rarer_kind_has_its_rounds(warmed_up):
     }
     # Rounds that mix all kinds: with and without top-k and biases, for which the kernels over logits differ.
     every = [
-        plan for plan in asked if plan.kinds == frozenset(PopulationKind) and "alpha" in plan.target_distribution.active
+        plan.kind
+        for plan in asked
+        if plan.kind.populations == frozenset(PopulationKind) and plan.kind.target_processors & Processors.ALPHA
     ]
-    assert {("top_k" in plan.target_distribution.active, plan.biased > 0) for plan in every} == set(
+    assert {(bool(kind.target_processors & Processors.TOP_K), kind.biased > 0) for kind in every} == set(
         product((False, True), repeat=2)
     )
     guided = {kinds for _, kinds, _, is_guided in found if is_guided}
     assert guided >= {(kind,) for kind in PopulationKind}
     # Rounds of both models, and of the target alone, reach the maximum number of rows.
     rows = {
-        program: max(rows_of(plan) for plan in asked if plan.program is program)
+        program: max(rows_of(plan) for plan in asked if plan.kind.program is program)
         for program in (Program.PAIR, Program.TARGET)
     }
     assert set(rows.values()) == {max(possible(CONFIG.max_slots))}

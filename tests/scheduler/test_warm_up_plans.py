@@ -8,9 +8,10 @@ from itertools import product
 import pytest
 
 from smc.api.engine_config import EngineConfig
+from smc.arrays import map_tensors
 from smc.calibration.warm_up import REPEATS, warm_up_plans
-from smc.executor.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from smc.local_engine import local_engine
+from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
@@ -20,7 +21,7 @@ FORMS = [EngineConfig(block=5, max_slots=32), EngineConfig(form="lockstep", bloc
 
 def layout(plan: RoundPlan) -> list[tuple]:
     """The properties of a plan that a buffer for plans of its key depends on."""
-    return [(name, array.dtype, array.shape) for name, array in plan.arrays().items()]
+    return map_tensors(lambda array: (array.dtype, array.shape), plan.parts)
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=["look-ahead", "lockstep"])
@@ -43,9 +44,9 @@ def test_usual_requests_meet_no_new_kind_of_round(config):
     ):
         list(engine.run([request([2, 1, 0], "law", max_tokens=10, ignore_eos=True, **law)]))
     warmed_up = list(warm_up_plans(config, engine.context))
-    by_key = {plan.key: plan for plan in warmed_up}
+    by_key = {plan.kind: plan for plan in warmed_up}
     assert len(warmed_up) == REPEATS * len(by_key)
-    assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
+    assert asked and all(layout(plan) == layout(by_key[plan.kind]) for plan in asked)
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS[::-1]), ids=["lockstep", "look-ahead"])
@@ -64,9 +65,9 @@ def test_warm_up_covers_long_prompts(config):
                 [request([1, 2] * (SHORT_SINGLE // 2), str(i), max_tokens=12, seed=i, **kind) for i in range(count)]
             )
         )
-    by_key = {plan.key: plan for plan in warm_up_plans(config, engine.context)}
-    assert asked and all(layout(plan) == layout(by_key[plan.key]) for plan in asked)
-    assert {plan.contexts for plan in asked} == {Contexts.SINGLE, Contexts.SHARED}
+    by_key = {plan.kind: plan for plan in warm_up_plans(config, engine.context)}
+    assert asked and all(layout(plan) == layout(by_key[plan.kind]) for plan in asked)
+    assert {plan.kind.contexts for plan in asked} == {Contexts.SINGLE, Contexts.SHARED}
 
 
 @pytest.mark.parametrize("context", one_of(SHORT - 14, SHORT_SINGLE - 14))
@@ -78,7 +79,7 @@ def test_warm_up_covers_contexts_just_below_a_limit(context):
     run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
     for kind in ({"method": "exact", "particles": 4}, {"method": "exact", "particles": 1}):
         list(engine.run([request([1, 2] * (context // 2 - 10), max_tokens=20, ignore_eos=True, **kind)]))
-    assert asked and {plan.key for plan in asked} <= {plan.key for plan in warm_up_plans(config, engine.context)}
+    assert asked and {plan.kind for plan in asked} <= {plan.kind for plan in warm_up_plans(config, engine.context)}
 
 
 def test_long_contexts_are_warmed_up_where_there_can_be_some():
@@ -88,7 +89,8 @@ def test_long_contexts_are_warmed_up_where_there_can_be_some():
         SHORT + 50: {Contexts.SHORT, Contexts.SHARED},
         SHORT_SINGLE + 50: set(Contexts),
     }
-    assert {context: {plan.contexts for plan in warm_up_plans(config, context)} for context in expected} == expected
+    found = {context: {plan.kind.contexts for plan in warm_up_plans(config, context)} for context in expected}
+    assert found == expected
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=["look-ahead", "lockstep"])

@@ -105,7 +105,7 @@ def test_nothing_counts_after_a_stop_string(form, block):
 def test_end_of_a_block(tokens, room, length, ended):
     """EOS and the limit within a block of four tokens: whichever comes first ends the answer, and no token follows
     it."""
-    tables = StopTables(2, 4, TokenBytes.of(tiny_pair().tokenizer), torch.device("cpu"))
+    tables = StopTables.allocate(2, 4, TokenBytes.of(tiny_pair().tokenizer), torch.device("cpu"))
     tables.set(1, StopMachine.of([EOS], []))
     one = torch.ones(1, dtype=torch.int64)
     growth = grow(tables, one, one * START, torch.tensor([tokens]), torch.tensor([room]))

@@ -1,31 +1,29 @@
 """Messages from the host to the two models about rounds: the plan of a round, and particles that join. NumPy arrays on
 the host, tensors at the models.
 
-See the package's legend for axes."""
+See `smc.round` for axes."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum, StrEnum
 from itertools import cycle
-from typing import Any, Generic, cast
+from typing import Any, Generic, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
-from smc.distributions import DistributionSpec
+from smc.algorithm.resampling import Spans
+from smc.arrays import FieldMemory, map_tensors
+from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
 from smc.stops import StopMachine
 from smc.types import Array, ModelRole
 
-ALIGNMENT = 16
 SHORT, SHORT_SINGLE = 384, 640
 """Numbers of positions up to which it is cheaper that each row reads them separately: in general, and if hardly any
 rows share positions."""
-PARTS = ("target_distribution", "draft_distribution", "target_unconditional", "penalties", "constraints")
-"""Fields of a plan that are dataclasses of arrays."""
 IN_FLIGHT = 9
 """Number of buffers for the rounds of one shape, so that no round overwrites memory that is still in use: two for each
 of at most four micro-batches, and one for the next round."""
@@ -42,15 +40,15 @@ class Program(StrEnum):
     """The draft decodes alone."""
 
 
-class Contexts(StrEnum):
+class Contexts(IntEnum):
     """How a round's rows read the positions before their tokens. Results do not depend on it."""
 
-    SHORT = "short"
+    SHORT = 0
     """Few positions, which each row reads by itself."""
-    SINGLE = "single"
+    SINGLE = 1
     """More positions, in groups with hardly more than one batch index each, so that few queries read the same
     positions."""
-    SHARED = "shared"
+    SHARED = 2
     """More positions, in groups with several batch indices; positions that a group shares are read once."""
 
     @staticmethod
@@ -100,8 +98,7 @@ class SequenceHandoff:
     requests."""
 
 
-@dataclass(frozen=True)
-class UnconditionalRows(Generic[Array]):
+class UnconditionalRows(NamedTuple, Generic[Array]):
     """The U unconditional sequences (after negative prompts) that guided batch indices have at one model in a round,
     group after group. See `smc.executor.guidance`. U is padded, and the number of their groups is padded to U. A
     padding row belongs to the dummy slot, to batch index 0 and to the last group, which then has size 0."""
@@ -130,8 +127,7 @@ class UnconditionalRows(Generic[Array]):
     pending tokens come first."""
 
 
-@dataclass(frozen=True)
-class Penalties(Generic[Array]):
+class Penalties(NamedTuple, Generic[Array]):
     """Penalties of a round with penalised requests, per batch index; see `smc.executor.state`."""
 
     presence_A: Array
@@ -144,8 +140,7 @@ class Penalties(Generic[Array]):
     """int64 number of tokens of the prompt."""
 
 
-@dataclass(frozen=True)
-class ConstrainedRows(Generic[Array]):
+class ConstrainedRows(NamedTuple, Generic[Array]):
     """Constraints of a round with constrained requests, per batch index; see `smc.executor.masks`."""
 
     entry_A: Array
@@ -154,27 +149,59 @@ class ConstrainedRows(Generic[Array]):
     """int64 number of tokens of the prompt."""
     by_answer_A: Array
     """bool: the distribution is that of whole answers, given the constraint."""
-    every_step: bool
-    """The draft waits for the masks of all its steps; otherwise only for those of the first step."""
-    has_answers: bool
-    """`by_answer` is true for some batch index."""
 
 
 @dataclass(frozen=True)
-class RoundPlan(Generic[Array]):
-    """Plan of one round of G groups on A batch indices: everything about the round that does not depend on the models'
-    outputs. Both numbers are padded: a padding batch index belongs to the dummy slot and to a padding group, whose size
-    is 0."""
+class RoundKind:
+    """The static part of a plan: rounds of one kind run the same operations on the same shapes, so they share their
+    recordings."""
 
     program: Program
     contexts: Contexts
-    columns: int
-    """Maximum number of positions that any row holds when the round ends."""
-    kinds: frozenset[PopulationKind]
+    populations: frozenset[PopulationKind]
     """How groups may be continued. A round with more than one kind counts as one of all three common kinds."""
-    target_distribution: DistributionSpec[Array]
-    """The target's distributions, per batch index."""
-    draft_distribution: DistributionSpec[Array]
+    steps: int | None = None
+    """Number of tokens by which the draft extends every row; None: all K of a block. Only rounds of exact decoding
+    alone have fewer."""
+    biased: int = 0
+    """Maximum number of tokens whose logits are changed for a row, one of `smc.executor.state.WIDTHS`; 0: no row has
+    any."""
+    every_step: bool = False
+    """The draft waits for the masks of all its steps; otherwise only for those of the first step."""
+    has_answers: bool = False
+    """`ConstrainedRows.by_answer` is true for some batch index."""
+    raw_logprobs: bool = False
+    """The target also reports log-probabilities under the softmax of its own logits."""
+    batch_size: int = 0
+    """A."""
+    branches: int = 0
+    """F: number of rows that the draft grows for every batch index."""
+    chains: int = 0
+    """C."""
+    unconditional: int = 0
+    """U; 0: no row is guided."""
+    target_processors: Processors = NO_PROCESSORS
+    """Processors of the target's distributions that some row uses."""
+    draft_processors: Processors = NO_PROCESSORS
+    penalised: bool = False
+    constrained: bool = False
+    weighted: bool = False
+    """The host has set weights."""
+
+    @property
+    def has_exact(self) -> bool:
+        """Whether any group may be decoded exactly."""
+        return max(self.populations) >= PopulationKind.BEST
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether all groups are decoded exactly."""
+        return min(self.populations) >= PopulationKind.BEST
+
+
+class RoundArrays(NamedTuple, Generic[Array]):
+    """The arrays of every plan, which kernels read."""
+
     slot_A: Array
     """int64 slot."""
     group_A: Array
@@ -203,35 +230,18 @@ class RoundPlan(Generic[Array]):
     """float64: an effective sample size below this share of N leads to resampling."""
     kind_G: Array
     """int32 `smc.algorithm.expansion.PopulationKind`: how the group is continued."""
+    scheme_G: Array
+    """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
     chain_C: Array
     """int64 batch indices of groups whose rows are chains, group after group; padded by repeating the first one."""
     distribution_C: Array
     """int64 index at which the draft keeps the distributions of each of these chains."""
-    scheme_G: Array
-    """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
     target_pages_AQ: Array
     """int32 pages for the tokens that the target runs."""
     begin_pages_AP: Array
     """int32 pages for a particle's pending tokens, at the draft or the model that decodes alone."""
     branch_pages_XB: Array
     """int32 pages for those tokens of branches that run within the round, branch after branch."""
-    biased: int = 0
-    """Maximum number of tokens whose logits are changed for a row, one of `smc.executor.state.WIDTHS`; 0: no row has
-    any."""
-    steps: int | None = None
-    """Number of tokens by which the draft extends every row; None: all K of a block. Only rounds of exact decoding
-    alone have fewer."""
-    target_unconditional: UnconditionalRows[Array] | None = None
-    """Unconditional rows at the target; None: no row is guided."""
-    penalties: Penalties[Array] | None = None
-    """None: no row is penalised."""
-    constraints: ConstrainedRows[Array] | None = None
-    """None: no row is constrained."""
-    raw_logprobs: bool = False
-    """The target also reports log-probabilities under the softmax of its own logits."""
-    weights_A: Array | None = None
-    """float64 log-weights that the host has set since the last round by applying potentials; NaN: the models' own
-    weights stay. None: no request has a potential."""
 
     @property
     def branches(self) -> int:
@@ -239,120 +249,113 @@ class RoundPlan(Generic[Array]):
         return len(self.branch_pages_XB) // len(self.slot_A)
 
     @property
+    def groups(self) -> Spans:
+        """The batch indices of every group."""
+        return Spans(cast(Any, self.first_G), cast(Any, self.size_G))
+
+
+@dataclass(frozen=True)
+class RoundPlan(Generic[Array]):
+    """Plan of one round of G groups on A batch indices: everything about the round that does not depend on the models'
+    outputs. Both numbers are padded: a padding batch index belongs to the dummy slot and to a padding group, whose size
+    is 0."""
+
+    kind: RoundKind
+    columns: int
+    """Maximum number of positions that any row holds when the round ends."""
+    arrays: RoundArrays[Array]
+    target_distribution: DistributionSpec[Array]
+    """The target's distributions, per batch index."""
+    draft_distribution: DistributionSpec[Array]
+    target_unconditional: UnconditionalRows[Array] | None = None
+    """Unconditional rows at the target; None: no row is guided."""
+    penalties: Penalties[Array] | None = None
+    """None: no row is penalised."""
+    constraints: ConstrainedRows[Array] | None = None
+    """None: no row is constrained."""
+    weights_A: Array | None = None
+    """float64 log-weights that the host has set since the last round by applying potentials; NaN: the models' own
+    weights stay. None: no request has a potential."""
+
+    def sized(self) -> RoundPlan[Array]:
+        """Return the plan with the sizes of its arrays, and the parts that it has, noted in its kind."""
+        arrays, unconditional = self.arrays, self.target_unconditional
+        kind = replace(
+            self.kind,
+            batch_size=len(arrays.slot_A),
+            branches=arrays.branches,
+            chains=len(arrays.chain_C),
+            unconditional=0 if unconditional is None else len(unconditional.index_U),
+            target_processors=self.target_distribution.active,
+            draft_processors=self.draft_distribution.active,
+            penalised=self.penalties is not None,
+            constrained=self.constraints is not None,
+            weighted=self.weights_A is not None,
+        )
+        return replace(self, kind=kind)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Everything that has arrays."""
+        return tuple(getattr(self, name) for name in PARTS)
+
+    @property
     def seed_G(self: RoundPlan[Tensor]) -> Tensor:
-        return self._of_group(self.seed_A)
+        return self._of_group(self.arrays.seed_A)
 
     @property
     def round_G(self: RoundPlan[Tensor]) -> Tensor:
-        return self._of_group(self.round_A)
-
-    @property
-    def key(self) -> tuple:
-        """Key of recorded rounds: rounds with the same key run the same operations on the same shapes."""
-        return (
-            self.program,
-            self.contexts,
-            len(self.slot_A),
-            len(self.chain_C),
-            self.branches,
-            self.steps,
-            self.biased,
-            tuple(sorted(self.kinds)),
-            *(
-                tuple(sorted(distribution.active))
-                for distribution in (self.target_distribution, self.draft_distribution)
-            ),
-            len(self.target_unconditional.index_U) if self.target_unconditional else 0,
-            self.penalties is not None,
-            (self.constraints.every_step, self.constraints.has_answers) if self.constraints else None,
-            self.weights_A is not None,
-            self.raw_logprobs,
-        )
+        return self._of_group(self.arrays.round_A)
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
         return self.target_unconditional if role is ModelRole.TARGET else None
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return all arrays by name; an array of a part is named `part.name`."""
-        own = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        parts = {name: getattr(self, name) for name in PARTS}
-        within = {
-            f"{part}.{name}": value for part, values in parts.items() if values for name, value in vars(values).items()
-        }
-        return own | {name: value for name, value in within.items() if isinstance(value, np.ndarray)}
-
-    def with_arrays(self, tensors: dict[str, Tensor]) -> RoundPlan[Tensor]:
-        """Return the same plan over tensors of the same names."""
-        found: dict[str, Any] = {}
-        within: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-        for name, tensor in tensors.items():
-            part, _, field = name.rpartition(".")
-            (within[part] if part else found)[field] = tensor
-        found |= {part: replace(getattr(self, part), **values) for part, values in within.items()}
-        return replace(cast(Any, self), **found)
-
     def has_kind(self: RoundPlan[Tensor], kind: PopulationKind) -> Tensor:
         """Return bool [A]: the batch index's group is of this kind."""
-        return (self.kind_G == kind)[self.group_A]
+        return (self.arrays.kind_G == kind)[self.arrays.group_A]
 
     @property
     def is_exact_G(self: RoundPlan[Tensor]) -> Tensor:
         """bool: the group is decoded exactly."""
-        return self.kind_G >= PopulationKind.BEST
+        return self.arrays.kind_G >= PopulationKind.BEST
 
     @property
     def is_exact_A(self: RoundPlan[Tensor]) -> Tensor:
-        return self.is_exact_G[self.group_A]
-
-    @property
-    def has_exact(self) -> bool:
-        """Whether any group may be decoded exactly."""
-        return max(self.kinds) >= PopulationKind.BEST
-
-    @property
-    def all_exact(self) -> bool:
-        """Whether all groups are decoded exactly."""
-        return min(self.kinds) >= PopulationKind.BEST
+        return self.is_exact_G[self.arrays.group_A]
 
     def index_of_rows(self: RoundPlan[Tensor], width: int) -> Tensor:
         """Return the batch index that each row belongs to, int64 [X], if every batch index has `width` rows."""
-        return torch.arange(len(self.slot_A), device=self.slot_A.device).repeat_interleave(width)
+        slot_A = self.arrays.slot_A
+        return torch.arange(len(slot_A), device=slot_A.device).repeat_interleave(width)
 
     def any_of_group(self: RoundPlan[Tensor], mask_XR: Tensor, group_R: Tensor) -> Tensor:
         """Return whether a mask holds anywhere in a group, bool [X, G]; `group_R` is the group of every entry."""
-        counts_XG = torch.zeros(len(mask_XR), len(self.first_G), device=mask_XR.device)
+        counts_XG = torch.zeros(len(mask_XR), len(self.arrays.first_G), device=mask_XR.device)
         return counts_XG.index_add(1, group_R, mask_XR.float()) > 0
 
     def _of_group(self: RoundPlan[Tensor], values_A: Tensor) -> Tensor:
-        return values_A[self.first_G.long().clamp(max=len(values_A) - 1)]
+        return values_A[self.arrays.first_G.long().clamp(max=len(values_A) - 1)]
+
+
+PARTS = tuple(field.name for field in fields(RoundPlan))[2:]
+"""Fields of a plan that have arrays."""
 
 
 class PlanBuffer:
-    """Memory for the arrays of plans of one key, in one piece, so that one copy brings a plan to a device."""
+    """Memory for the arrays of plans of one kind, in one piece, so that one copy brings a plan to a device."""
 
     def __init__(self, plan: RoundPlan[np.ndarray], device: torch.device) -> None:
-        offset = 0
-        self._spans = {}
-        arrays = plan.arrays()
-        for name, array in arrays.items():
-            self._spans[name] = (offset, array.nbytes)
-            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        memory = FieldMemory(plan.parts)
         # Used in turn: the next plan is written while those before it are still being copied.
-        pinned = device.type == "cuda"
-        self._hosts = cycle(
-            [torch.zeros(offset, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
-        )
-        self._there = torch.zeros(offset, dtype=torch.uint8, device=device)
-        self._tensors = {name: self._view(self._there, name, array) for name, array in arrays.items()}
+        pinned, nbytes = device.type == "cuda", memory.nbytes
+        hosts = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
+        self._hosts = cycle([(host, map_tensors(Tensor.numpy, memory.views(host))) for host in hosts])
+        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._tensors = memory.views(self._there)
 
     def load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """Copy a plan to the device. Returns it over tensors that are the same in every call."""
-        host = next(self._hosts)
-        for name, array in plan.arrays().items():
-            self._view(host, name, array).numpy()[...] = array
+        host, arrays = next(self._hosts)
+        map_tensors(np.copyto, arrays, plan.parts)
         self._there.copy_(host, non_blocking=True)
-        return plan.with_arrays(self._tensors)
-
-    def _view(self, memory: Tensor, name: str, like: np.ndarray) -> Tensor:
-        begin, size = self._spans[name]
-        return memory[begin : begin + size].view(torch.from_numpy(like[:0]).dtype).view(like.shape)
+        return replace(cast(Any, plan), **dict(zip(PARTS, self._tensors)))

@@ -1,0 +1,144 @@
+"""Sampling on a GPU: the Triton form of `smc.executor.sampling`. See `smc.round` for axes; V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import CandidateTokens
+from smc.distributions import DistributionSpec, Processors
+from smc.executor.sampling import HeadSampling, Sampling
+from smc.kernels.candidate_tokens import propose_candidates
+from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_distribution
+from smc.kernels.truncation import Cut, truncate
+from smc.round.draws import Coupling, DrawKeys
+
+
+class TritonSampling(Sampling):
+    """Sampling by kernels, which do not write the array of a distribution, except for chains."""
+
+    def propose(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], mixture: float, keys: DrawKeys
+    ) -> tuple[Tensor, Tensor]:
+        token_RD, logq_RD, _ = self._draw(
+            logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture)
+        )
+        return token_RD, logq_RD
+
+    def propose_by(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys, dist_RV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        token_R1, logq_R1, _ = self._draw(
+            logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution)
+        )
+        self.write_distribution(logits_RV, distribution, dist_RV)
+        return token_R1[:, 0], logq_R1[:, 0]
+
+    def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], dist_RV: Tensor) -> None:
+        write_distribution(logits_RV, dist_RV, distribution.temperature_R, self._cut(logits_RV, distribution))
+
+    def propose_candidates(
+        self,
+        logits_RV: Tensor,
+        distribution: DistributionSpec[Tensor],
+        mixture: float,
+        keys: DrawKeys,
+        has_rest: bool = True,
+        coupling: Coupling | None = None,
+        kept_BV: Tensor | None = None,
+    ) -> CandidateTokens:
+        cut = self._cut(logits_RV, distribution, mixture)
+        return self._propose_candidates(logits_RV, distribution.temperature_R, keys, cut, has_rest, coupling, kept_BV)
+
+    def propose_bonus(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
+    ) -> tuple[CandidateTokens, Tensor, Tensor]:
+        cut = self._cut(logits_RV, distribution)
+        if not distribution.active & Processors.ALPHA:
+            candidate_tokens = self._propose_candidates(logits_RV, distribution.temperature_R, keys, cut)
+            return candidate_tokens, candidate_tokens.logq_RC, candidate_tokens.logq_RC[:, 0] * 0.0
+        # As in `bonus`. The likeliest token's log-probability is finite in any distribution.
+        candidate_tokens = self._propose_candidates(
+            logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
+        )
+        logp_RC = self._score(logits_RV, distribution, candidate_tokens.token_RC, cut)
+        log_z_R = torch.where(
+            distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RC[:, 0] - candidate_tokens.logq_RC[:, 0]
+        )
+        return candidate_tokens, logp_RC, log_z_R + candidate_tokens.logq_RC[:, 0] * 0.0
+
+    def score(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_X: Tensor, row_X: Tensor | None = None
+    ) -> Tensor:
+        cut = self._cut(logits_RV, distribution)
+        return score(logits_RV, self.vocab, distribution.temperature_R, token_X.int(), cut=cut, row_X=row_X)[0]
+
+    def bonus(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cut = self._cut(logits_RV, distribution)
+        if not distribution.active & Processors.ALPHA:
+            token_RD, logp_RD, lse_R = self._draw(logits_RV, distribution.temperature_R, keys, cut)
+            return token_RD, logp_RD, lse_R * 0.0
+        # p^alpha is p at the temperature divided by alpha, and its normaliser follows from any of its tokens.
+        token_RD, powered_RD, lse_R = self._draw(
+            logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
+        )
+        logp_RD = self._score(logits_RV, distribution, token_RD, cut)
+        log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
+        return token_RD, logp_RD, log_z_R + lse_R * 0.0
+
+    guide = staticmethod(guide)
+
+    def _cut(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], share: float = 0.0) -> Cut | None:
+        if not distribution.active & Processors.TRUNCATION:
+            return None
+        processors = {
+            Processors.TOP_K: distribution.top_k_R,
+            Processors.TOP_P: distribution.top_p_R,
+            Processors.MIN_P: distribution.min_p_R,
+        }
+        top_k_R, top_p_R, min_p_R = (
+            values_R if one & distribution.active else None for one, values_R in processors.items()
+        )
+        return truncate(logits_RV, self.vocab, distribution.temperature_R, top_k_R, top_p_R, min_p_R, share)
+
+    def _score(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, cut: Cut | None
+    ) -> Tensor:
+        none_R = torch.full_like(token_RD[:, 0], -1)
+        _, logp_RD = score(logits_RV, self.vocab, distribution.temperature_R, none_R, token_RD, cut)
+        assert logp_RD is not None, "asked for"
+        return logp_RD
+
+    def _propose_candidates(
+        self,
+        logits_RV: Tensor,
+        temperature_R: Tensor,
+        keys: DrawKeys,
+        cut: Cut | None,
+        has_rest: bool = True,
+        coupling: Coupling | None = None,
+        kept_BV: Tensor | None = None,
+    ) -> CandidateTokens:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
+        return propose_candidates(
+            logits_RV, self.vocab, temperature_R, *random, cut, has_rest, coupling=coupling, kept_BV=kept_BV
+        )
+
+    def _draw(
+        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
+        return draw(logits_RV, self.vocab, temperature_R, *random, cut)
+
+
+class TritonHeadSampling(HeadSampling):
+    """Turns columns into tokens in one launch."""
+
+    def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        return spread(column_RD, logq_RD, keys, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each)
+
+    def _spread_rest(self, candidate_tokens: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
+        logs = (self.log_inside, self.log_share, self.log_each)
+        return spread_rest(candidate_tokens, keys, self.ids_M, self.others_U, *logs, has_rest)

@@ -1,0 +1,591 @@
+"""The tensors that the stages of a round exchange. See the package's legend for axes; S rows of the step before, D
+draws of a row, C candidate tokens of a row, Y rows of groups of chains, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smc.algorithm.expansion import CandidateTokens, Expansion
+from smc.algorithm.resampling import Spans
+from smc.algorithm.verification import Matches
+from smc.arrays import FieldMemory, Room, field
+from smc.distributions import DistributionSpec
+from smc.round.draws import DrawKeys
+from smc.round.plan import Contexts, RoundPlan
+from smc.round.slots import SlotState
+from smc.types import Array
+
+
+class Rows(NamedTuple):
+    """R rows of Q tokens each; the rows of a group are adjacent. A row of count 0 is padding or has ended, and writes
+    nothing.
+
+    The page of a row's position p is tail_RB[r, p - tail_R[r]] from tail_R[r] on, and table_SL[slot_R[r], p] before it.
+    Tensors are int32, on the model's device."""
+
+    table_SL: Tensor
+    """Block tables of slots."""
+    slot_R: Tensor
+    """Slot whose block table the row reads."""
+    tail_RB: Tensor | None
+    """The row's own pages; None: all its pages are in the table."""
+    tail_R: Tensor | None
+    """Position of the first of the row's own pages."""
+    start_R: Tensor
+    """Position of a row's first token."""
+    count_R: Tensor
+    """Number of tokens that exist, 0..Q."""
+    group_R: Tensor
+    """Group of every row; any group for padding."""
+    first_G: Tensor
+    """First row of each group."""
+    size_G: Tensor
+    """Number of rows of each group, ended ones included; 0 for a padding group."""
+    shared_G: Tensor
+    """Upper bound of the number of leading positions that all live rows of a group have in common."""
+    queries: int
+    """Q: tokens of a row."""
+    contexts: Contexts
+
+
+class LastTokens(NamedTuple):
+    """A pass over the last tokens of rows; int32, named as in `Rows`."""
+
+    slot_X: Tensor
+    tail_X: Tensor
+    """Position of the row's first own token."""
+    start_X: Tensor
+    """Position of the last token."""
+    count_X: Tensor
+    """Whether the last token runs."""
+
+
+class TokenTree(NamedTuple):
+    """Rows while they grow, or the particles that they continue."""
+
+    root_X: Tensor
+    """int64 batch index whose particle the row continues."""
+    tokens_XK: Tensor
+    """int64 tokens; those of the steps so far exist."""
+    logq_XK: Tensor
+    tail_XB: Tensor
+    """int32 pages of all tokens but the last."""
+    count_X: Tensor
+    """int64 number of tokens that exist."""
+    alive_X: Tensor
+    ended_X: Tensor
+    """The sequence has ended and takes no further token."""
+    before_X: Tensor
+    """int64 state of the stop machine before the last token."""
+    text_X: Tensor
+    """int64 state of the stop machine after the last token."""
+    mass_X: Tensor
+    """float64 log mass."""
+    last_X: Tensor
+    """int64 last token."""
+    next_X: Tensor
+    """int64 position of the next token."""
+    cut_X: Tensor
+    """int64 number of the root's last tokens that the row rolls back first: it begins at an inner node of the root's
+    block (`smc.executor.draft_tree`)."""
+    outcome_X: Tensor
+    """int64 row of the first step that it continues. Rows with the same outcome are adjacent."""
+    run: LastTokens | None = None
+    """The pass over the last tokens. None: the rows are particles, which may have several pending tokens, or it has
+    been run."""
+
+    @property
+    def alone(self) -> TokenTree:
+        """The rows without `run`, for kernels that do not read it: whether there is one makes no variant of them."""
+        return self._replace(run=None)
+
+    @staticmethod
+    def allocate(room: Room, rows: int, tokens: int, pages: int) -> TokenTree:
+        """Return rows of `tokens` tokens and `pages` pages, without `run`."""
+        return TokenTree(
+            root_X=room.longs(rows),
+            tokens_XK=room.longs(rows, tokens),
+            logq_XK=room.floats(rows, tokens),
+            tail_XB=room.ints(rows, pages),
+            count_X=room.longs(rows),
+            alive_X=room.bools(rows),
+            ended_X=room.bools(rows),
+            before_X=room.longs(rows),
+            text_X=room.longs(rows),
+            mass_X=room.doubles(rows),
+            last_X=room.longs(rows),
+            next_X=room.longs(rows),
+            cut_X=room.longs(rows),
+            outcome_X=room.longs(rows),
+        )
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What a drafter drafts for every batch index."""
+
+    block: int
+    """K: tokens of a row."""
+    by_round: bool
+    """Random numbers are keyed by the round and the position; otherwise by the position alone."""
+    guesses: bool = False
+    """Chains begin with a guess (look-ahead)."""
+
+
+class CandidateLayout(NamedTuple):
+    """Properties of the rows that propose tokens, as far as reparenting does not change them. There is one row for each
+    batch index at the first step, and F later."""
+
+    group_S: Tensor
+    """int32 group."""
+    sources: Spans
+    """The rows of each group, int32."""
+    rows: Spans
+    """The rows of each group that continue them."""
+    rank_S1: Tensor
+    """int64 index of the row in its group."""
+    stream_SD: Tensor
+    """int64 random streams, for independent groups: one for each of the D rows that continue the row."""
+    seed_S: Tensor
+    round_S: Tensor
+    seed_G: Tensor
+    round_G: Tensor
+    distribution: DistributionSpec[Tensor]
+
+
+class ChainAssignment(NamedTuple):
+    """The particle that every row of chains continues; int64."""
+
+    row_Y: Tensor
+    """Index of the row among all X rows."""
+    source_Y: Tensor
+    """Batch index of the particle."""
+    guess_Y: Tensor
+    """Index, among the likeliest tokens, of the token that the row guesses first, if it begins with a guess."""
+    rank_Y: Tensor
+    """Index of the row in its group."""
+
+    def spread(self, values_Y: Tensor, others_X: Tensor) -> Tensor:
+        """Return `others` with the values of these rows in their positions."""
+        return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
+
+
+class DraftInputs(NamedTuple):
+    """The particles with the pending tokens that are to be run."""
+
+    tokens_AP: Tensor
+    rows: Rows
+    last_A: Tensor
+    """int64 index of each particle's last pending token among the A P tokens."""
+    tree: TokenTree
+    """The particles as rows."""
+    first: CandidateLayout
+    """Layout of the particles."""
+    later: CandidateLayout
+    """Layout of the rows that continue them."""
+    chains: ChainAssignment | None = None
+    """None: no rows are chains."""
+
+
+class ChainDraws(NamedTuple):
+    """Continuations of chains, as arrays over all rows. Only the entries of chains are used."""
+
+    parent_X: Tensor
+    """int64 row of the step before."""
+    token_X: Tensor
+    logq_X: Tensor
+
+
+class ChosenTokens(NamedTuple):
+    """A choice among the candidates of all rows of a group."""
+
+    expansion: Expansion
+    candidates: CandidateTokens
+    """The candidates that it was made from."""
+
+
+class OwnDraws(NamedTuple):
+    """Tokens that rows draw for themselves: D rows continue each of the S rows."""
+
+    token_SD: Tensor
+    """Integers of any type."""
+    logq_SD: Tensor
+    """float32."""
+
+
+class Continuation(NamedTuple):
+    """How rows continue: in trees as chosen among the candidates of the whole group, in independent groups with a token
+    that each row draws, in chains with their own draws or guesses. None: the round has no such rows."""
+
+    chosen: ChosenTokens | None
+    own: OwnDraws | None
+    chains: ChainDraws | None = None
+
+
+class DraftStep(NamedTuple):
+    """One step of the draft in a round with draft trees."""
+
+    tree: TokenTree
+    """The rows that the step has kept."""
+    parent_X: Tensor
+    """int64 row of the step before that each row continues; at the first step, the node."""
+    candidates: CandidateTokens
+    """Candidate tokens of the rows of the step before."""
+
+
+class GrownRows(NamedTuple):
+    """The rows that a round has drafted."""
+
+    tree: TokenTree
+    steps: tuple[DraftStep, ...]
+    """All steps, in a round with draft trees of exact decoding; otherwise empty."""
+    leaf_X: Tensor | None = None
+    """int64 node at which each row ends: step times X, plus the row of that step (`smc.executor.draft_tree`). None: the
+    rows are those of the last step."""
+    raw_logp_XK: Tensor | None = None
+    """float32 log-probability of every token under the softmax of the model's own logits. None: the round does not
+    report it, or the model does not decode alone."""
+
+
+class DraftedRows(NamedTuple):
+    """Message from the draft to the target: rows of K tokens, F for every batch index. The rows of each group are in
+    the order of the batch indices that they continue."""
+
+    tokens_XK: Tensor
+    """int32 token ids."""
+    logq_XK: Tensor
+    """float32 log-probability of each token under the proposal."""
+    root_X: Tensor
+    """int32 batch index whose particle the row continues."""
+    count_X: Tensor
+    """int32 number of tokens that exist; 0 if the particle had ended."""
+    ended_X: Tensor
+    """bool: the last token is terminal."""
+    cut_X: Tensor
+    """int32 number of the root's last tokens that the row rolls back; if above 0, the row begins at an inner node."""
+    share_X: Tensor
+    """float32 log of the row's share of its root's mass, before its tokens are weighted by p^alpha / q; -inf where
+    there is no row."""
+    message: Tensor
+    """uint8: all fields in one piece, for the transfer."""
+
+    @property
+    def block(self) -> int:
+        """K: tokens of a row."""
+        return self.tokens_XK.shape[1]
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def memory(rows: int, block: int) -> FieldMemory:
+        """Return where the fields lie, for rows of `block` tokens."""
+        tokens, number = (rows, block), (rows,)
+        of_row = (field(np.int32, number), field(np.int32, number), field(np.bool_, number), field(np.int32, number))
+        return FieldMemory((field(np.int32, tokens), field(np.float32, tokens), *of_row, field(np.float32, number)))
+
+    @staticmethod
+    def of(message: Tensor, rows: int, block: int) -> DraftedRows:
+        """Return the fields of a message."""
+        return DraftedRows._make((*DraftedRows.memory(rows, block).views(message), message))
+
+    @staticmethod
+    def allocate(rows: int, block: int, device: torch.device) -> DraftedRows:
+        nbytes = DraftedRows.memory(rows, block).nbytes
+        return DraftedRows.of(torch.empty(nbytes, dtype=torch.uint8, device=device), rows, block)
+
+    def write(self, **fields: Tensor) -> DraftedRows:
+        """Write all fields, of any type. Returns the rows."""
+        return _written(self, fields)
+
+
+class RoundChoice(NamedTuple):
+    """Message from the target to the draft: how each batch index continues. By batch index after the choice."""
+
+    ancestor_A: Tensor
+    """int64 batch index whose particle continues here."""
+    row_A: Tensor
+    """int64 index of the drafted row that it continues with."""
+    count_A: Tensor
+    """int64 number of tokens that it takes from that row."""
+    cut_A: Tensor
+    """int64 number of the ancestor's last tokens that are rolled back first."""
+    bonus_A: Tensor
+    """int64 token drawn by the target that is appended last; -1: none."""
+    alive_A: Tensor
+    """bool: the batch index holds a particle."""
+    ended_A: Tensor
+    """bool: the particle has ended, or there is none."""
+    text_A: Tensor
+    """int64 state of the stop machine before the row's tokens (look-ahead) or before the bonus token."""
+    mass_A: Tensor
+    """float64 log mass."""
+    message: Tensor
+    """uint8: all fields in one piece, for the transfer."""
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def memory(batch_size: int) -> FieldMemory:
+        """Return where the fields lie."""
+        kinds = (*[np.int64] * 5, *[np.bool_] * 2, np.int64, np.float64)
+        return FieldMemory(tuple(field(kind, (batch_size,)) for kind in kinds))
+
+    @staticmethod
+    def of(message: Tensor, batch_size: int) -> RoundChoice:
+        """Return the fields of a message."""
+        return RoundChoice._make((*RoundChoice.memory(batch_size).views(message), message))
+
+    @staticmethod
+    def allocate(batch_size: int, device: torch.device) -> RoundChoice:
+        nbytes = RoundChoice.memory(batch_size).nbytes
+        return RoundChoice.of(torch.empty(nbytes, dtype=torch.uint8, device=device), batch_size)
+
+    def write(self, **fields: Tensor) -> RoundChoice:
+        """Write all fields, of any type. Returns the choice."""
+        return _written(self, fields)
+
+
+def _written(message: Any, fields: Mapping[str, Tensor]) -> Any:
+    assert set(fields) == set(message._fields) - {"message"}, f"{sorted(fields)} of {message._fields}"
+    for name, values in fields.items():
+        getattr(message, name).copy_(values)
+    return message
+
+
+class NextSequences(NamedTuple):
+    """How sequences continue at one model, by batch index after the choice."""
+
+    end_A: Tensor
+    """int64 number of tokens of the sequence."""
+    tokens_AW: Tensor
+    """int64 pending tokens, the last of the sequence; as many columns as tokens may be pending. At the target the next
+    block: K in look-ahead; in lockstep one, its seed."""
+    pending_A: Tensor
+    """int64 number of tokens that are pending: they have not been run."""
+    text_A: Tensor
+    """int64 state of the stop machine before the pending tokens."""
+
+
+class Lineage(NamedTuple, Generic[Array]):
+    """Pages by which particles differ from their ancestors, by batch index after the choice."""
+
+    path_AW: Array
+    """int32 new pages, in the order of positions."""
+    kept_A: Array
+    """int32: how many of the first of these pages hold keys and values of the particle's tokens."""
+    dropped_A: Array
+    """int32 number of the ancestor's last pages that are released."""
+
+
+class ObservedDraws(NamedTuple, Generic[Array]):
+    """What the target's draws after the roots of the drafted rows tell, by batch index after the choice. NaN: no draw
+    was seen, or the rank was not computed."""
+
+    score_A: Array
+    """float32 score for the exponent of coupled drafting (`smc.algorithm.coupling.DrawObservation`)."""
+    information_A: Array
+    """float32 information for it."""
+    rank_A: Array
+    """float32 number of tokens that the draft considered more likely to be drawn."""
+
+
+class DraftReport(NamedTuple, Generic[Array]):
+    """The draft's report to the host about a round of both models."""
+
+    lineage: Lineage[Array]
+    """Pages at the draft."""
+    observed: ObservedDraws[Array]
+
+
+class RoundResult(NamedTuple, Generic[Array]):
+    """The report to the host about a round, from the target or from the model that decodes alone. By batch index, after
+    the choice, unless stated otherwise."""
+
+    ancestor_A: Array
+    """Batch index whose particle continues here."""
+    alive_A: Array
+    """bool: the batch index holds a particle. One without a particle repeats another of its group and has ended."""
+    cut_A: Array
+    """Number of the ancestor's last tokens that were rolled back."""
+    grown_AQ: Array
+    """Tokens that were then appended."""
+    count_A: Array
+    """Number of appended tokens that exist."""
+    ended_A: Array
+    logw_A: Array
+    """float64 log-weight."""
+    logq_AQ: Array
+    """float32 log q of the appended tokens."""
+    logp_AQ: Array
+    """float32 log p of the tokens after the first of the scored block, as far as they are kept; NaN beyond."""
+    first_logp_A: Array
+    """float32 log p of the token that follows the kept part of the scored block; NaN if none does."""
+    raw_logp_AQ: Array
+    """float32 log-probabilities, under the softmax of the target's own logits, of the tokens after the first of the
+    scored block, as far as they are kept, and of the token that follows these; NaN beyond. [A, 0] without
+    `RoundKind.raw_logprobs`."""
+    log_z_G: Array
+    ess_G: Array
+    resampled_G: Array
+    collapsed_G: Array
+    draft_nan_G: Array
+    """bool: the draft returned NaN for tokens that exist."""
+    target_nan_G: Array
+    hit_G: Array
+    """bool: the round was a hit; rows that were drafted ahead continue (exact decoding)."""
+    lineage: Lineage[Array]
+    """Pages at the target, or at the model that decodes alone."""
+
+
+class Blocks(NamedTuple):
+    """Blocks that the target scores, by batch index."""
+
+    origin_A: Tensor
+    """int64 batch index whose particle the block continues; in look-ahead its own."""
+    tokens_AQ: Tensor
+    logq_AQ: Tensor
+    count_A: Tensor
+    """Number of tokens that exist, at least 1."""
+    ended_A: Tensor
+    """bool: the block's last token ends the answer."""
+    alive_A: Tensor
+    logw_A: Tensor
+    """float64 log-weight before the target's scores."""
+    open_A: Tensor
+    """bool: the particle continues after its block."""
+    run_A: Tensor
+    """Number of tokens of the block that the model runs: if the block has ended, all but the last."""
+    position_A: Tensor
+    """int64 position of the token after the block, counted from the beginning of the sequence."""
+    stream_A: Tensor
+    """int64 random stream of the bonus token of an independent particle."""
+    rank_A: Tensor
+    """int64 index of the batch index in its group."""
+
+
+class VerifyInputs(NamedTuple):
+    """Inputs of the pass over blocks, and of sampling from its logits."""
+
+    blocks: Blocks
+    rows: Rows
+    distribution_T: DistributionSpec[Tensor]
+    label_T: Tensor
+    """Integers: the block's token after this one; -1: there is none."""
+    keys: DrawKeys
+    """Keys of the target's own draws after each token: those of plain decoding, which depend on the position and not on
+    the round."""
+    last_A: Tensor
+    """int64 index of the block's last token among all T tokens."""
+
+
+class TargetDraws(NamedTuple):
+    """The target's own draws after each token, as `smc.executor.sampling.Sampling.bonus` returns them."""
+
+    token_T1: Tensor
+    """Integers of any type."""
+    logp_T1: Tensor
+    """float32."""
+    log_z_T: Tensor
+    """float32 log Z, NaN if the target's logits are NaN."""
+
+
+class VerifyOutputs(NamedTuple):
+    """The target's outputs for blocks, by batch index."""
+
+    blocks: Blocks
+    logp_AQ: Tensor
+    """log p of the block's token after each token; 0 where there is none. In groups that are decoded exactly: log p of
+    the token that the target drew."""
+    drawn_AQ: Tensor
+    """int64 token that the target takes after each token: its own draw, or for chains the result of rejection
+    sampling."""
+    drawn_logp_AQ: Tensor
+    """float32 log p of these tokens."""
+    next_AV: Tensor | None
+    """Logits after the block; None: no stage reads them."""
+    nan_A: Tensor
+    """bool: the target's logits were NaN for a token of the block."""
+    nan_AQ: Tensor
+    """bool: the logits that the target drew from were NaN."""
+    next_mass_A: Tensor | None = None
+    """float32 log of the mass that a constraint allows in the distribution after the block; `next_AV` has the logits
+    given the constraint. None: no stage reads it."""
+    raw_TV: Tensor | None = None
+    """The target's own logits after all tokens of the blocks. None: the round does not report log-probabilities under
+    them."""
+
+    @property
+    def alone(self) -> VerifyOutputs:
+        """The outputs without logits and masses, for kernels that do not read them: whether there are any makes no
+        variant of a kernel."""
+        return self._replace(next_AV=None, next_mass_A=None, raw_TV=None)
+
+
+class TargetOutputs(NamedTuple):
+    """The target's outputs for the token after every block; None: not computed."""
+
+    logp_X: Tensor | None = None
+    """float32 log p of the first token of each row ahead (look-ahead), or of the token that the target draws
+    (lockstep)."""
+    bonus_A: Tensor | None = None
+    """Integers: the tokens that the target draws for independent rows."""
+    log_z_A: Tensor | None = None
+    """float32 log Z of the distribution that the target draws from; NaN if its logits are NaN."""
+    candidate_tokens: CandidateTokens | None = None
+    """Candidate tokens after each block, from which distinct rows are chosen."""
+    candidate_logp_AC: Tensor | None = None
+
+
+class ScoreInputs(NamedTuple):
+    """All inputs of a choice. Candidates are the rows ahead (look-ahead), or the blocks themselves (lockstep)."""
+
+    plan: RoundPlan[Tensor]
+    state: SlotState
+    scored: VerifyOutputs
+    drafted: DraftedRows
+    target: TargetOutputs
+    matched: Matches | None
+    """The blocks that agree longest with the target's draws, for groups that are decoded exactly. None: there are no
+    such groups."""
+    lookahead: bool
+
+    @property
+    def width(self) -> int:
+        """F: number of rows of a batch index."""
+        return len(self.drafted.root_X) // self.plan.kind.batch_size
+
+    @property
+    def open_X(self) -> Tensor:
+        """bool: the block that a row is (lockstep) or continues (look-ahead) has not ended."""
+        return self.scored.blocks.open_A[self.drafted.root_X] if self.lookahead else self.scored.blocks.open_A
+
+
+class Candidates(NamedTuple):
+    """X rows: one for each batch index (lockstep), or F for each of them (look-ahead)."""
+
+    root_X: Tensor
+    """int64 batch index whose particle the row continues."""
+    weight_X: Tensor
+    """float64 log-weight, -inf where it would be NaN; in exact decoding, the draft's log-likelihood."""
+    there_X: Tensor
+    """bool: the row may be chosen."""
+    candidate_tokens: CandidateTokens
+    """Candidates for the token after the block, if that is chosen together with the row; otherwise one candidate, which
+    is the row itself."""
+    alive_A: Tensor
+    """bool: the batch index held a particle before the round."""
+    target_nan_G: Tensor
+    draft_nan_G: Tensor
+    own_size_G: Tensor
+    """Number of batch indices of groups of independent particles; 0 for other groups."""
+    sources: Spans
+    """Candidates of each group."""
+    seed_G: Tensor
+    """Seed of each group's draws."""
+    round_G: Tensor
+    """Number of the round, for each group's draws."""
