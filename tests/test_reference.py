@@ -153,16 +153,16 @@ def law(alpha: float = 1.0) -> dict[Tokens, float]:
 @pytest.mark.parametrize(
     ("decoding", "branches", "alpha", "threshold"),
     [
-        (SmcIndependent, 4, 0.7, 0.5),
+        (SmcIndependent, 2, 0.7, 0.5),
         (SmcIndependent, None, 1.0, 1.0),
         (SmcDistinct, 2, 0.7, 0.5),
         (SmcDistinct, None, 1.0, 0.5),
-        *slow((SmcIndependent, 1, 1.0, 0.5), (SmcIndependent, 2, 0.7, 0.0), (SmcIndependent, None, 0.7, 0.0)),
+        *slow((SmcIndependent, 1, 1.0, 0.5), (SmcIndependent, 4, 0.7, 0.0), (SmcIndependent, None, 0.7, 0.0)),
         *slow((SmcDistinct, 4, 1.0, 0.5), (SmcDistinct, 1, 0.7, 0.5)),
     ],
 )
 def test_the_mean_evidence_is_the_exact_mass(decoding, branches, alpha, threshold):
-    """250 populations of 4, within 4.5 standard errors: false alarm 7e-6 a case, 2e-4 in all."""
+    """250 populations of 4, within 4.5 standard errors: false alarm 7e-6 a case, 7e-5 in all."""
     estimates = []
     for seed in range(250):
         made = decoding(task(seed, branches=branches, alpha=alpha, ess_threshold=threshold))
