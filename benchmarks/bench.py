@@ -40,6 +40,8 @@ from benchmarks.reports.speed import (
 )
 from services.cli import options, service_options
 from services.cli.options import with_options
+from smc.api.sampling_params import SamplingParams
+from smc.api.settings import CLUSTER
 from smc.terminal import out, progress_bar
 
 if TYPE_CHECKING:
@@ -187,13 +189,13 @@ class BenchOptions:
             metavar="smc|exact",
         ),
     ] = None
-    population: Annotated[str | None, options.sampling_option("population")] = None
-    verification: Annotated[str | None, options.sampling_option("verification")] = None
-    guidance_scale: Annotated[float | None, options.sampling_option("guidance_scale")] = None
-    temperature: Annotated[float | None, options.sampling_option("temperature")] = None
-    top_k: Annotated[int | None, options.sampling_option("top_k")] = None
-    top_p: Annotated[float | None, options.sampling_option("top_p")] = None
-    min_p: Annotated[float | None, options.sampling_option("min_p")] = None
+    population: Annotated[str | None, options.option_of(SamplingParams, "population")] = None
+    verification: Annotated[str | None, options.option_of(SamplingParams, "verification")] = None
+    guidance_scale: Annotated[float | None, options.option_of(SamplingParams, "guidance_scale")] = None
+    temperature: Annotated[float | None, options.option_of(SamplingParams, "temperature")] = None
+    top_k: Annotated[int | None, options.option_of(SamplingParams, "top_k")] = None
+    top_p: Annotated[float | None, options.option_of(SamplingParams, "top_p")] = None
+    min_p: Annotated[float | None, options.option_of(SamplingParams, "min_p")] = None
     particles: ParticlesList = None
     block: BlockList = None
     branches: BranchesList = None
@@ -217,13 +219,13 @@ class BenchOptions:
     link: Annotated[
         list[str] | None,
         options.option(
-            service_options.CLUSTER,
+            CLUSTER,
             "Link between the models, each of which then runs in its own process; may be repeated on a CPU.",
             metavar="nccl|grpc",
         ),
     ] = None
-    draft_tp: service_options.DraftTp = None
-    target_tp: service_options.TargetTp = None
+    draft_tp: options.DraftTp = None
+    target_tp: options.TargetTp = None
     drafting: Annotated[
         str | None,
         options.option(
@@ -308,7 +310,6 @@ class BenchOptions:
 
     def check_decoding(self) -> None:
         """Raise ValueError for options that contradict the method or have no effect with it."""
-        from smc.api.sampling_params import SamplingParams
 
         if self.load == "grown" and self.guidance_scale not in (None, 1):
             raise ValueError(

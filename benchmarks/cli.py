@@ -12,6 +12,7 @@ import typer
 from benchmarks.bench import OWN, bench
 from services.cli import options
 from services.cli.options import with_options
+from smc.api.sampling_params import SamplingParams
 from smc.terminal import check_drawing, err, out, progress_bar
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class EvalOptions:
             options.SAMPLING, "Temperature of the target distribution; 0 = greedy, without SMC.", metavar="T"
         ),
     ] = 1.0
-    ess_threshold: Annotated[float | None, options.sampling_option("ess_threshold")] = None
+    ess_threshold: Annotated[float | None, options.option_of(SamplingParams, "ess_threshold")] = None
     concurrency: Annotated[int, options.option(options.ENGINE, "Number of requests in flight.", metavar="COUNT")] = 8
     threads: Annotated[int, options.option(options.ENGINE, "Number of CPU threads of torch.", metavar="COUNT")] = 1
     json: Annotated[
@@ -187,7 +188,7 @@ def _evaluate_file(arguments: EvalOptions) -> None:
     from benchmarks.own_problems import MAX_TOKENS, USUAL, evaluate_own
     from benchmarks.problem_file import read_problems
     from benchmarks.quality import Terms
-    from smc.api.sampling_params import Method, SamplingParams
+    from smc.api.sampling_params import Method
     from smc.loading import load_pair, pair_directories, use_threads
 
     for name in OF_THE_DEMO_PAIR:

@@ -11,9 +11,10 @@ import re
 import ssl
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import grpc
+if TYPE_CHECKING:
+    import grpc
 
 Configuration = TypeVar("Configuration")
 
@@ -155,6 +156,8 @@ def check_tls(cert: Path, key: Path, client_ca: Path | None) -> None:
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
     """Return TLS credentials of a gRPC server; with `client_ca`, only clients with a certificate signed by it can
     connect. Changed files apply from the next connection on."""
+
+    import grpc
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         authority = _read("tls_client_ca", client_ca) if client_ca else None

@@ -65,7 +65,7 @@ def loaded_models(
     draft_vocab: int | None = None,
     draft_vocab_text: Path | None = None,
 ) -> LoadedModels:
-    """Return the models of a pair, to be loaded on first use. `load`: one of `smc.model.source.LOADS`. Raises
+    """Return the models of a pair, to be loaded on first use. `load`: one of `smc.api.limits.LOADS`. Raises
     ValueError if the device is not available, or if the pair or an option is invalid."""
     if device not in DEVICES:
         raise ValueError(f"--device {device}; allowed: {', '.join(DEVICES)}")

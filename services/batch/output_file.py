@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,15 +22,7 @@ from services.batch.lines import Kept, Line, RequestReader, parse_line, read_lin
 RECORD_FIELDS = ("id", "custom_id", "response", "error")
 BEGINNING = b'{"id": "batch_req_'
 """Start of every line written here, by which an incomplete last line is recognised."""
-FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet"}
-"""Format of the files in a directory -> suffix of their names."""
-URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 REMEDY = "give another output file, or --overwrite to start from the beginning"
-
-
-def is_url(path: str) -> bool:
-    """Return whether this is an address such as s3://BUCKET/.., not a path."""
-    return URL.match(path) is not None
 
 
 class OutputFile:

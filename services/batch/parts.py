@@ -15,8 +15,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from services.batch.config import FORMATS
 from services.batch.lines import Kept, Line, parse_line, record_id
-from services.batch.output_file import FORMATS, REMEDY, OutputFile, Survey
+from services.batch.output_file import REMEDY, OutputFile, Survey
 from services.batch.progress import Counts
 from services.batch.storage import Store, records_of, to_parquet
 

@@ -1,4 +1,4 @@
-"""One run of `smcserve batch`: its settings, the worker groups that it starts, and its end.
+"""One run of `smcserve batch`: the worker groups that it starts, and its end.
 
 The output, one file or a directory of parts, determines which lines are to be done. They are answered by one worker
 group, with its supervisor in this process, or by a pool of them."""
@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.batch.config import BatchConfig
 from services.batch.lines import RequestReader
-from services.batch.output_file import FORMATS, OutputFile, Survey, is_url, rest, survey
+from services.batch.output_file import OutputFile, Survey, rest, survey
 from services.batch.progress import BatchProgress, Counts, Display
 from services.batch.runner import Replica, ReplicaSpec, ServiceLost
 from services.launch.config import WorkerGroupConfig, WorkerGroupError, check_gpus
@@ -32,92 +33,6 @@ RETRIED = ".retry"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LOOK_SECONDS = 1.0
 """Time between two requests for the progress of worker groups."""
-
-
-@dataclass(frozen=True)
-class BatchConfig:
-    """Settings of a run. Raises ValueError naming the field, the value and what is allowed."""
-
-    input: str
-    """Requests: a file, or a directory or address of files. A local file of JSON lines is read twice: first to check
-    it, then to decode it."""
-    output: str
-    """Answers: a file in the order of the input; or a directory or address, with a file for each part of the input.
-    An existing output is resumed."""
-    overwrite: bool = False
-    """Start from the beginning, whatever `output` holds."""
-    retry_failed: bool = False
-    """Decode lines again that have no answer in `output`."""
-    seed: int = 0
-    """A line without a seed gets one that is derived from this seed and its custom_id."""
-    concurrency: int | None = None
-    """Requests in flight in each worker group; default: as many as keep every slot of the engine full."""
-    gangs: int | None = None
-    """Number of worker groups. Default: one for one output file, otherwise as many as the cluster has room for."""
-    part_lines: int | None = None
-    """Maximum number of lines of a part. If a worker group is lost, up to two parts are decoded again. Default: 1000,
-    or more where that would make more than 10,000 parts."""
-    output_format: str | None = None
-    """Format of the files in a directory, `jsonl` or `parquet`. Default: that of the input."""
-    metrics_port: int | None = None
-    """Port of metrics for Prometheus; 0: any free port; None: no metrics."""
-    host: str = "127.0.0.1"
-    """Address on which `metrics_port` is served."""
-
-    def __post_init__(self) -> None:
-        for name in ("concurrency", "gangs", "part_lines"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}={value}; allowed: >= 1")
-        if self.output_format not in (None, *FORMATS):
-            raise ValueError(f"output_format={self.output_format!r}; allowed: {', '.join(FORMATS)}")
-        if self.overwrite and self.retry_failed:
-            raise ValueError("--overwrite and --retry-failed are given; allowed: one of them")
-        if not is_url(self.input) and not Path(self.input).exists():
-            raise ValueError(f"{self.input} is not a file; give a file of requests, one JSON object a line")
-        if self.has_parts:
-            self._check_directory()
-        else:
-            self._check_file()
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether `output` is a directory of parts."""
-        source, output = self.input, self.output
-        is_file = not is_url(source) and Path(source).is_file() and not source.endswith(".parquet")
-        return not is_file or is_url(output) or output.endswith("/")
-
-    def _check_file(self) -> None:
-        source, output = Path(self.input), Path(self.output)
-        if self.output_format is not None:
-            raise ValueError(
-                "output_format has no effect on one file; leave it out, or end the output with / for parts"
-            )
-        if not output.absolute().parent.is_dir():
-            raise ValueError(f"cannot write {output}: its directory does not exist")
-        if output.exists():
-            if not output.is_file():
-                raise ValueError(
-                    f"cannot write {output}: it is not a regular file, so the run could not be resumed; end its name "
-                    "with / for a directory of parts"
-                )
-            if output.samefile(source):
-                raise ValueError(f"{output} is the input; give another output file")
-
-    def _check_directory(self) -> None:
-        if is_url(self.output):
-            inside = self.output.startswith(self.input.rstrip("/") + "/")
-        else:
-            output = Path(self.output).absolute()
-            if output.exists() and not output.is_dir():
-                raise ValueError(
-                    f"cannot write {self.output}: it is a file; needed: a directory, for parts of the input"
-                )
-            source = Path(self.input).absolute()
-            inside = not is_url(self.input) and (
-                output.is_relative_to(source) or (source.is_file() and output == source.parent)
-            )
-        if inside:
-            raise ValueError(f"{self.output} is the input's directory, or inside it; give another output directory")
 
 
 class Stopped(Exception):

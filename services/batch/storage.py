@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
+from services.batch.config import is_url
 from services.batch.lines import FIELDS
-from services.batch.output_file import RECORD_FIELDS, is_url
+from services.batch.output_file import RECORD_FIELDS
 from services.openai.bodies import CHAT, COMPLETIONS
 
 CHUNK = 1 << 20

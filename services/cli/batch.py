@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from services.batch.config import BatchConfig, is_url
 from services.cli import options
 from services.cli.service_options import BatchOptions, fields_of, worker_group_config
 from smc.terminal import err, print_error, print_warning
@@ -18,9 +19,8 @@ def batch(arguments: BatchOptions) -> int:
     some lines have no answer."""
     import logging
 
-    from services.batch.output_file import is_url
     from services.batch.progress import Display
-    from services.batch.run import BatchConfig, BatchRun, Stopped
+    from services.batch.run import BatchRun, Stopped
     from services.batch.runner import ServiceLost
     from services.launch.config import WorkerGroupError
 

@@ -10,56 +10,83 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from typer.models import ArgumentInfo
 
+from services.launch.config import WorkerGroupConfig
 from smc.api.constraint import Constraint
-from smc.api.sampling_params import SETTINGS, SamplingParams
-from smc.api.settings import Scope
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import SamplingParams
+from smc.api.settings import ENGINE, MODELS, Scope, settings_of
 from smc.terminal import flag, option, with_mappings, with_parameters
 
 Record = TypeVar("Record")
-MODELS, SAMPLING, PARTICLES, ENGINE, MEASURE, OUTPUT = (
-    "Models",
-    "Sampling",
-    "Particles",
-    "Engine",
-    "Measurement",
-    "Output",
-)
+SAMPLING, PARTICLES, MEASURE, OUTPUT = "Sampling", "Particles", "Measurement", "Output"
+"""Further panels of `--help`, besides those of `smc.api.settings`."""
 
+FILE_ONLY = object()
+"""Marks a field of a record that is a key of the configuration file but not a flag of the command."""
 SHOWN = 88
 """Maximum number of columns of a comment in a printed configuration file, and of a value in an error."""
 
 
-def sampling_option(name: str) -> Any:
-    """Return the option for a field of `SamplingParams`."""
-    known = SETTINGS[name]
+def option_of(kind: type, name: str) -> Any:
+    """Return the option for a field of a configuration class or of `SamplingParams`."""
+    known, default = settings_of(kind)[name], _defaults(kind)[name]
     assert known.option is not None, "only for settings that are options"
-    panel = SAMPLING if known.scope is Scope.ALL else PARTICLES
-    names = known.option.names or (f"--{name.replace('_', '-')}",)
-    return option(
-        panel, known.option.help, *names, metavar=known.option.metavar, show_default=bool(known.option.metavar)
-    )
+    found = known.option
+    names = found.names or (f"--{option_name(kind, name).replace('_', '-')}",)
+    text, where = found.text(default), found.panel or (SAMPLING if known.scope is Scope.ALL else PARTICLES)
+    if isinstance(default, bool):
+        return flag(where, text, *names)
+    return option(where, text, *names, metavar=found.metavar or None, show_default=False)
 
 
-def _sampling_options() -> dict[str, Any]:
-    """Return the annotated types of the options for fields of `SamplingParams`, by name. All may be None."""
-    kinds, options = get_type_hints(SamplingParams), {}
-    for name in (name for name, known in SETTINGS.items() if known.option is not None):
-        kind = kinds[name]
-        if isinstance(kind, type) and issubclass(kind, StrEnum):
-            kind = str  # the library checks the value
-        if get_origin(kind) is tuple:
-            kind = list.__class_getitem__(get_args(kind)[0])
-        options[name] = Annotated[kind | None, sampling_option(name)]
-    return options
+def option_name(kind: type, name: str) -> str:
+    """Return the name of a field's option: after `no_` if the field's default is True."""
+    return f"no_{name}" if _defaults(kind)[name] is True else name
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    return {one.name: one.default for one in fields(kind)}
+
+
+def option_types(kind: type) -> dict[str, Any]:
+    """Return the annotated types of the options for the fields of a class, by the option's name. All may be None."""
+    kinds, made = get_type_hints(kind), {}
+    for name, known in settings_of(kind).items():
+        if known.option is None:
+            continue
+        held = next((one for one in get_args(kinds[name]) if one is not types.NoneType), kinds[name])
+        if get_origin(kinds[name]) is tuple:
+            (item, *_) = get_args(kinds[name])
+            held = dict[str, str] if get_origin(item) is tuple else list.__class_getitem__(item)
+        if isinstance(held, type) and issubclass(held, StrEnum):
+            held = str  # the library checks the value
+        marks = () if known.option.has_flag else (FILE_ONLY,)
+        made[option_name(kind, name)] = Annotated[(held | None, option_of(kind, name), *marks)]
+    return made
+
+
+def with_fields_of(*kinds: type) -> Callable[[type[Record]], type[Record]]:
+    """Decorate a record of options: it also has an option for each field of these configuration classes that declares
+    one."""
+
+    def of(record: type[Record]) -> type[Record]:
+        own = get_type_hints(record, include_extras=True)
+        made = {name: kind for each in kinds for name, kind in option_types(each).items()}
+        rows: list[Any] = [(name, kind, field(default=None)) for name, kind in made.items()]
+        rows += [(one.name, own[one.name], field(default=one.default)) for one in fields(cast(Any, record))]
+        namespace = {"__doc__": record.__doc__, "__module__": record.__module__}
+        return make_dataclass(record.__name__, rows, namespace=namespace, frozen=True, kw_only=True)
+
+    return of
 
 
 CONSTRAINTS: dict[str, Any] = {
@@ -98,7 +125,7 @@ def with_settings(command: Callable[..., int]) -> Callable[..., int]:
     """Replace the parameter `sampling` of a command with the options of sampling and of constraints, and its parameter
     `engine`, if it has one, with options of the engine. The command gets the given ones by name."""
     engine = {"form": Form, "block": Block, "branches": Branches, "max_context": MaxContext}
-    options = {"sampling": _sampling_options() | CONSTRAINTS, "engine": engine}
+    options = {"sampling": option_types(SamplingParams) | CONSTRAINTS, "engine": engine}
 
     @wraps(command)
     def call(*, sampling: dict[str, Any], **arguments: Any) -> int:
@@ -118,10 +145,6 @@ def load_own(paths: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
     return load_potentials(paths)
 
 
-FILE_ONLY = object()
-"""Marks a field of a record that is a key of the configuration file but not a flag of the command."""
-
-
 @dataclass(frozen=True)
 class Key:
     """An option as a key of the configuration file."""
@@ -138,13 +161,13 @@ def keys_of(record: type) -> dict[str, Key]:
     """Return the keys by field of a record, with the keys of one panel side by side. Arguments, and the options that
     name or print the file itself, are not keys."""
     keys, kinds = {}, get_type_hints(record, include_extras=True)
-    for field in inspect.signature(record).parameters:
-        kind, *extras = get_args(kinds[field])
+    for name in inspect.signature(record).parameters:
+        kind, *extras = get_args(kinds[name])
         made = next(one for one in extras if hasattr(one, "param_decls"))
-        if field in ("config", "print_config") or isinstance(made, ArgumentInfo):
+        if name in ("config", "print_config") or isinstance(made, ArgumentInfo):
             continue
         names = [one[2:] for one in (made.default, *(made.param_decls or ())) if str(one).startswith("--")]
-        keys[field] = Key(names[0] if names else field.replace("_", "-"), kind, made.help, made.rich_help_panel)
+        keys[name] = Key(names[0] if names else name.replace("_", "-"), kind, made.help, made.rich_help_panel)
     panels = list(dict.fromkeys(key.panel for key in keys.values()))
     return dict(sorted(keys.items(), key=lambda item: panels.index(item[1].panel)))
 
@@ -183,78 +206,17 @@ def values_of(arguments: Any) -> dict[str, Any]:
     return values | given(asdict(arguments))
 
 
-Target = Annotated[
-    Path | None,
-    option(
-        MODELS,
-        "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub; needs "
-        "--draft. Default: the demo pair.",
-        metavar="MODEL",
-    ),
-]
-Draft = Annotated[
-    Path | None,
-    option(
-        MODELS,
-        "Draft model: a directory or a name, like --target; needs --target. Default: the demo pair.",
-        metavar="MODEL",
-    ),
-]
+Target = Annotated[Path | None, option_of(WorkerGroupConfig, "target")]
+Draft = Annotated[Path | None, option_of(WorkerGroupConfig, "draft")]
+TargetTp = Annotated[int | None, option_of(WorkerGroupConfig, "target_tp")]
+DraftTp = Annotated[int | None, option_of(WorkerGroupConfig, "draft_tp")]
 Device = Annotated[str, option(MODELS, "Device that runs both models.", metavar="cpu|cuda")]
-Dtype = Annotated[
-    str | None,
-    option(
-        MODELS,
-        "Data type of both models: float32, bfloat16, float16, fp8 or int4. Default: float32 on a "
-        "CPU, bfloat16 (int4 if stored so) on a GPU.",
-        metavar="TYPE",
-    ),
-]
-TargetDtype = Annotated[
-    str | None,
-    option(
-        MODELS,
-        "Data type of the target. fp8: its matrices are FP8, with a scale for each output; int4: the "
-        "matrices of its layers are int4, as stored or in groups of 128. All other weights are "
-        "bfloat16. Default: as --dtype.",
-        metavar="TYPE",
-    ),
-]
-DraftDtype = Annotated[
-    str | None,
-    option(
-        MODELS,
-        "Data type of the draft. auto: its stored type, fp8 or int4, chosen by the time of a step on "
-        "the GPU. Default: as --dtype.",
-        metavar="TYPE",
-    ),
-]
-GenerationConfig = Annotated[
-    str | None,
-    option(
-        MODELS,
-        "Source of sampling settings that a request leaves out. auto: the target's "
-        "generation_config.json; ignore: the library's defaults. Default: auto.",
-        metavar="auto|ignore",
-    ),
-]
-DraftVocab = Annotated[
-    int | None,
-    option(
-        MODELS,
-        "Draft only the N tokens that are most frequent in --draft-vocab-text, or in the text that "
-        "`distill` trained the draft on. Default: all tokens.",
-        metavar="N",
-    ),
-]
-DraftVocabText = Annotated[
-    Path | None,
-    option(
-        MODELS,
-        "UTF-8 text, similar to the expected answers, in which tokens are counted for --draft-vocab.",
-        metavar="FILE",
-    ),
-]
+Dtype = Annotated[str | None, option_of(WorkerGroupConfig, "dtype")]
+TargetDtype = Annotated[str | None, option_of(WorkerGroupConfig, "target_dtype")]
+DraftDtype = Annotated[str | None, option_of(WorkerGroupConfig, "draft_dtype")]
+GenerationConfig = Annotated[str | None, option_of(WorkerGroupConfig, "generation_config")]
+DraftVocab = Annotated[int | None, option_of(WorkerGroupConfig, "draft_vocab")]
+DraftVocabText = Annotated[Path | None, option_of(WorkerGroupConfig, "draft_vocab_text")]
 
 NegativePrompt = Annotated[
     str | None,
@@ -274,45 +236,11 @@ Threads = Annotated[
         metavar="COUNT",
     ),
 ]
-Form = Annotated[
-    str | None,
-    option(
-        ENGINE,
-        "Form of a round. lockstep: the models work one after the other; lookahead: at the same time. Default: "
-        "lookahead.",
-        metavar="FORM",
-    ),
-]
-Block = Annotated[
-    int | None,
-    option(ENGINE, "K, the number of tokens drafted in a round, 1..32. Default: 8.", "--block", "-k", metavar="K"),
-]
-Branches = Annotated[
-    int | None,
-    option(
-        ENGINE,
-        "F, the number of branches drafted for each particle, 1..32; lookahead only. Default: 4.",
-        "--branches",
-        "-f",
-        metavar="F",
-    ),
-]
-MaxContext = Annotated[
-    int | None,
-    option(
-        ENGINE,
-        "Maximum tokens of a prompt and its answer together. Default: the context that the models were made for.",
-        metavar="TOKENS",
-    ),
-]
-NoPrefixCache = Annotated[
-    bool | None,
-    flag(
-        ENGINE,
-        "Compute every prompt in full, even if an earlier prompt began with the same tokens.",
-        "--no-prefix-cache",
-    ),
-]
+Form = Annotated[str | None, option_of(EngineConfig, "form")]
+Block = Annotated[int | None, option_of(EngineConfig, "block")]
+Branches = Annotated[int | None, option_of(EngineConfig, "branches")]
+MaxContext = Annotated[int | None, option_of(EngineConfig, "max_context")]
+NoPrefixCache = Annotated[bool | None, option_of(EngineConfig, "prefix_cache")]
 
 JsonFlag = Annotated[bool, flag(OUTPUT, "Print one JSON object instead of text.", "--json")]
 
@@ -365,12 +293,12 @@ def config_file_text(values: Mapping[str, Any], record: type) -> str:
     """Return the text of a configuration file with these values, by field. Each option follows a comment that describes
     it; None is written as null."""
     lines, panel = [], None
-    for field, key in keys_of(record).items():
+    for name, key in keys_of(record).items():
         if key.panel != panel:
             panel = key.panel
             lines += ["", f"# {panel}", ""]
         lines += _comment(key.help)
-        value = values[field]
+        value = values[name]
         if isinstance(value, tuple):
             value = list(value) or None
         elif isinstance(value, dict):

@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from services.cli import options
-from services.cli.service_options import MAX_QUEUE, ServeOptions, effective, gateway_config, worker_group_config
+from services.cli.service_options import ServeOptions, effective, gateway_config, worker_group_config
+from smc.api.engine_config import MAX_QUEUE
 from smc.terminal import err, print_error
 
 if TYPE_CHECKING:

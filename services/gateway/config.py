@@ -3,7 +3,6 @@ checks, by binding them, that all ports are free before anything slow starts."""
 
 from __future__ import annotations
 
-import math
 import re
 import socket
 from dataclasses import dataclass
@@ -12,17 +11,35 @@ from pathlib import Path
 from services.security import HOST_NAME, AllowedHosts, TokenFile, check_tls, is_loopback
 from smc.api.request import MAX_PRIORITY
 from smc.api.sampling_params import Method
+from smc.api.settings import (
+    LISTEN,
+    SECURITY,
+    Holds,
+    Items,
+    OneOf,
+    Option,
+    check_settings,
+    flag,
+    seconds,
+    setting,
+    within,
+)
 
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
 """Default HTTP port of `serve`."""
-UNKNOWN_FIELDS = ("refuse", "ignore")
 LOG_FORMATS = ("text", "json")
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 """Origin of a web page, as browsers write it, or `*` for any origin."""
+PORT = within(0, 65535)
 MESSAGE_BYTES, TOKEN_BYTES, MOST_BYTES = 64 << 10, 16, 4 << 20
 """Size of the largest request in bytes: for everything but the prompt, for each token of the context (few texts have
 more than 6 bytes a token), and at most in all."""
+
+
+def as_path(name: str, value: str | Path) -> Path:
+    """Convert the value of a field to a path."""
+    return Path(value)
 
 
 @dataclass(frozen=True)
@@ -30,84 +47,264 @@ class GatewayConfig:
     """Settings of the gateway. Raises ValueError naming the field, the value and what is allowed. Times are in
     seconds."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on, for calls and for metrics; 0.0.0.0 or :: for every network of the machine."""
-    port: int = DEFAULT_PORT
-    """Port of the gRPC server; 0 = any free one."""
-    http_port: int | None = None
-    """Port of OpenAI's API; 0 = any free one, None = the API is not served."""
-    metrics_port: int | None = None
-    """Port of the metrics for Prometheus, without TLS and token; 0 = any free one, None = no such port."""
-    tls_cert: Path | None = None
-    """Certificate chain of the server, PEM; with `tls_key`. Both, and `tls_client_ca`, are read again when they
-    change."""
-    tls_key: Path | None = None
-    """Private key of `tls_cert`, PEM, not encrypted."""
-    tls_client_ca: Path | None = None
-    """Authorities of clients, PEM: only clients with a certificate of these may connect (mutual TLS)."""
-    auth_token_file: Path | None = None
-    """File of bearer tokens, one a line; read again when it changes. Callers must send one of them. None: no token is
-    needed."""
-    max_message_bytes: int | None = None
-    """Size of the largest request in bytes; None: enough for a prompt that fills the context (`message_bytes`)."""
-    max_concurrent_streams: int = 1024
-    """Calls at the same time on one connection; further ones wait in the client, and some are refused with
-    UNAVAILABLE."""
-    max_calls: int = 1024
-    """Generate calls at the same time, over all connections; further ones are refused with RESOURCE_EXHAUSTED."""
-    keepalive_time: float = 60.0
-    """Seconds of silence after which a client is pinged."""
-    keepalive_timeout: float = 20.0
-    """Seconds for a client to answer a ping; otherwise its calls are cancelled."""
-    min_ping_interval: float = 10.0
-    """Clients that ping more often than this are disconnected."""
-    max_connection_age: float = 900.0
-    """A connection older than this, give or take a tenth, gets no further calls: its client makes a new one, maybe to a
-    newer replica."""
-    max_connection_age_grace: float = 3600.0
-    """How long calls in flight may continue on such a connection; then they end with UNAVAILABLE."""
-    write_timeout: float = 30.0
-    """Longest time for a request to arrive, and for a response to wait for a client that does not read; then the call
-    is ended."""
-    drain_timeout: float = 30.0
-    """How long calls in flight may continue once the service is told to stop."""
-    served_model_names: tuple[str, ...] = ()
-    """Names of the target for OpenAI's and vLLM's clients; answers and metrics carry the first. Empty: the name of its
-    directory."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Further names by which HTTP requests may call the service; `*`: any. If none are given, a service without tokens
-    that listens on the loopback interface takes the names of that interface, any other service all names."""
-    allow_origins: tuple[str, ...] = ()
-    """Origins of web pages that may use the HTTP API, such as https://app.example.com; `*`: any. Empty: none."""
-    page: bool = True
-    """Serve a web page for people at / of `http_port`."""
-    log_format: str = "text"
-    """Format of the log: `text`, or `json`, one object a line."""
-    log_texts: bool = False
-    """Log the prompt and the answer of every request as text; otherwise the log has no text of users."""
-    unknown_fields: str = "refuse"
-    """Treatment of fields of an HTTP request that the API does not have: `refuse`, or `ignore`, which logs each
-    once."""
-    default_method: str | None = None
-    """Method of requests that name none; None: `smc`, and at temperature 0 `exact`."""
-
-    default_max_tokens: int = 8192
-    """Maximum tokens of an answer to a chat, or in vLLM's protocol, whose request gives no `max_tokens`; less if the
-    context or memory leaves less. Other requests have a smaller default of their own."""
-    min_priority: int = 0
-    """Lowest `priority` that callers may give; a lower number is admitted first. 0: nobody passes others."""
-    max_priority: int = MAX_PRIORITY
-    """Highest `priority` that callers may give. With both 0, callers cannot set it."""
+    host: str = setting(
+        "127.0.0.1",
+        Holds(bool, "an address of this machine, such as 127.0.0.1 or 0.0.0.0"),
+        option=Option("Address to listen on; 0.0.0.0 or :: = all networks.", "HOST", panel=LISTEN),
+    )
+    port: int = setting(
+        DEFAULT_PORT, PORT, option=Option("Port of the gRPC API; 0 = any free port.", "PORT", panel=LISTEN)
+    )
+    http_port: int | None = setting(
+        None,
+        PORT,
+        option=Option(
+            f"Port of the APIs of OpenAI and Anthropic; 0 = any free port. Default: {DEFAULT_HTTP_PORT}.",
+            "PORT",
+            panel=LISTEN,
+        ),
+    )
+    """None: these APIs are not served."""
+    metrics_port: int | None = setting(
+        None,
+        PORT,
+        option=Option(
+            "Port of the metrics for Prometheus, without TLS and token; 0 = any free port. Default: no such port.",
+            "PORT",
+            panel=LISTEN,
+        ),
+    )
+    served_model_names: tuple[str, ...] = setting(
+        (),
+        Items(lambda name: isinstance(name, str) and name.isprintable() and name != "", "names that can be printed"),
+        option=Option(
+            "Name of the target for clients and metrics; may be repeated, answers carry the first. Default: the name "
+            "of its directory.",
+            "NAME",
+            ("--served-model-name",),
+            LISTEN,
+        ),
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        Items(
+            lambda name: isinstance(name, str) and HOST_NAME.fullmatch(name) is not None,
+            "* or a name or address without scheme, port and path, such as llm.example.com or [2001:db8::1]",
+        ),
+        option=Option(
+            "Further host name by which HTTP requests may call the service; * = any; may be repeated. Default: without "
+            "tokens on 127.0.0.1 the names of this machine's loopback interface, otherwise any.",
+            "NAME",
+            ("--allowed-host",),
+            LISTEN,
+        ),
+    )
+    allow_origins: tuple[str, ...] = setting(
+        (),
+        Items(
+            lambda origin: isinstance(origin, str) and ORIGIN.fullmatch(origin) is not None,
+            "* or SCHEME://HOST[:PORT], such as https://app.example.com, without a path",
+        ),
+        option=Option(
+            "Origin of web pages that may use --http-port, such as https://app.example.com; * = any; may be repeated. "
+            "Default: none.",
+            "ORIGIN",
+            ("--allow-origin",),
+            LISTEN,
+        ),
+    )
+    page: bool = setting(
+        True,
+        flag(),
+        option=Option("Do not serve the web page for trying the models at / of --http-port.", panel=LISTEN),
+    )
+    log_format: str = setting(
+        "text",
+        OneOf(LOG_FORMATS),
+        option=Option(
+            "Format of the log. json: each line is an object, also of what other processes log.",
+            "text|json",
+            panel=LISTEN,
+        ),
+    )
+    log_texts: bool = setting(
+        False,
+        flag(),
+        option=Option(
+            "Write prompts and answers to the log, from which `smcserve distill --from-log` reads prompts.",
+            panel=LISTEN,
+            has_flag=False,
+        ),
+    )
+    """Otherwise the log has no text of users."""
+    unknown_fields: str = setting(
+        "refuse",
+        OneOf(("refuse", "ignore")),
+        option=Option(
+            "Treatment of request fields that the HTTP API does not have. refuse: the request is refused; ignore: the "
+            "field is ignored, and logged once.",
+            "WHAT",
+            panel=LISTEN,
+        ),
+    )
+    default_method: str | None = setting(
+        None,
+        OneOf(tuple(method.value for method in Method)),
+        option=Option(
+            "Method of requests that name none: smc, exact, target or draft. Default: smc, at temperature 0 exact.",
+            "METHOD",
+            panel=LISTEN,
+        ),
+    )
+    default_max_tokens: int = setting(
+        8192,
+        within(1, 2**31 - 1),
+        option=Option(
+            "Maximum tokens of a chat's answer if its request gives no max_tokens; also in vLLM's protocol. Default: "
+            "8192, less if the context or memory leaves less.",
+            "COUNT",
+            panel=LISTEN,
+        ),
+    )
+    """Other requests have a smaller default of their own."""
+    min_priority: int = setting(
+        0,
+        within(-MAX_PRIORITY, 0),
+        option=Option(
+            f"Lowest `priority` that callers may give, -{MAX_PRIORITY}..0; requests with lower numbers are admitted "
+            "first. Default: 0, so that no caller passes others.",
+            panel=LISTEN,
+            has_flag=False,
+        ),
+    )
+    max_priority: int = setting(
+        MAX_PRIORITY,
+        within(0, MAX_PRIORITY),
+        option=Option(
+            f"Highest `priority` that callers may give, 0..{MAX_PRIORITY}. With min-priority and max-priority 0, "
+            "callers cannot set it.",
+            panel=LISTEN,
+            has_flag=False,
+        ),
+    )
+    tls_cert: Path | None = setting(
+        None,
+        as_path,
+        option=Option("Certificate chain of the service, PEM, for TLS; needs --tls-key.", "FILE", panel=SECURITY),
+    )
+    """It, `tls_key` and `tls_client_ca` are read again when they change."""
+    tls_key: Path | None = setting(
+        None, as_path, option=Option("Private key of --tls-cert, PEM, not encrypted.", "FILE", panel=SECURITY)
+    )
+    tls_client_ca: Path | None = setting(
+        None,
+        as_path,
+        option=Option(
+            "Certificate authorities, PEM: only clients with a certificate of one of them may connect.",
+            "FILE",
+            panel=SECURITY,
+        ),
+    )
+    auth_token_file: Path | None = setting(
+        None,
+        as_path,
+        option=Option(
+            "File of bearer tokens, one a line; callers must send one of them. It is read again when it changes. "
+            "Default: no token is needed.",
+            "FILE",
+            panel=SECURITY,
+        ),
+    )
+    max_message_bytes: int | None = setting(
+        None,
+        within(1024, 2**31 - 1),
+        option=Option(
+            "Maximum size of a request in bytes. Default: as much as the context needs, at most 4 MiB.",
+            panel=SECURITY,
+            has_flag=False,
+        ),
+    )
+    max_concurrent_streams: int = setting(
+        1024,
+        within(1, 2**31 - 1),
+        option=Option(
+            "Maximum number of calls at the same time on one connection; further ones wait in the client.",
+            panel=SECURITY,
+            has_flag=False,
+        ),
+    )
+    max_calls: int = setting(
+        1024,
+        within(1, 2**31 - 1),
+        option=Option(
+            "Maximum number of Generate calls at the same time over all connections; further ones are refused.",
+            "COUNT",
+            panel=SECURITY,
+        ),
+    )
+    keepalive_time: float = setting(
+        60.0,
+        seconds(1.0),
+        option=Option("Seconds of silence after which a client is pinged.", panel=SECURITY, has_flag=False),
+    )
+    keepalive_timeout: float = setting(
+        20.0,
+        seconds(1.0),
+        option=Option(
+            "Seconds within which a client must answer a ping; otherwise its calls are cancelled.",
+            panel=SECURITY,
+            has_flag=False,
+        ),
+    )
+    min_ping_interval: float = setting(
+        10.0,
+        seconds(0.0),
+        option=Option(
+            "Minimum seconds between two pings of a client; clients that ping more often are disconnected.",
+            panel=SECURITY,
+            has_flag=False,
+        ),
+    )
+    max_connection_age: float = setting(
+        900.0,
+        seconds(1.0),
+        option=Option(
+            "Seconds, give or take a tenth, after which a client has to reconnect, maybe to a newer replica.",
+            panel=SECURITY,
+            has_flag=False,
+        ),
+    )
+    max_connection_age_grace: float = setting(
+        3600.0,
+        seconds(1.0),
+        option=Option(
+            "Seconds that calls in flight may continue on a connection older than max-connection-age.",
+            panel=SECURITY,
+            has_flag=False,
+        ),
+    )
+    write_timeout: float = setting(
+        30.0,
+        seconds(0.001),
+        option=Option(
+            "Maximum seconds for a request to arrive, and for a response to wait until the client reads it.",
+            panel=SECURITY,
+            has_flag=False,
+        ),
+    )
+    drain_timeout: float = setting(
+        30.0,
+        seconds(0.0),
+        option=Option(
+            "Seconds that calls in flight may continue after the service is told to stop.", "SECONDS", panel=SECURITY
+        ),
+    )
 
     def __post_init__(self) -> None:
-        for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, Path(getattr(self, name)))
-        for name in ("served_model_names", "allowed_hosts", "allow_origins"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        self._check_numbers()
+        check_settings(self)
+        self._check_ports()
         self._check_security()
-        self._check_defaults()
+        self._check_http()
 
     @property
     def tls(self) -> tuple[Path, Path, Path | None] | None:
@@ -142,41 +339,11 @@ class GatewayConfig:
         """Read `auth_token_file` and return its tokens; None: no token is needed."""
         return TokenFile(self.auth_token_file) if self.auth_token_file else None
 
-    def _check_numbers(self) -> None:
-        if not self.host:
-            raise ValueError(f"host={self.host!r}; allowed: an address of this machine, such as 127.0.0.1 or 0.0.0.0")
-        for name, low, high in (
-            ("port", 0, 65535),
-            ("http_port", 0, 65535),
-            ("metrics_port", 0, 65535),
-            ("max_message_bytes", 1024, 2**31 - 1),
-            ("max_concurrent_streams", 1, 2**31 - 1),
-            ("max_calls", 1, 2**31 - 1),
-            ("default_max_tokens", 1, 2**31 - 1),
-            ("min_priority", -MAX_PRIORITY, 0),
-            ("max_priority", 0, MAX_PRIORITY),
-        ):
-            value = getattr(self, name)
-            if name in ("http_port", "metrics_port", "max_message_bytes") and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
+    def _check_ports(self) -> None:
         ports = [("port", self.port), ("http_port", self.http_port), ("metrics_port", self.metrics_port)]
         for index, (name, value) in enumerate(ports):
             if value and (same := [other for other, before in ports[:index] if before == value]):
                 raise ValueError(f"{name}={value} is given as {same[0]} as well; give another one, or 0 for any")
-        for name, least in (
-            ("keepalive_time", 1.0),
-            ("keepalive_timeout", 1.0),
-            ("min_ping_interval", 0.0),
-            ("max_connection_age", 1.0),
-            ("max_connection_age_grace", 1.0),
-            ("write_timeout", 0.001),
-            ("drain_timeout", 0.0),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
-                raise ValueError(f"{name}={value!r}; allowed: at least {least:g} seconds")
 
     def _check_security(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -194,25 +361,7 @@ class GatewayConfig:
                     "give tls_cert and tls_key (--tls-cert, --tls-key), or listen on 127.0.0.1 only"
                 )
 
-    def _check_defaults(self) -> None:
-        if self.default_method is not None and self.default_method not in tuple(Method):
-            raise ValueError(f"default_method={self.default_method!r}; allowed: {', '.join(Method)}")
-        if wrong := [name for name in self.served_model_names if not name or not name.isprintable()]:
-            raise ValueError(f"served_model_names contains {wrong[0]!r}; allowed: names that can be printed")
-        if wrong := [name for name in self.allowed_hosts if not HOST_NAME.fullmatch(name)]:
-            raise ValueError(
-                f"allowed_hosts contains {wrong[0]!r}; allowed: * or a name or address without scheme, port and path, "
-                "such as llm.example.com or [2001:db8::1]"
-            )
-        if wrong := [origin for origin in self.allow_origins if not ORIGIN.fullmatch(origin)]:
-            raise ValueError(
-                f"allow_origins contains {wrong[0]!r}; allowed: * or SCHEME://HOST[:PORT], such as "
-                "https://app.example.com, without a path"
-            )
-        if self.log_format not in LOG_FORMATS:
-            raise ValueError(f"log_format={self.log_format!r}; allowed: {', '.join(LOG_FORMATS)}")
-        if self.unknown_fields not in UNKNOWN_FIELDS:
-            raise ValueError(f"unknown_fields={self.unknown_fields!r}; allowed: {', '.join(UNKNOWN_FIELDS)}")
+    def _check_http(self) -> None:
         if self.allowed_hosts and self.http_port is None and self.metrics_port is None:
             raise ValueError("allowed_hosts has no effect without http_port; leave out no_http or allowed_hosts")
         if self.allow_origins and self.http_port is None:

@@ -8,22 +8,40 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from services.backend import Model, ServingPair
 from services.link.base import LINKS
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.limits import AUTO_DTYPE, DTYPE_NAMES
+from smc.api.limits import AUTO_DTYPE, DTYPE_NAMES, LOADS
+from smc.api.settings import (
+    CLUSTER,
+    ENGINE,
+    MODELS,
+    Holds,
+    OneOf,
+    Option,
+    above_zero,
+    at_least,
+    check_settings,
+    setting,
+)
 from smc.model.config import GENERATION_CONFIGS, sampling_defaults
-from smc.model.parallel import Shard, local_config
-from smc.model.source import LOADS, SourcePair, name_dtypes, pair_dtypes
 from smc.types import ModelRole
+
+if TYPE_CHECKING:
+    from services.backend import ServingPair
+    from smc.model.source import SourcePair
 
 DEVICES = {"cpu": "float32", "cuda": "bfloat16"}
 """Device -> default data type of models on it."""
 RAY_RESOURCES = ("CPU", "GPU", "memory", "object_store_memory")
 """Resources that Ray counts on every host. They are not allowed as custom resources: ranks request their share of them
 anyway."""
+RESOURCE = Holds(
+    lambda name: bool(name.strip()) and name not in RAY_RESOURCES,
+    f"a name of `ray start --resources`, none of {', '.join(RAY_RESOURCES)}",
+)
 LONGEST = 1_000_000
 """Longest deadline in seconds: torch and Ray accept neither infinity nor durations that overflow their clocks."""
 logger = logging.getLogger(__name__)
@@ -44,77 +62,177 @@ class WorkerGroupError(RuntimeError):
 class WorkerGroupConfig:
     """Configuration of the processes that decode. Raises ValueError naming the field, the value and what is allowed."""
 
-    target: Path = demo.TARGET
-    """Directory of the target model, which must exist on every host under the same path. Unless `load` is `files`, the
-    name of a published shape."""
-    draft: Path = demo.DRAFT
-    load: str = "files"
+    target: Path = setting(
+        demo.TARGET,
+        None,
+        option=Option(
+            "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub; needs --draft. "
+            "Default: the demo pair.",
+            "MODEL",
+            panel=MODELS,
+        ),
+    )
+    """A directory must exist on every host under the same path. Unless `load` is `files`, the name of a published
+    shape."""
+    draft: Path = setting(
+        demo.DRAFT,
+        None,
+        option=Option(
+            "Draft model: a directory or a name, like --target; needs --target. Default: the demo pair.",
+            "MODEL",
+            panel=MODELS,
+        ),
+    )
+    load: str = setting("files", OneOf(LOADS))
     """Where weights come from. `files`: the directories; `random`: random numbers, to measure speed; `grown`: the demo
     pair, padded to published shapes."""
-    target_tp: int = 1
-    """Tensor-parallel degree of the target: the number of its processes, each with its share of the heads."""
-    draft_tp: int = 1
-    target_resource: str | None = None
-    """Custom Ray resource of the hosts that the target's ranks may run on (`ray start --resources`); None: any host."""
-    draft_resource: str | None = None
-    """Custom Ray resource of the hosts that the draft's ranks may run on; None: any host."""
-    link: str = "nccl"
-    """`nccl`: torch.distributed (NCCL between GPUs, gloo elsewhere); `grpc`: gRPC streams, for hosts that gloo does not
-    reach."""
-    device: str = "cpu"
-    """`cpu`, or `cuda`: one GPU for each rank."""
-    dtype: str | None = None
-    """Data type of both models, one of `smc.api.limits.DTYPE_NAMES`. Default: float32 on a CPU; on a GPU int4 for a
-    model that is stored in int4, otherwise bfloat16."""
-    target_dtype: str | None = None
-    """Data type of the target, if it differs from `dtype`."""
-    draft_dtype: str | None = None
-    """Data type of the draft, if it differs from `dtype`; `auto`: its own type, fp8 or int4, by measured costs
-    (`smc.draft_dtype`)."""
-    draft_vocab: int | None = None
-    """Number of tokens that the draft proposes by likelihood (`smc.model.draft_vocab`). Default: all."""
-    draft_vocab_text: Path | None = None
-    """A text in UTF-8 whose most frequent tokens the draft proposes; read where the service is started."""
-    generation_config: str = "auto"
-    """Defaults of sampling settings that a request leaves out. `auto`: those in the target's generation_config.json;
-    `ignore`: those of this library."""
+    target_tp: int = setting(
+        1,
+        None,
+        option=Option("Number of processes, and of GPUs, that share the target.", "COUNT", panel=MODELS),
+    )
+    """Each has its share of the heads. The model's shape decides which numbers are allowed."""
+    draft_tp: int = setting(
+        1, None, option=Option("Number of processes, and of GPUs, that share the draft.", "COUNT", panel=MODELS)
+    )
+    device: str = setting(
+        "cpu",
+        OneOf(tuple(DEVICES)),
+        option=Option("Device that runs both models; cuda: one GPU for each process.", "cpu|cuda", panel=MODELS),
+    )
+    dtype: str | None = setting(
+        None,
+        OneOf(DTYPE_NAMES),
+        option=Option(
+            "Data type of both models: float32, bfloat16, float16, fp8 or int4. Default: float32 on a CPU, bfloat16 "
+            "(int4 if stored so) on a GPU.",
+            "TYPE",
+            panel=MODELS,
+        ),
+    )
+    target_dtype: str | None = setting(
+        None,
+        OneOf(DTYPE_NAMES),
+        option=Option(
+            "Data type of the target. fp8: its matrices are FP8, with a scale for each output; int4: the matrices of "
+            "its layers are int4, as stored or in groups of 128. All other weights are bfloat16. Default: as --dtype.",
+            "TYPE",
+            panel=MODELS,
+        ),
+    )
+    draft_dtype: str | None = setting(
+        None,
+        OneOf((*DTYPE_NAMES, AUTO_DTYPE)),
+        option=Option(
+            "Data type of the draft. auto: its stored type, fp8 or int4, chosen by the time of a step on the GPU. "
+            "Default: as --dtype.",
+            "TYPE",
+            panel=MODELS,
+        ),
+    )
+    draft_vocab: int | None = setting(
+        None,
+        None,
+        option=Option(
+            "Draft only the N tokens that are most frequent in --draft-vocab-text, or in the text that `distill` "
+            "trained the draft on. Default: all tokens.",
+            "N",
+            panel=MODELS,
+        ),
+    )
+    draft_vocab_text: Path | None = setting(
+        None,
+        None,
+        option=Option(
+            "UTF-8 text, similar to the expected answers, in which tokens are counted for --draft-vocab.",
+            "FILE",
+            panel=MODELS,
+        ),
+    )
+    """It is read where the service is started."""
+    generation_config: str = setting(
+        "auto",
+        OneOf(GENERATION_CONFIGS),
+        option=Option(
+            "Source of sampling settings that a request leaves out. auto: the target's generation_config.json; ignore: "
+            "the library's defaults.",
+            "auto|ignore",
+            panel=MODELS,
+        ),
+    )
     engine: EngineConfig = field(default_factory=EngineConfig)
-    threads: int = 1
-    """CPU threads of torch in each rank."""
+    threads: int = setting(
+        1,
+        above_zero(LONGEST),
+        option=Option("Number of CPU threads of torch in each process.", panel=ENGINE, has_flag=False),
+    )
+    target_resource: str | None = setting(
+        None,
+        RESOURCE,
+        option=Option("Ray resource of the hosts that may run the target. Default: any host.", "NAME", panel=CLUSTER),
+    )
+    draft_resource: str | None = setting(
+        None,
+        RESOURCE,
+        option=Option("Ray resource of the hosts that may run the draft. Default: any host.", "NAME", panel=CLUSTER),
+    )
+    link: str = setting(
+        "nccl",
+        OneOf(LINKS),
+        option=Option(
+            "Link between the models' processes. nccl: torch.distributed, with gloo on CPUs; grpc: for hosts that "
+            "torch.distributed does not connect.",
+            "nccl|grpc",
+            panel=CLUSTER,
+        ),
+    )
     near_target: bool = False
     """The coordinator runs on the host of the target's first rank instead of the host of the process that starts it."""
-    start_timeout: float = 600.0
-    """Seconds within which every rank must have loaded its weights and run its first rounds: one round, and on GPUs
-    rounds of every kind."""
-    link_timeout: float = 60.0
-    """Seconds after which a process that is alive but makes no progress counts as dead; a process that answers no
-    probes counts as dead sooner (`services.launch.worker_group.PROBE_SECONDS`). Must exceed the longest prefill chunk
-    and the longest round."""
-    heartbeat: float = 2.0
-    """Seconds between heartbeats while nothing runs."""
-    max_failed_starts: int = 5
-    """Failed restarts in a row after which the service ends, so that its process manager can act."""
-    trace: Path | None = None
-    """File to which the coordinator writes a Chrome trace of all rounds when it stops."""
+    start_timeout: float = setting(
+        600.0,
+        above_zero(LONGEST),
+        option=Option("Seconds within which every process must be ready.", "SECONDS", panel=CLUSTER),
+    )
+    """A process is ready when it has loaded its weights and run its first rounds: one round, and on GPUs rounds of
+    every kind."""
+    link_timeout: float = setting(
+        60.0,
+        above_zero(LONGEST),
+        option=Option(
+            "Seconds after which a process that is alive but makes no progress counts as dead.",
+            panel=CLUSTER,
+            has_flag=False,
+        ),
+    )
+    """It must exceed the longest prefill chunk and the longest round. A process that answers no probes counts as dead
+    sooner (`services.launch.worker_group.PROBE_SECONDS`)."""
+    heartbeat: float = setting(
+        2.0,
+        above_zero(LONGEST),
+        option=Option(
+            "Seconds between two messages by which an idle process shows that it is alive.",
+            panel=CLUSTER,
+            has_flag=False,
+        ),
+    )
+    max_failed_starts: int = setting(
+        5,
+        at_least(1),
+        option=Option(
+            "Failed restarts of the processes in a row after which the service ends, so that its process manager can "
+            "act.",
+            panel=CLUSTER,
+            has_flag=False,
+        ),
+    )
+    trace: Path | None = setting(
+        None,
+        None,
+        option=Option("Write a Chrome trace of all rounds to this file at the end.", "FILE", panel=CLUSTER),
+    )
 
     def __post_init__(self) -> None:
-        types: dict[str, tuple[str | None, ...]] = dict.fromkeys(("dtype", "target_dtype"), (None, *DTYPE_NAMES))
-        types["draft_dtype"] = (None, *DTYPE_NAMES, AUTO_DTYPE)
-        names = {"load": LOADS, "link": LINKS, "device": DEVICES, "generation_config": GENERATION_CONFIGS}
-        for name, allowed in {**names, **types}.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(filter(None, allowed))}")
-        for name in ("threads", "start_timeout", "link_timeout", "heartbeat"):
-            if not 0 < getattr(self, name) <= LONGEST:
-                raise ValueError(f"{name}={getattr(self, name)!r}; allowed: above 0, at most {LONGEST}")
-        for name in ("target_resource", "draft_resource"):
-            value = getattr(self, name)
-            if value is not None and (not value.strip() or value in RAY_RESOURCES):
-                raise ValueError(
-                    f"{name}={value!r}; allowed: a name of `ray start --resources`, none of {', '.join(RAY_RESOURCES)}"
-                )
-        if not isinstance(self.max_failed_starts, int) or self.max_failed_starts < 1:
-            raise ValueError(f"max_failed_starts={self.max_failed_starts!r}; allowed: >= 1")
+        check_settings(self)
         if self.heartbeat >= self.link_timeout:
             raise ValueError(
                 f"heartbeat={self.heartbeat:g}; allowed: below link_timeout={self.link_timeout:g}, "
@@ -136,6 +254,8 @@ class WorkerGroupConfig:
     @property
     def dtypes(self) -> dict[str, str]:
         """Name of each model's data type, by role; a draft's may be `auto`."""
+        from smc.model.source import pair_dtypes
+
         directories = (self.target, self.draft)
         return pair_dtypes(self.dtype, self.target_dtype, self.draft_dtype, self.device, directories)
 
@@ -145,12 +265,18 @@ class WorkerGroupConfig:
     @cached_property
     def sources(self) -> SourcePair:
         """The models to be loaded; nothing is loaded yet. Raises ValueError if they cannot be served."""
+        from smc.model.source import SourcePair
+
         paths = (self.target.absolute(), self.draft.absolute()) if self.load == "files" else (self.target, self.draft)
         sources = SourcePair.of(self.load, *paths, small=(demo.TARGET, demo.DRAFT))
         return sources.with_draft_vocab(self.draft_vocab, self.draft_vocab_text)
 
     def serving_pair(self) -> ServingPair:
         """Look at both models without loading them. Raises ValueError if they cannot be served this way."""
+        from services.backend import Model, ServingPair
+        from smc.model.parallel import Shard, local_config
+        from smc.model.source import name_dtypes
+
         sources, models = self.sources, {}
         for role in ModelRole:
             source, degree = sources.of_role(role), self.degree(role)

@@ -8,8 +8,20 @@ from typing import TypedDict
 
 from smc.api.limits import UNSET
 from smc.api.sampling_params import is_potential
+from smc.api.settings import (
+    ENGINE,
+    OneOf,
+    Option,
+    above_zero,
+    at_least,
+    check_settings,
+    flag,
+    setting,
+    within,
+)
 from smc.types import ModelRole
 
+FORMS = ("lockstep", "lookahead")
 MAX_BLOCK = 32
 MAX_BRANCHES = 32
 MOST_PAGES = 1 << 23
@@ -21,6 +33,8 @@ MAX_PREFILL_SHARE = 100.0
 """Maximum factor by which prompts may lengthen rounds."""
 DISTRIBUTION_BYTES = 1 << 30
 """Memory on a model's device for the token distributions of draft chains, if `max_chains` is not set."""
+MAX_QUEUE = 256
+"""Default number of requests that may wait in a service; in the library there is no limit."""
 MAX_POTENTIAL_TIMEOUT = 3600.0
 """Maximum of `potential_timeout`, in seconds."""
 
@@ -50,93 +64,174 @@ GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
 class EngineConfig:
     """Settings of an engine. Raises ValueError naming the field, the value and what is allowed."""
 
-    form: str = "lookahead"
-    """`lockstep`: draft, then score. `lookahead`: draft branches of the next block while the target scores the current
-    one."""
-    block: int = 8
-    """K, 1..32: tokens that the draft proposes in a round."""
-    branches: int = UNSET
-    """F, 1..32: branches of the next block for each particle. Look-ahead only; default 4."""
-    cohorts: int = 1
-    """Number of micro-batches whose rounds alternate, 1..4. More than one pays in lockstep, if each model has processes
-    of its own."""
-    max_slots: int = 64
-    """Slots of all running requests together: one for each particle or row, two if the request is guided."""
-    max_context: int | None = None
-    """Maximum tokens of prompt and answer together; default: the context that the models were made for."""
-    pages: int | None = None
-    """Token positions in the KV pool of each model. Default on GPUs: as many as memory allows, up to the longest
-    context in every slot and the same again for the prefix cache. Default on a CPU: 512 for each slot, and at least one
-    request of the longest context."""
-    prefill_chunk: int = 128
-    """Maximum prompt tokens that a model runs in one step, so that a long prompt does not block other requests."""
-    prefill_share: float | None = None
-    """Maximum average time spent on prompts beside rounds, as a share of the time of the rounds; default: only
-    `prefill_chunk` limits it."""
-    max_queue: int | None = None
-    """Maximum number of requests that wait for slots and pages; default: unlimited."""
-    max_queue_pages: int | None = None
-    """Maximum KV pages, of both pools together, that waiting requests need; default: unlimited."""
-    prefix_cache: bool = True
+    form: str = setting(
+        "lookahead",
+        OneOf(FORMS),
+        option=Option(
+            "Form of a round. lockstep: the models work one after the other; lookahead: at the same time.",
+            "FORM",
+            panel=ENGINE,
+        ),
+    )
+    block: int = setting(
+        8,
+        within(1, MAX_BLOCK),
+        option=Option("K, the number of tokens drafted in a round, 1..32.", "K", ("--block", "-k"), ENGINE),
+    )
+    branches: int = setting(
+        UNSET,
+        within(1, MAX_BRANCHES),
+        option=Option(
+            "F, the number of branches of the next block that are drafted for each particle, 1..32; lookahead only. "
+            "Default: 4.",
+            "F",
+            ("--branches", "-f"),
+            ENGINE,
+        ),
+    )
+    cohorts: int = setting(
+        1,
+        within(1, 4),
+        option=Option(
+            "Number of micro-batches whose rounds alternate, 1..4. Default: 1, with form lockstep 2.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
+    """More than one pays in lockstep, if each model has processes of its own."""
+    max_slots: int = setting(
+        64,
+        within(1, 65536),
+        option=Option(
+            "Slots of all running requests together: one for each particle or row, two if the request is guided.",
+            "COUNT",
+            panel=ENGINE,
+        ),
+    )
+    max_chains: int | None = setting(
+        None,
+        at_least(0),
+        option=Option(
+            "Maximum number of draft chains of all running requests with verification rejection; 0 refuses such "
+            "requests. Default: as many as take 1 GiB of memory at either model, at most max-slots.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
+    """For each chain, memory for token distributions over the whole vocabulary is reserved (smc/executor/verify.py)."""
+    max_context: int | None = setting(
+        None,
+        at_least(2),
+        option=Option(
+            "Maximum tokens of a prompt and its answer together. Default: the context that the models were made for.",
+            "TOKENS",
+            panel=ENGINE,
+        ),
+    )
+    pages: int | None = setting(
+        None,
+        at_least(2),
+        option=Option(
+            "Token positions in the KV pool of each model. Default: on a GPU what fits, up to the longest context in "
+            "every slot and as much again for the prefix cache; on a CPU 512 for each slot, and at least one request "
+            "of the longest context.",
+            "COUNT",
+            panel=ENGINE,
+        ),
+    )
+    prefill_chunk: int = setting(
+        128,
+        within(1, 1 << 20),
+        option=Option(
+            "Maximum number of prompt tokens that run between two rounds. Default: 128, on GPUs 4096.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
+    prefill_share: float | None = setting(
+        None,
+        above_zero(MAX_PREFILL_SHARE),
+        option=Option(
+            "Maximum time spent on prompts, as a share of the time spent on rounds. Default: 0.4 on GPUs, no limit on "
+            "a CPU.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
+    drafting: str = setting(
+        "costs",
+        OneOf(("costs", "always")),
+        option=Option(
+            "Tree size in exact decoding. costs: the size that pays by the measured costs, possibly none; always: the "
+            "size that the request asks for. Answers are the same.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
+    prefix_cache: bool = setting(
+        True,
+        flag(),
+        option=Option(
+            "Compute every prompt in full, even if an earlier prompt began with the same tokens.", panel=ENGINE
+        ),
+    )
     """Keep the keys and values of prompts and answers, for later prompts that begin with the same tokens."""
-    drafting: str = "costs"
-    """How much is drafted in exact decoding; answers (verified by walk) do not depend on it. `costs`: as much as pays,
-    possibly nothing, in a service that has timed its models; `always`: trees as large as requests ask for."""
-    max_chains: int | None = None
-    """Maximum number of chains of all running requests that are verified by rejection (smc/executor/verify.py). For
-    each chain, memory for token distributions over the whole vocabulary is reserved. 0: such requests are refused.
-    Default: as many as take 1 GiB at either model; never more than slots."""
-    logprobs_mode: str = "raw"
-    """Distribution of reported log-probabilities. `raw`: the softmax of the target's logits, as the model returns them;
-    `processed`: the distribution that tokens are drawn from, after guidance, penalties, biases, constraints,
-    temperature and truncation. Answers do not depend on it."""
+    logprobs_mode: str = setting(
+        "raw",
+        OneOf(("raw", "processed")),
+        option=Option(
+            "Distribution of reported log-probabilities. raw: the softmax of the target's logits; processed: the "
+            "distribution that tokens are drawn from, after temperature, truncation, biases, penalties, constraints "
+            "and guidance. Answers are the same.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
+    potentials: tuple[tuple[str, str], ...] = setting(
+        (),
+        lambda _, value: _pairs(value),
+        option=Option(
+            "Potentials that requests may name: a mapping from names to callables, each given as module:function. "
+            "Default: none.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
+    potential_timeout: float = setting(
+        10.0,
+        above_zero(MAX_POTENTIAL_TIMEOUT),
+        option=Option(
+            "Maximum seconds of one call of a potential; then its request fails.", panel=ENGINE, has_flag=False
+        ),
+    )
+    max_queue: int | None = setting(
+        None,
+        at_least(1),
+        option=Option(
+            f"Maximum number of waiting requests; further ones are refused. Default: {MAX_QUEUE}.",
+            "COUNT",
+            panel=ENGINE,
+        ),
+    )
+    """In the library: no limit."""
+    max_queue_pages: int | None = setting(
+        None,
+        at_least(1),
+        option=Option(
+            "Maximum number of KV pages of both pools that waiting requests may need together. Default: no limit.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
     defensive_share: float = 0.05
     """Share of the untruncated distribution in the proposal of a truncated request (smc/distributions.py)."""
 
-    potentials: tuple[tuple[str, str], ...] = ()
-    """Callables that requests may name as their `potential`: pairs of a name and module:function. A mapping is
-    accepted, too."""
-    potential_timeout: float = 10.0
-    """Maximum seconds of each call of a potential for a request."""
-
     def __post_init__(self) -> None:
-        object.__setattr__(self, "potentials", _pairs(self.potentials))
-        if not 0 < self.potential_timeout <= MAX_POTENTIAL_TIMEOUT:
-            raise ValueError(
-                f"potential_timeout={self.potential_timeout!r}; allowed: above 0, at most {MAX_POTENTIAL_TIMEOUT:g}"
-            )
-        if self.form not in ("lockstep", "lookahead"):
-            raise ValueError(f"form={self.form!r}; allowed: lockstep, lookahead")
-        if self.drafting not in ("costs", "always"):
-            raise ValueError(f"drafting={self.drafting!r}; allowed: costs, always")
-        if self.logprobs_mode not in ("raw", "processed"):
-            raise ValueError(f"logprobs_mode={self.logprobs_mode!r}; allowed: raw, processed")
         if self.form == "lockstep" and self.branches not in (None, 1):
             raise ValueError(f"branches={self.branches} has no effect with form='lockstep'; leave it out")
         if self.branches is None:
             object.__setattr__(self, "branches", 4 if self.form == "lookahead" else 1)
-        for name, low, high in (
-            ("block", 1, MAX_BLOCK),
-            ("branches", 1, MAX_BRANCHES),
-            ("cohorts", 1, 4),
-            ("max_slots", 1, 65536),
-            ("prefill_chunk", 1, 1 << 20),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"{name}={value!r}; allowed: {low}..{high}")
-        for name, low in (
-            ("max_context", 2),
-            ("pages", 2),
-            ("max_queue", 1),
-            ("max_queue_pages", 1),
-            ("max_chains", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < low):
-                raise ValueError(f"{name}={value!r}; allowed: >= {low}")
-        if self.prefill_share is not None and not 0 < self.prefill_share <= MAX_PREFILL_SHARE:
-            raise ValueError(f"prefill_share={self.prefill_share!r}; allowed: above 0, at most {MAX_PREFILL_SHARE}")
+        check_settings(self)
         if not 0 < self.defensive_share < 1:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 

@@ -25,6 +25,8 @@ MAX_STOP_BYTES = 1000
 """Maximum UTF-8 bytes of all stop strings of a request together."""
 MAX_BAD_BYTES = 4096
 """Maximum UTF-8 bytes of all bad words of a request together."""
+LOADS = ("files", "random", "grown")
+"""Where weights come from: files, random numbers, or a small model padded to a published shape."""
 UNSET: Any = None
 """The default of a field that is filled in when its object is built."""
 

@@ -99,15 +99,15 @@ class SamplingParams:
             "METHOD",
         ),
     )
-    """`smc`, `exact`, `target` or `draft`. Default: `smc`, and at temperature 0 `exact`."""
     max_tokens: int = setting(
         DEFAULT_MAX_TOKENS,
         integer(lambda value: 1 <= value < 2**31, ">= 1, < 2**31"),
         option=Option(
-            "Maximum number of answer tokens. Default: 256, or the rest of the context if that is less.", "TOKENS"
+            "Maximum number of answer tokens, the end of text included. Default: 256, or the rest of the context if "
+            "that is less.",
+            "TOKENS",
         ),
     )
-    """Maximum tokens of an answer, EOS included."""
     seed: int | None = setting(
         None,
         integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
@@ -117,47 +117,45 @@ class SamplingParams:
             "SEED",
         ),
     )
-    """Seed of the request's random numbers, 64-bit: the same seed gives the same answer. Default: drawn by the engine
-    and reported with the answer."""
     temperature: float = setting(
         1.0,
         number(lambda value: value == 0 or is_scale(value), f"{SCALES}; or 0 = greedy"),
-        option=Option("Temperature of the target distribution; 0 = greedy, not with --method smc. Default: 1.", "T"),
+        option=Option(
+            "Temperature of the target distribution, and of the draft's unless --draft-temperature is given; 0 = "
+            "greedy, not with --method smc, and exact decoding then drafts at 1. Default: 1.",
+            "T",
+        ),
     )
-    """Temperature of the target's distribution, and of the draft's unless `draft_temperature` is given. > 0 for SMC. 0
-    = greedy for the other methods; exact decoding then drafts at temperature 1."""
     top_k: int = setting(
         0,
         integer(lambda value: 0 <= value < 2**31, ">= 0 (0 = off), < 2**31"),
         option=Option("Keep only the K most likely tokens; 0 = all.", "K"),
     )
-    """Keep the k likeliest tokens; 0 = all."""
     top_p: float = setting(
         1.0,
         number(lambda value: 0 < value <= 1, "0 < top_p <= 1"),
         option=Option("Keep only the most likely tokens whose probabilities sum to at least P; 1 = all.", "P"),
     )
-    """Keep the smallest set of likeliest tokens with at least this mass; 1 = all."""
     min_p: float = setting(
         0.0,
         number(lambda value: 0 <= value < 1, "0 <= min_p < 1"),
         option=Option("Drop tokens less likely than P times the most likely token; 0 = none.", "P"),
     )
-    """Drop tokens less likely than this share of the likeliest; 0 = none."""
     stop: tuple[str, ...] = setting(
         (),
         Items(lambda item: isinstance(item, str) and item != "", "non-empty strings", MAX_STOPS, "strings"),
-        option=Option("A string that ends the answer; may be repeated.", "TEXT"),
+        option=Option(
+            "A string that ends the answer, whose text ends before the earliest one; may be repeated.", "TEXT"
+        ),
     )
-    """Strings that end the answer; its text ends before the earliest of them."""
     stop_token_ids: tuple[int, ...] = setting(
         (),
         Items(is_token, "token ids >= 0, < 2**31", MAX_STOP_IDS, "ids"),
-        option=Option("A token id that ends the answer; may be repeated.", "ID", ("--stop-token-id",)),
+        option=Option(
+            "A token id that ends the answer, besides the model's own; may be repeated.", "ID", ("--stop-token-id",)
+        ),
     )
-    """Token ids that end the answer, besides the model's own EOS."""
     ignore_eos: bool = setting(False, flag(), option=Option("Continue after the model's end-of-text token."))
-    """Treat EOS as a token like any other."""
     min_tokens: int = setting(
         0,
         integer(lambda value: 0 <= value < 2**31, ">= 0, < 2**31"),
@@ -166,8 +164,6 @@ class SamplingParams:
             "TOKENS",
         ),
     )
-    """Minimum tokens of an answer, at most `max_tokens`. Until then, stop tokens and EOS have probability 0 under both
-    distributions, and stop strings that are complete by then have no effect."""
     logit_bias: tuple[tuple[int, float], ...] = setting((), Biases(MAX_BIASES, MAX_BIAS))
     """Numbers added to both models' logits of these token ids, before temperature and truncation. Given as a mapping or
     as pairs; stored as pairs in ascending order of the ids, without zeros."""
@@ -178,7 +174,6 @@ class SamplingParams:
             "Number subtracted from the logit of every token that the answer already contains, -2..2. Default: 0.", "P"
         ),
     )
-    """Subtracted from both models' logits of tokens that occur in the answer so far."""
     frequency_penalty: float = setting(
         0.0,
         number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
@@ -186,7 +181,6 @@ class SamplingParams:
             "Number subtracted from a token's logit for each time that the answer contains it, -2..2. Default: 0.", "P"
         ),
     )
-    """Subtracted from both models' logits of a token once for each time that it occurs in the answer so far."""
     repetition_penalty: float = setting(
         1.0,
         number(lambda value: 0.01 <= value <= 100, "0.01..100 (1 = none)"),
@@ -196,14 +190,13 @@ class SamplingParams:
             "R",
         ),
     )
-    """Divides both models' positive logits of tokens that occur in the prompt or the answer so far, and multiplies
-    their negative logits."""
     time_budget: float | None = setting(
         None,
         number(lambda value: value > 0, "> 0 seconds"),
-        option=Option("Time limit: the request then ends with the answer decoded so far.", "SECONDS"),
+        option=Option(
+            "Soft time limit from the request's arrival: it then ends with the answer decoded so far.", "SECONDS"
+        ),
     )
-    """Soft limit in seconds from arrival; checked between rounds."""
     particles: int | None = setting(
         None,
         integer(lambda value: 1 <= value <= MAX_PARTICLES, f"1..{MAX_PARTICLES}"),
@@ -215,8 +208,6 @@ class SamplingParams:
             ("--particles", "-n"),
         ),
     )
-    """N, 1..64: number of SMC particles; of rows of the tree, or chains, in exact decoding, where N affects speed.
-    Default 8."""
     verification: str | None = setting(
         None,
         OneOf(VERIFICATIONS),
@@ -228,16 +219,12 @@ class SamplingParams:
             "walk|rejection",
         ),
     )
-    """`walk`: the target draws its own tokens and confirms the drafted tokens that match; `rejection`: tokens are drawn
-    from the draft's distribution, and kept or replaced so that the answer follows the target's. Method `exact` only;
-    default `walk`."""
     min_particles: int | None = setting(
         None,
         None,
         scope=Scope.SMC,
-        option=Option("Minimum number of particles to keep when KV memory is short. Default: all.", "N"),
+        option=Option("Minimum number of particles to keep when KV memory is short, 1..N. Default: all.", "N"),
     )
-    """Minimum number of particles that remain when memory is short, 1..N. SMC only; default N: none are removed."""
     population: str | None = setting(
         None,
         OneOf(POPULATIONS),
@@ -245,12 +232,10 @@ class SamplingParams:
         fill=lambda params: "independent" if params.resamples else "distinct",
         option=Option(
             "distinct: particles are drawn without replacement; independent: each particle draws for itself, and all "
-            "are resampled. Default: distinct.",
+            "are resampled. Default: distinct, or independent if --ess-threshold or --resampling is given.",
             "distinct|independent",
         ),
     )
-    """`distinct`: particles are drawn without replacement; `independent`: each draws for itself, and they are
-    resampled. SMC only; default `distinct`, or `independent` if `ess_threshold` or `resampling` is given."""
     ess_threshold: float | None = setting(
         None,
         number(lambda value: 0 <= value <= 1, "0..1 (0 = never resample)"),
@@ -262,7 +247,6 @@ class SamplingParams:
             "SHARE",
         ),
     )
-    """Resample when ESS < threshold * N, 0..1; 0 = never. Independent particles only; default 0.5."""
     resampling: str | None = setting(
         None,
         OneOf(SCHEME_NAMES),
@@ -274,19 +258,17 @@ class SamplingParams:
             "SCHEME",
         ),
     )
-    """Resampling scheme. Independent particles only; default `systematic`."""
     alpha: float | None = setting(
         None,
         number(is_scale, SCALES),
         scope=Scope.SMC,
         fill=lambda params: 1.0,
         option=Option(
-            "Power of the target's probability of whole answers: above 1 likely answers become likelier. Default: 1.",
+            "Power of the target's probability of whole answers: above 1 likely answers become likelier, whereas a "
+            "lower temperature sharpens each token's distribution. Default: 1.",
             "A",
         ),
     )
-    """Power of the target's probability of whole answers, > 0. Above 1 it sharpens the distribution of whole answers,
-    whereas a lower temperature sharpens each token's distribution. SMC only; default 1."""
     potential: str | None = setting(
         None,
         Holds(is_potential, "the name of a potential, of letters, digits and any of _-.:"),
@@ -305,22 +287,22 @@ class SamplingParams:
         scope=Scope.SMC,
         fill=lambda params: "draw",
         option=Option(
-            "draw: the answer is a particle drawn by weight; best: it is the likeliest particle. Default: draw.",
+            "draw: the answer is a particle drawn by weight; best: it is the particle that is likeliest under the "
+            "target, to the power of --alpha and times the potential. Default: draw.",
             "draw|best",
         ),
     )
-    """`draw`: the answer is a particle drawn by weight; `best`: the answer is the particle, among those with weight,
-    with the largest probability under the target, to the power of `alpha` and times the potential. SMC only; default
-    `draw`."""
     draft_temperature: float | None = setting(
         None,
         number(is_scale, SCALES),
         scope=Scope.PROPOSAL,
         fill=lambda params: params.temperature or 1.0,
-        option=Option("Temperature of the draft's proposal. Default: --temperature.", "T"),
+        option=Option(
+            "Temperature of the draft's proposal; weights or acceptance correct for it. Default: --temperature, or 1 "
+            "if that is 0.",
+            "T",
+        ),
     )
-    """Temperature of the draft's proposal; weights or acceptance correct for it. SMC, and exact decoding by rejection;
-    default: `temperature`, or 1 if that is 0."""
     guidance_scale: float = setting(
         1.0,
         number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
@@ -358,9 +340,6 @@ class SamplingParams:
             "token|answer",
         ),
     )
-    """`token`: every token has the target's probability, given that it is allowed after the tokens before it; `answer`:
-    every answer has the target's probability, given that the constraint allows the whole answer. SMC with a constraint
-    only; default `token`."""
     logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target: under the softmax of its logits, or, with
     `EngineConfig.logprobs_mode` `processed`, under the distribution that the token was drawn from."""

@@ -1,18 +1,24 @@
-"""Settings: everything that the service needs to know about a sampling field, declared beside the field.
+"""Settings: everything that the service needs to know about a field of sampling parameters or of a configuration,
+declared with the field.
 
-A field is made by `setting`. Its check, its option of commands, its name in JSON bodies and its place in messages
-follow from it. The fields are in `smc.api.sampling_params.SamplingParams`; this file knows nothing about them, nor
-about commands, bodies or messages."""
+A field is made by `setting`. Its check, its option of commands, its key of configuration files, its name in JSON bodies
+and its place in messages follow from it. The fields are in `smc.api.sampling_params.SamplingParams` and in the
+configuration classes; this file knows nothing about them, nor about commands, files, bodies or messages."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+MODELS, ENGINE, CLUSTER, LISTEN, SECURITY, BATCH = (
+    *("Models", "Engine", "Cluster", "Network and APIs", "Security and limits", "Batch"),
+)
+"""Panels: headings under which `--help` and configuration files list options."""
 Check = Callable[[str, Any], Any]
 """Maps a field's name and value to the value that is stored. Raises ValueError naming the field, the value and what is
 allowed."""
@@ -36,12 +42,32 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field; its type is that of the field."""
+    """The option of a field, on the command line and in configuration files; its type is that of the field. An option
+    for a field whose default is True has the field's name after `no-`, and the opposite value."""
 
     help: str
+    """What the option does. The default is added, unless the text names it (`Default: ..`) or there is none to name."""
     metavar: str = ""
     names: tuple[str, ...] = ()
     """Names of the option; default: the field's name."""
+    panel: str = ""
+    """Heading under which `--help` and configuration files list the option."""
+    has_flag: bool = True
+    """Whether it is a flag of commands, not only a key of configuration files."""
+
+    def text(self, default: Any) -> str:
+        """Return the help with the field's default."""
+        if (
+            "Default: " in self.help
+            or default is None
+            or default == ()
+            or isinstance(default, bool)
+            or default is MISSING
+        ):
+            return self.help
+        return (
+            f"{self.help} Default: {default:g}." if isinstance(default, float) else f"{self.help} Default: {default}."
+        )
 
 
 @dataclass(frozen=True)
@@ -76,8 +102,18 @@ def setting(
 
 
 def settings_of(kind: type) -> Mapping[str, Setting]:
-    """Return the settings of a dataclass by name, in the order of its fields."""
-    return MappingProxyType({one.name: one.metadata["setting"] for one in fields(kind)})
+    """Return the settings of a dataclass by name, in the order of its fields. Fields that are no settings are left
+    out."""
+    return MappingProxyType({one.name: one.metadata["setting"] for one in fields(kind) if "setting" in one.metadata})
+
+
+def check_settings(config: Any) -> None:
+    """Check the fields of a configuration, each by itself, and replace them by what their checks return. Raises
+    ValueError naming the field, the value and what is allowed."""
+    for name, known in settings_of(type(config)).items():
+        value = getattr(config, name)
+        if known.check is not None and not (known.optional and value is None):
+            object.__setattr__(config, name, known.check(name, value))
 
 
 def require(name: str, value: object, ok: bool, allowed: str) -> None:
@@ -118,6 +154,24 @@ def integer(holds: Callable[[Any], bool], allowed: str) -> Check:
     return Holds(holds, allowed, is_integer, "an integer")
 
 
+def within(low: int, high: int) -> Check:
+    """Make a check that accepts whole numbers from `low` to `high`."""
+    return integer(lambda value: low <= value <= high, f"{low}..{high}")
+
+
+def at_least(low: int) -> Check:
+    return integer(lambda value: value >= low, f">= {low}")
+
+
+def seconds(least: float) -> Check:
+    """Make a check that accepts a finite number of seconds, at least `least`."""
+    return number(lambda value: least <= value < math.inf, f"at least {least:g} seconds")
+
+
+def above_zero(most: float) -> Check:
+    return number(lambda value: 0 < value <= most, f"above 0, at most {most:.10g}")
+
+
 def flag() -> Check:
     return Holds(lambda value: isinstance(value, bool), "true, false")
 
@@ -139,8 +193,8 @@ class Items:
 
     holds: Callable[[Any], bool]
     allowed: str
-    most: int
-    unit: str
+    most: int = sys.maxsize
+    unit: str = "items"
 
     def check_count(self, name: str, count: int) -> None:
         """Check the number of items before they become a list: a message may hold millions."""

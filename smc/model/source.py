@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smc.api.limits import LOADS
 from smc.model.check import require_pair
 from smc.model.config import ModelConfig, default_dtype
 from smc.model.draft_vocab import COUNTS_FILE, DraftVocab
@@ -43,7 +44,6 @@ SMALL_FILES = (
     COUNTS_FILE,
 )
 """Files that are read of a model besides its weights, if they exist."""
-LOADS = ("files", "random", "grown")
 """Kinds of sources, as the option `--load` names them. `grown` is a padded model (`smc.model.padded`)."""
 
 
