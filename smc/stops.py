@@ -27,6 +27,8 @@ from smc.model.tokenizer import Tokenizer
 
 START, DONE = 0, 1
 MAX_STATES = 1024
+ENDS, ENDS_EARLY = 1, 2
+"""How a token ends answers in the stop tables: where they may end, or everywhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,9 @@ class StopMachine:
     """The constraint on the answer."""
     bad_words: tuple[bytes, ...] = ()
     """Texts that the answer must not contain, ascending."""
+    early_ids: tuple[int, ...] = ()
+    """Stop tokens that end the answer even before `min_tokens`, ascending: those that end texts, if there is a
+    constraint. They are drawn that early only if the constraint allows nothing else."""
     next_XB: np.ndarray | None = field(init=False, compare=False, repr=False)
     """State after a byte, int16 [X, 256]; None without strings."""
 
@@ -82,19 +87,25 @@ class StopMachine:
         biases: tuple[tuple[int, float], ...] = (),
         constraint: Constraint | None = None,
         bad_words: Iterable[bytes] = (),
+        early_ids: Iterable[int] = (),
     ) -> StopMachine:
         """Make a machine. `strings` must not be empty. Raises ValueError if they are longer than `MAX_STOP_BYTES`
         together."""
         if (size := sum(map(len, strings))) > MAX_STOP_BYTES:
             raise ValueError(f"stop has strings of {size} bytes together; allowed: at most {MAX_STOP_BYTES}")
         return StopMachine(
-            tuple(sorted(set(stop_ids))), tuple(sorted(set(strings))), biases, constraint, tuple(sorted(set(bad_words)))
+            tuple(sorted(set(stop_ids))),
+            tuple(sorted(set(strings))),
+            biases,
+            constraint,
+            tuple(sorted(set(bad_words))),
+            tuple(sorted(set(early_ids))),
         )
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Arguments that the machine was made from: `StopMachine.of(*key)` is equal to it."""
-        return self.stop_ids, self.strings, self.biases, self.constraint, self.bad_words
+        return self.stop_ids, self.strings, self.biases, self.constraint, self.bad_words, self.early_ids
 
     @property
     def masks(self) -> bool:
@@ -105,8 +116,8 @@ class StopMachine:
         self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes, *, early: bool = False
     ) -> np.ndarray:
         """Return the states after one token each, int64. A stop token leads to `DONE`; an unknown id leaves the state
-        as it is. `early`: the token cannot end the answer; a string that is complete with it is ignored, and matching
-        starts again."""
+        as it is. `early`: the token cannot end the answer, unless it is one of `early_ids`; a string that is complete
+        with it is ignored, and matching starts again."""
         state_P = np.where(np.isin(tokens_P, self.stop_ids), DONE, state_P).astype(np.int64)
         if self.next_XB is not None:
             known_P = (tokens_P >= 0) & (tokens_P < len(token_bytes.offset_V) - 1)
@@ -117,7 +128,9 @@ class StopMachine:
                 reading_P = np.flatnonzero(offset < size_P)
                 byte_P = token_bytes.data_B[begin_P[reading_P] + offset]
                 state_P[reading_P] = self.next_XB[state_P[reading_P], byte_P]
-        return np.where(state_P == DONE, START, state_P) if early else state_P
+        if not early:
+            return state_P
+        return np.where((state_P == DONE) & ~np.isin(tokens_P, self.early_ids), START, state_P)
 
 
 def byte_machine(strings: Sequence[bytes]) -> np.ndarray:
@@ -163,7 +176,7 @@ class StopTables(NamedTuple):
     """Stop machines on a device, by entry. Entry 0 is for answers that only their length ends."""
 
     is_stop_EV: Tensor
-    """bool: the token ends the answer."""
+    """uint8: whether and how the token ends answers: 0, `ENDS` or `ENDS_EARLY`."""
     vocab: int
     """Number of tokens that a model can draw."""
     has_strings_E: Tensor
@@ -187,7 +200,7 @@ class StopTables(NamedTuple):
         else:
             next_EXB = torch.zeros(shape, dtype=torch.int16, device=device)
         return StopTables(
-            is_stop_EV=torch.zeros(entries, vocab, dtype=torch.bool, device=device),
+            is_stop_EV=torch.zeros(entries, vocab, dtype=torch.uint8, device=device),
             vocab=vocab,
             has_strings_E=torch.zeros(entries, dtype=torch.bool, device=device),
             next_EXB=next_EXB,
@@ -199,11 +212,12 @@ class StopTables(NamedTuple):
     def set(self, entry: int, machine: StopMachine) -> None:
         """Set the machine of an entry. Stop tokens outside of the vocabulary are ignored: they are never drawn."""
         assert 0 < entry < len(self.has_strings_E)
-        self.is_stop_EV[entry].fill_(False)
-        drawable = [token for token in machine.stop_ids if token < self.vocab]
+        self.is_stop_EV[entry].fill_(0)
         device = self.is_stop_EV.device
-        if drawable:
-            self.is_stop_EV[entry].index_fill_(0, torch.tensor(drawable, device=device), True)
+        for tokens, kind in ((machine.stop_ids, ENDS), (machine.early_ids, ENDS_EARLY)):
+            drawable = [token for token in tokens if token < self.vocab]
+            if drawable:
+                self.is_stop_EV[entry].index_fill_(0, torch.tensor(drawable, device=device), kind)
         self.has_strings_E[entry].fill_(machine.next_XB is not None)
         if machine.next_XB is not None:
             # Further states of an earlier machine remain; no state of this machine leads there.
@@ -231,17 +245,18 @@ def grow(
     early_A: Tensor | None = None,
 ) -> StopProgress:
     """Append tokens to answers in state `text_A` with room for `room_A` more tokens. The first `early_A` of them cannot
-    end the answer (None: all can). All arguments are integers. An unknown id has no bytes and ends nothing, and an
-    answer in `DONE` ends with any token. Reference for `smc.kernels.stops.after_all`, which does the same
-    within kernels."""
+    end the answer (None: all can), except tokens that are `ENDS_EARLY`. All arguments are integers. An unknown id has
+    no bytes and ends nothing, and an answer in `DONE` ends with any token. Reference for
+    `smc.kernels.stops.after_all`, which does the same within kernels."""
     k = tokens_AK.shape[1]
     entry_A = entry_A.long()
     states = [text_A.long()]
     for index, token_A in enumerate(tokens_AK.long().unbind(1)):
         after_A = _after(tables, entry_A, states[-1], token_A)
-        states.append(
-            after_A if early_A is None else torch.where((after_A == DONE) & (index < early_A), START, after_A)
-        )
+        if early_A is not None:
+            goes_on_A = (index < early_A) & (_stops(tables, entry_A, token_A) != ENDS_EARLY)
+            after_A = torch.where((after_A == DONE) & goes_on_A, START, after_A)
+        states.append(after_A)
     text_AK = torch.stack(states, 1)
     index_K = torch.arange(1, k + 1, device=text_A.device)
     first_A = torch.where(text_AK[:, 1:] == DONE, index_K, k + 1).amin(-1)
@@ -249,12 +264,18 @@ def grow(
     return StopProgress(count_A, (first_A <= count_A) | (count_A >= room_A), text_AK.gather(1, count_A[:, None])[:, 0])
 
 
+def _stops(tables: StopTables, entry_A: Tensor, token_A: Tensor) -> Tensor:
+    """Whether and how tokens end answers: 0, `ENDS` or `ENDS_EARLY`."""
+    vocab = tables.is_stop_EV.shape[1]
+    drawable_A = (token_A >= 0) & (token_A < vocab)
+    return tables.is_stop_EV[entry_A, token_A.clamp(0, vocab - 1)] * drawable_A
+
+
 def _after(tables: StopTables, entry_A: Tensor, text_A: Tensor, token_A: Tensor) -> Tensor:
     """States after one token each."""
     vocab = tables.vocab
     drawable_A = (token_A >= 0) & (token_A < vocab)
-    stop_A = tables.is_stop_EV[entry_A, token_A.clamp(0, vocab - 1)] & drawable_A
-    text_A = torch.where(stop_A, DONE, text_A)
+    text_A = torch.where(_stops(tables, entry_A, token_A) > 0, DONE, text_A)
     if not tables.has_strings_E.any():
         return text_A
     last = tables.spelled - 1

@@ -9,13 +9,14 @@ import triton.language as tl
 from smc import stops
 
 DONE, STATES = tl.constexpr(stops.DONE), tl.constexpr(stops.MAX_STATES)
+ENDS_EARLY = tl.constexpr(stops.ENDS_EARLY)
 
 
 @triton.jit
 def after_all(state, tokens_A, stride, entry, exists, room, early, tables, K: tl.constexpr):
     """Return int32 states after as many of K tokens as there is `room` for, up to the token that ends the answer, and
-    the number of those tokens. The first `early` tokens do not end an answer. `tokens_A` points to the first token of
-    each sequence; consecutive tokens are `stride` apart."""
+    the number of those tokens. The first `early` tokens end an answer only if they are `ENDS_EARLY`. `tokens_A` points
+    to the first token of each sequence; consecutive tokens are `stride` apart."""
     going, count = exists & (room > 0), tl.zeros_like(state)
     for k in range(K):
         token = tl.load(tokens_A + k * stride, mask=going, other=-1).to(tl.int64)
@@ -28,10 +29,11 @@ def after_all(state, tokens_A, stride, entry, exists, room, early, tables, K: tl
 @triton.jit
 def after(state, token, entry, going, early, tables):
     """Return int32 states of machines after one token each, where they are `going`; tokens and entries are int64. An
-    `early` token does not end the answer: a stop string that it completes is not looked for again."""
+    `early` token ends the answer only if it is `ENDS_EARLY`: a stop string that it completes is not looked for
+    again."""
     drawable = going & (token >= 0) & (token < tables.vocab)
-    is_stop = tl.load(tables.is_stop_EV + entry * tables.vocab + token, mask=drawable, other=0) != 0
-    state = tl.where(is_stop, DONE, state)
+    stops_by = tl.load(tables.is_stop_EV + entry * tables.vocab + token, mask=drawable, other=0)
+    state = tl.where(stops_by != 0, DONE, state)
     reads = drawable & (token < tables.spelled)
     reads = reads & (tl.load(tables.has_strings_E + entry, mask=reads, other=0) != 0)
     begin = tl.load(tables.offset_V + token, mask=reads, other=0)
@@ -41,4 +43,4 @@ def after(state, token, entry, going, early, tables):
         byte = tl.load(tables.data_B + begin + i, mask=i < size, other=0)
         next_at = tables.next_EXB + (entry * STATES + state) * 256 + byte
         state = tl.where(i < size, tl.load(next_at, mask=i < size, other=0).to(tl.int32), state)
-    return tl.where(going & early & (state == DONE), 0, state)
+    return tl.where(going & early & (stops_by != ENDS_EARLY) & (state == DONE), 0, state)

@@ -39,6 +39,7 @@ class StopRules:
             params.logit_bias,
             params.constraint,
             [word.encode() for word in params.bad_words],
+            () if params.constraint is None else self.eos_ids,
         )
         """Detects the end of a growing answer."""
         if beyond := [token for token, _ in params.logit_bias if token >= tokenizer.size]:

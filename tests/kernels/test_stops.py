@@ -40,6 +40,7 @@ MACHINES = [
     StopMachine.of([], [b"a" * MAX_STOP_BYTES]),
     StopMachine.of([], [bytes(random.choice([97, 98], 15).tolist()) for _ in range(64)]),
     StopMachine.of([0], []),
+    StopMachine.of([0, 1, 2], [b"bab"], early_ids=[1, 2]),
 ]
 NO_TOKENS = [-1, -(2**31), len(TOKENS), 10**6, 2**31 - 1]
 VOCAB = len(TOKENS) + 2
