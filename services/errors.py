@@ -10,6 +10,7 @@ import grpc
 
 from services.backend import RequestAborted, RequestFailed, Unavailable, Unimplemented
 from services.protobuf import RETRY_TRAILER
+from smc.api.constraint import ConstraintFailed
 from smc.scheduler.admission import DuplicateRequest, QueueFull
 
 MAX_WORD = 256
@@ -62,6 +63,7 @@ class Status:
 
 _TABLE: tuple[tuple[type[Exception], grpc.StatusCode, str, float | None], ...] = (
     (DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS, "duplicate", None),
+    (ConstraintFailed, grpc.StatusCode.INVALID_ARGUMENT, "constraint", None),
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT, "invalid", None),
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED, "unauthenticated", None),
     (HostNotAllowed, grpc.StatusCode.PERMISSION_DENIED, "host", None),

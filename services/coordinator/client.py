@@ -19,6 +19,7 @@ import grpc
 from services.backend import RequestFailed, Unavailable
 from services.coordinator.messages import REQUESTS, STEPS, Abort, EngineStep, Submission
 from services.link.streams import ATTACH, OPTIONS, PROOF_KEY, proof
+from smc.api.constraint import FIELD, ConstraintFailed
 from smc.api.request import Answer, Output, Request
 
 logger = logging.getLogger(__name__)
@@ -123,8 +124,16 @@ class _PendingUpdates:
         if output.answer is not None:
             self.ended = True
             if output.answer.error:
-                raise RequestFailed(output.answer.error)
+                raise self._failure(output.answer.error, output.answer.caller_error)
         return replace(output, request_id=self.request.request_id, answer=self._complete(output.answer))
+
+    def _failure(self, why: str, caller_error: bool) -> Exception:
+        """Return the error of a request that failed; it names the caller's own field."""
+        constraint = self.request.params.constraint
+        if not caller_error or constraint is None:
+            return RequestFailed(why)
+        field = constraint.fields.get("", FIELD)
+        return ConstraintFailed(f"{field}:{why.removeprefix(f'{FIELD}:')}", field)
 
     def _complete(self, answer: Answer | None) -> Answer | None:
         """Add to the answer the tokens of earlier updates, and its seconds by this process's clock. Updates carry only

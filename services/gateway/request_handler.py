@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
-import numpy as np
 
 from services.backend import Backend, RequestAborted, ServingPair, StartProgress, Unavailable
 from services.errors import SlowReader, Status, status_of
@@ -29,8 +28,8 @@ from services.gateway.tracing import Trace, Tracing
 from services.metrics import REJECTIONS, Metrics
 from services.prompts import PromptEncoder
 from services.security import TokenFile, caller_of
-from smc.api.constraint import Constraint
-from smc.api.request import Answer, FinishReason, Output, Request, Times
+from smc.api.constraint import Constraint, ConstraintFailed
+from smc.api.request import Answer, Output, Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import DuplicateRequest, check_waiting
 from smc.scheduler.stats import EngineStats
@@ -355,10 +354,12 @@ class RequestHandler:
         self._backend, self._metrics = backend, calls.metrics
         self.prompts = PromptEncoder(pair.tokenizer, pair.context)
         self._compiling = ThreadPoolExecutor(1, "compile")
+        self._checking = ThreadPoolExecutor(1, "check")
 
     def close(self) -> None:
         self.prompts.close()
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._compiling, self._checking):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def serve(
         self, method: str, request_id: str, context: grpc.aio.ServicerContext, parse: Parser, serialize: Serializer
@@ -437,19 +438,24 @@ class RequestHandler:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._compile, list(constraints))
 
-    def _check_end(self, request: Request, answer: Answer) -> None:
-        """Count and log an answer that ended by itself although its constraint does not allow it."""
+    async def _check_end(self, request: Request, answer: Answer) -> None:
+        """Raise ConstraintFailed, and count it, if an answer ended by itself although its constraint does not allow
+        it."""
         constraint = request.params.constraint
-        if constraint is None or answer.finish_reason is not FinishReason.EOS:
+        if constraint is None:
             return
-        from smc.stops import StopMachine  # imports torch
+        from smc.constraint_masks import check_end  # imports torch
 
-        follower = self._compiler().follower(StopMachine.of((), (), (), constraint))
-        if not follower.ends(np.array(answer.tokens)):
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                self._checking, check_end, self._compiler(), constraint, answer.tokens, answer.finish_reason
+            )
+        except ConstraintFailed:
             logger.error(
                 "the answer of request %s ended where its constraint does not allow an end", request.request_id
             )
             self._metrics.constraint_broken()
+            raise
 
     def _compiler(self) -> Compiler:
         from smc.constraints import Compiler  # imports torch
@@ -480,11 +486,12 @@ class RequestHandler:
         sources = [self._backend.generate(replace(request, waited=waited)) for request in requests]
         async with aclosing(merged(sources)) as updates:
             async for index, output in updates:
+                if output.answer is not None:
+                    await self._check_end(requests[index], output.answer)
                 records[index].count(len(requests[index].prompt), len(output.tokens))
                 yield index, output
                 if output.answer is not None:
                     records[index].answered(output.answer)
-                    self._check_end(requests[index], output.answer)
 
 
 async def merged(sources: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[tuple[int, Output], None]:

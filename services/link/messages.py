@@ -104,6 +104,8 @@ class WorkResponse:
     work: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of a round: when the model, and what follows its pass, began and ended to work, by the same clock, without waits
     for the other model. See `smc.executor.messages.Pending.spans`."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Why constraints cannot be followed any further, see `smc.executor.messages.Pending.failures`."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class RemotePending(Generic[Result]):
 
     worker: RemoteWorker
     sequence: int
-    _received: tuple[Result, dict[str, tuple[int, int]]] | None = None
+    _received: tuple[Result, dict[str, tuple[int, int]], dict[int, str]] | None = None
 
     def result(self) -> Result:
         """Wait for the result. Raises LinkError or ModelLost if the worker is gone, silent for too long, or has
@@ -72,10 +72,14 @@ class RemotePending(Generic[Result]):
         clock. A model's pass has the name of its role. Call it after `result`."""
         return self._receive()[1]
 
-    def _receive(self) -> tuple[Result, dict[str, tuple[int, int]]]:
+    def failures(self) -> dict[int, str]:
+        """See `smc.executor.messages.Pending.failures`."""
+        return self._receive()[2]
+
+    def _receive(self) -> tuple[Result, dict[str, tuple[int, int]], dict[int, str]]:
         if self._received is None:
             response = self.worker.response(self.sequence)
-            self._received = cast(Result, response.result), self.worker.spans(response)
+            self._received = cast(Result, response.result), self.worker.spans(response), response.failures
         return self._received
 
 

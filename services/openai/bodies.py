@@ -41,6 +41,7 @@ libraries stop at 255."""
 TOO_DEEP = f"this is nested too deeply to be read; allowed: at most {MAX_NESTING} levels"
 HTTP = {
     "invalid": (400, "invalid_request_error"),
+    "constraint": (400, "invalid_request_error"),
     "unauthenticated": (401, "authentication_error"),
     "host": (403, "permission_error"),
     "slow_sender": (408, "invalid_request_error"),

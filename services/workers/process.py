@@ -20,6 +20,7 @@ from smc.api.limits import AUTO_DTYPE
 from smc.constraints import Compiler
 from smc.draft_dtype import draft_dtype
 from smc.executor.graph_runner import StageRunner
+from smc.executor.masks import Sharing
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ops_for
@@ -231,6 +232,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
         token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()),
         draft_head=loaded.draft_head,
         context=spec.context,
+        sharing=Sharing(leads, group and group.share),
     )
     # In a thread of its own: otherwise the first constrained request, and the rest of its batch, would wait for it.
     threading.Thread(target=Compiler.of(worker.token_bytes).warm, name="vocabulary", daemon=True).start()

@@ -305,7 +305,7 @@ class Rank:
             result = pending.result()
             work = pending.spans()
             begin, end = min(begin for begin, _ in work.values()), max(end for _, end in work.values())
-            return WorkResponse(self.incarnation, sequence, result, begin, end, work)
+            return WorkResponse(self.incarnation, sequence, result, begin, end, work, dict(pending.failures()))
 
         return respond
 
@@ -315,7 +315,8 @@ class Rank:
         def respond() -> WorkResponse:
             result = pending.result()
             ((begin, end),) = pending.spans().values()
-            return WorkResponse(self.incarnation, sequence, result, begin, end)
+            failures = dict(pending.failures())
+            return WorkResponse(self.incarnation, sequence, result, begin, end, failures=failures)
 
         return respond
 

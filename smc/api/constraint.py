@@ -149,3 +149,12 @@ def _marked(value: Any, literals: list[str]) -> Any:
 def check_constraint(name: str, value: Any) -> Constraint:
     """Check and convert the value of the setting `constraint`."""
     return value if isinstance(value, Constraint) else Constraint.of(value)
+
+
+class ConstraintFailed(ValueError):
+    """An answer could not be kept within its constraint: the request is at fault, not the engine."""
+
+    def __init__(self, message: str, param: str = FIELD) -> None:
+        """`param`: the caller's field."""
+        super().__init__(message)
+        self.param = param

@@ -177,6 +177,8 @@ class Answer:
     first, with their log-probabilities. A truncated distribution may have fewer than were requested; an answer that was
     cancelled or failed has none."""
     error: str | None = None
+    caller_error: bool = False
+    """Whether `error` is a fault of the request, not of the engine."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
     times: Times = field(default=Times(), compare=False)

@@ -8,10 +8,11 @@ import gc
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,9 @@ from smc.round.plan import IN_FLIGHT
 Event = int | torch.cuda.Event
 """A point in a device's work; on a CPU, nanoseconds of the monotonic clock."""
 Spans = dict[str, tuple[Event, Event]]
+Failures = Mapping[int, str]
+"""Why constraints cannot be followed any further, by group of a round or by row of prompts."""
+NO_FAILURES: Failures = MappingProxyType({})
 Made = TypeVar("Made")
 MOST_KEYS = 512
 """Maximum number of kinds of rounds whose recordings are kept."""
@@ -33,9 +37,9 @@ MOST_BYTES = 3 << 30
 class AsyncResult:
     """A NamedTuple of tensors that is being copied to the host, where it has NumPy arrays."""
 
-    def __init__(self, result: Any, arrived: Event, spans: Spans) -> None:
+    def __init__(self, result: Any, arrived: Event, spans: Spans, failures: Failures = NO_FAILURES) -> None:
         self._result, self._arrived, self._at = result, arrived, 0
-        self._spans = spans
+        self._spans, self._failures = spans, failures
 
     def result(self) -> Any:
         """Wait for the copy and return the NamedTuple with NumPy arrays."""
@@ -43,6 +47,10 @@ class AsyncResult:
             self._arrived.synchronize()
             self._at = time.monotonic_ns()
         return map_tensors(Tensor.numpy, self._result)
+
+    def failures(self) -> Failures:
+        """See `smc.executor.messages.Pending.failures`."""
+        return self._failures
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return when each piece of work began and ended, in nanoseconds of the monotonic clock. The pass of a model
@@ -116,9 +124,9 @@ class StageRunner:
         """Return the other model's tensor on this device; in rounds of one key it is always the same tensor."""
         return tensor
 
-    def read(self, key: Hashable, result: Any, spans: Spans) -> AsyncResult:
+    def read(self, key: Hashable, result: Any, spans: Spans, failures: Failures = NO_FAILURES) -> AsyncResult:
         """Start copying a NamedTuple of tensors to the host."""
-        return AsyncResult(result, self.event(), spans)
+        return AsyncResult(result, self.event(), spans, failures)
 
     def _of(self, key: Hashable) -> _Kept:
         if key in self._keys:
@@ -208,13 +216,13 @@ class GraphRunner(StageRunner):
         here = self.keep(key, f"copy of {name}", lambda: torch.empty_like(tensor, device=self.device))
         return here.copy_(tensor, non_blocking=True)
 
-    def read(self, key: Hashable, result: Any, spans: Spans) -> AsyncResult:
+    def read(self, key: Hashable, result: Any, spans: Spans, failures: Failures = NO_FAILURES) -> AsyncResult:
         def pinned() -> Any:
             return map_tensors(lambda here: torch.empty(here.shape, dtype=here.dtype, pin_memory=True), result)
 
         host = next(self.keep(key, "hosts", lambda: cycle([pinned() for _ in range(IN_FLIGHT)])))
         map_tensors(lambda there, here: there.copy_(here, non_blocking=True), host, result)
-        return AsyncResult(host, self.event(), spans)
+        return AsyncResult(host, self.event(), spans, failures)
 
     def _finish_work(self) -> None:
         self.stream.synchronize()

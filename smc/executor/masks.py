@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
 
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device
-from smc.constraints import Compiler, Follower, MaskPath
+from smc.constraint_masks import Follower, MaskPath, MaskWriter
+from smc.constraints import Compiler
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.graph_runner import Spans, StageRunner
 from smc.executor.state import PageTokens
@@ -38,6 +40,22 @@ Fetched = Callable[[], list[np.ndarray]]
 """Waits for arrays that are being copied to the host, and returns them."""
 Paths = Iterator[tuple[int, MaskPath]]
 """The masks that are needed, each with a batch index of its request."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks that hold parts of one model agree on values that only the leader computes."""
+
+    leads: bool = True
+    """Whether this rank is the leader."""
+    broadcast: Callable[[Tensor], object] | None = None
+    """Replaces a tensor's values by those of the leader; None: there is one rank."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, with the values of the leader."""
+        if self.broadcast is not None:
+            self.broadcast(tensor)
+        return tensor
 
 
 class HeldAnswers:
@@ -76,8 +94,16 @@ class HeldAnswers:
 class TokenMasks:
     """Computes the masks at one model."""
 
-    def __init__(self, compiler: Compiler, state: SlotState, page_tokens: PageTokens, stages: StageRunner) -> None:
+    def __init__(
+        self, compiler: Compiler, state: SlotState, page_tokens: PageTokens, stages: StageRunner, share: Sharing
+    ) -> None:
+        """Masks are computed by the leader."""
         self._compiler, self._state, self._tokens, self._stages = compiler, state, page_tokens, stages
+        self._share, self._writer = share, MaskWriter(compiler)
+        self._plan: RoundPlan[np.ndarray] | None = None
+        """The round of the last masks."""
+        self._failures: dict[int, str] = {}
+        """Why constraints cannot be followed any further, by group of this round."""
         self._machines: dict[int, StopMachine] = {}
         """Stop machines that mask tokens, by entry of the stop tables."""
         self._followers: dict[int, Follower] = {}
@@ -92,6 +118,11 @@ class TokenMasks:
             self._machines.pop(group.stops, None)
             if group.machine.masks:
                 self._machines[group.stops] = group.machine
+
+    def take_failures(self) -> dict[int, str]:
+        """Return why constraints of the last round have failed, by group."""
+        found, self._failures = self._failures, {}
+        return found
 
     def take_span(self, role: ModelRole) -> Spans:
         """Return the time that all masks since the last call took together, as one span that starts when the last mask
@@ -185,6 +216,11 @@ class TokenMasks:
             return torch.empty(total, words, dtype=torch.int32, device=device), cycle(hosts)
 
         there, hosts = self._stages.keep(plan.kind, f"mask of {name}", make)
+        if not self._share.leads:
+            return self._share(there)
+        if plan is not self._plan:
+            self._plan = plan
+            self._writer.begin_round()
         began = time.monotonic_ns()
         host, row_M = next(hosts)
         # Only needed masks are written, one after another: most rows need none if many batch indices have no particle.
@@ -195,32 +231,24 @@ class TokenMasks:
             needed.setdefault(int(plan.arrays.group_A[index]), []).append(path._replace(row=count))
             count += path.masks
         followers = {group: self._follower(plan, group) for group in needed}
-        masks_MW = host[:count].numpy()
-        self._compiler.write_masks(
-            [(follower, needed[group]) for group, follower in followers.items() if follower is not None], masks_MW
-        )
-        for group, follower in followers.items():
-            for path in needed[group] if follower is None else ():
-                masks_MW[path.row : path.row + path.masks] = 0
+        self._writer.write([(follower, needed[group]) for group, follower in followers.items()], host[:count].numpy())
+        self._failures |= {group: one.failure for group, one in followers.items() if one.failure is not None}
         self._began, self._nanoseconds = began, self._nanoseconds + time.monotonic_ns() - began
         there.fill_(-1)
         if count:
             rows_M, masks_there_MW = (each[:count].to(device, non_blocking=True) for each in (row_M, host))
             there.index_copy_(0, rows_M, masks_there_MW)
-        return there
+        return self._share(there)
 
-    def _follower(self, plan: RoundPlan[np.ndarray], group: int) -> Follower | None:
-        """Return the follower of a group's request; None: its constraint cannot be followed."""
+    def _follower(self, plan: RoundPlan[np.ndarray], group: int) -> Follower:
+        """Return the follower of a group's request."""
         assert plan.constraints is not None, "a round with constrained requests"
         first, size = int(plan.arrays.first_G[group]), int(plan.arrays.size_G[group])
         slots = plan.arrays.slot_A[first : first + size].tolist()
         follower = next((self._followers[slot] for slot in slots if slot in self._followers), None)
         if follower is None:
             machine = self._machines[int(plan.constraints.entry_A[first])]
-            try:
-                follower = self._compiler.follower(machine)
-            except ValueError:  # another process has compiled it before, with more time
-                return None
+            follower = Follower.of(machine, self._compiler)
         self._followers |= dict.fromkeys(slots, follower)
         return follower
 

@@ -8,6 +8,7 @@ tokens that are scored, K top_logprobs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -35,6 +36,11 @@ class Pending(Protocol, Generic[Result]):
 
     def result(self) -> Result:
         """Wait for the result and return it."""
+        ...
+
+    def failures(self) -> Mapping[int, str]:
+        """Return why constraints cannot be followed any further, by group of the round or by row of the prompts. Call
+        it after `result`."""
         ...
 
     def spans(self) -> dict[str, tuple[int, int]]:

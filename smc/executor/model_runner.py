@@ -12,7 +12,7 @@ graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Protocol
@@ -141,7 +141,7 @@ class ModelRunner:
         self._all_biases = [self._biases]
         beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
         self._page_tokens = PageTokens(torch.zeros_like(beside_P), worker.vocab_size)
-        self._masks = TokenMasks(Compiler.of(worker.token_bytes), self.state, self._page_tokens, stages)
+        self._masks = TokenMasks(Compiler.of(worker.token_bytes), self.state, self._page_tokens, stages, worker.sharing)
         guidance = (self.state, self._sampling.guide, ops, worker.name, beside_P, self._page_tokens)
         self._run = GuidedPass(self._forward, self._forward.logits, *guidance)
         self._alone = Drafter(
@@ -203,10 +203,12 @@ class ModelRunner:
                 _, grown = self._draft_constrained(self._alone, plan, here, distribution)
                 result = stages.run(plan.kind, "end", lambda: self._end_alone(here, grown))
             ended = stages.event()
-            return stages.read(plan.kind, result, self._with_masks({self.worker.name: (began, ended)}))
+            return self._read(plan.kind, result, {self.worker.name: (began, ended)})
 
-    def _with_masks(self, spans: Spans) -> Spans:
-        return spans | self._masks.take_span(self.worker.name)
+    def _read(self, key: Hashable, result: RoundResult[Tensor] | DraftReport[Tensor], spans: Spans) -> AsyncResult:
+        """Start copying a round's result to the host, with what is known of its masks."""
+        masks = self._masks
+        return self.stages.read(key, result, spans | masks.take_span(self.worker.name), masks.take_failures())
 
     def _draft_constrained(
         self,
@@ -367,7 +369,7 @@ class DraftRunner(ModelRunner):
             report = self.stages.run(
                 plan.kind, "follow", lambda: self._follow(plan, grown, RoundChoice.of(message, size))
             )
-            return self.stages.read(plan.kind, report, self._with_masks({ModelRole.DRAFT: span}))
+            return self._read(plan.kind, report, {ModelRole.DRAFT: span})
 
     def _follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.arrays.chain_C):
@@ -477,7 +479,7 @@ class TargetRunner(ModelRunner):
             told = stages.event()
             stages.run(key, "follow", lambda: scorer.follow(here, rows(), choice))
             spans = {"target": span, "choose": (heard, chosen), "follow": (told, stages.event())}
-            return stages.read(key, result, self._with_masks(spans))
+            return self._read(key, result, spans)
 
     def _queue_pass(
         self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], drafted: Callable[[], DraftedRows] | None
@@ -572,6 +574,10 @@ class LocalRound:
         result = next(value for value in values.values() if isinstance(value, RoundResult))
         observed = next((value.observed for value in values.values() if isinstance(value, DraftReport)), None)
         return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed)
+
+    def failures(self) -> Mapping[int, str]:
+        """See `Pending.failures`."""
+        return {group: why for reading in self.readings.values() for group, why in reading.failures().items()}
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """See `Pending.spans`."""

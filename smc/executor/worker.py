@@ -8,6 +8,7 @@ followed by the tokens of unconditional rows, S a slice of Y, K top_logprobs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,11 @@ from smc.algorithm.resampling import Spans
 from smc.arrays import offsets, to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
+from smc.constraint_masks import Follower, MaskPath, MaskWriter
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import AsyncResult, StageRunner
-from smc.executor.masks import given_constraint
+from smc.executor.masks import Sharing, given_constraint
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps
 from smc.executor.sampling import Sampling
@@ -34,7 +36,7 @@ from smc.model.decoder import Decoder, RopeTable
 from smc.model.draft_vocab import DraftHead
 from smc.round.draws import DrawKeys
 from smc.round.slots import BiasTables
-from smc.stops import TokenBytes
+from smc.stops import StopMachine, TokenBytes
 from smc.types import ModelRole
 
 SLICE = 32
@@ -123,14 +125,17 @@ class ModelWorker:
         token_bytes: TokenBytes,
         draft_head: DraftHead | None = None,
         context: int | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """`context`: tokens of the longest sequence, if not `width`; `token_bytes`: bytes of the vocabulary's tokens,
         in which stop strings are searched; `draft_head`: the part of its head that a draft proposes with, if not all of
-        it."""
+        it; `sharing`: the ranks that hold parts of the model, if there are several."""
         weight = model.embed.weight
         self.name, self.model, self.device = name, model, weight.device
         self.width, self.pages = width, pages
         self.vocab_size, self.token_bytes, self.draft_head = vocab_size, token_bytes, draft_head
+        self.sharing = sharing or Sharing()
+        self._writer = MaskWriter(Compiler.of(token_bytes))
         self.pool = KVPool(model.config, pages, weight.dtype, self.device)
         self.rope = RopeTable(model.config, width, self.device, context)
         config = model.config
@@ -156,8 +161,9 @@ class ModelWorker:
             drawn: tuple[Tensor, ...] = (none_R0.int(), none_R0, none_R0, none_R0.double(), none_R0.sum(1))
             none_00, none_0 = torch.zeros(0, 0), torch.zeros(0)
             top_logprobs: tuple[Tensor, ...] = (none_00.int(), none_00, none_0, none_0.int())
+            failures: dict[int, str] = {}
             if batch.draws is not None:
-                drawn = self._drawn(batch.draws, self.model.logits(self._forward(batch, last_R)), batch)
+                drawn = self._drawn(batch.draws, self.model.logits(self._forward(batch, last_R)), batch, failures)
             elif batch.top_logprobs is not None:
                 hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_B))
                 top_logprobs = likeliest(
@@ -171,7 +177,7 @@ class ModelWorker:
                 self._forward(batch, last_R[:0])
             result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *top_logprobs)))
             arrived = self.stages.event()
-            return AsyncResult(result, arrived, {"prompt": (began, arrived)})
+            return AsyncResult(result, arrived, {"prompt": (began, arrived)}, failures)
 
     def _forward(self, batch: PromptBatch, output_X: np.ndarray) -> Tensor:
         """Store keys and values of all tokens. Returns hidden states [X, E] of the tokens at index `output`."""
@@ -213,11 +219,14 @@ class ModelWorker:
         )
         return Sampling(self.vocab_size).guide(own_RV, logits_XV, unconditional_R.long(), scale_R)
 
-    def _drawn(self, draws: Draws, logits_XV: Tensor, batch: PromptBatch) -> tuple[Tensor, ...]:
-        """Return the first arrays of a `PromptResult`, those of draws, from the logits after all rows."""
+    def _drawn(
+        self, draws: Draws, logits_XV: Tensor, batch: PromptBatch, failures: dict[int, str]
+    ) -> tuple[Tensor, ...]:
+        """Return the first arrays of a `PromptResult`, those of draws, from the logits after all rows. Adds to
+        `failures`, by row, why constraints cannot be followed."""
         rows = len(draws.seed_R)
         ends_R = (batch.starts_R + batch.counts_R)[:rows]
-        token_RD, logp_RD, *weights = self._draw(draws, self._guided(draws, logits_XV), ends_R)
+        token_RD, logp_RD, *weights = self._draw(draws, self._guided(draws, logits_XV), ends_R, failures)
         raw_logp_RD = logp_RD[:, :0]
         if draws.raw_logprobs:
             row_X = torch.arange(rows, device=self.device).repeat_interleave(token_RD.shape[1])
@@ -225,7 +234,9 @@ class ModelWorker:
             raw_logp_RD = raw_logp_X.view(token_RD.shape)
         return token_RD, logp_RD, raw_logp_RD, *weights
 
-    def _draw(self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _draw(
+        self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, failures: dict[int, str]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the drawn tokens, their log p, log-weights and log Z of a `PromptResult`, on the device."""
         numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
         # On the host, where the random words are computed: reading the keys from the device would wait for it.
@@ -243,7 +254,7 @@ class ModelWorker:
         distribution: DistributionSpec[Any] = draws.distribution
         mass_R = None
         if draws.machines:
-            logits_RV, distribution, mass_R = self._constrained(draws, logits_RV)
+            logits_RV, distribution, mass_R = self._constrained(draws, logits_RV, failures)
         token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, distribution, keys)
         weight_R = log_z_R.double()
         if mass_R is not None:
@@ -266,20 +277,30 @@ class ModelWorker:
             )
         return token_RD.int(), logp_RD, logw_RD, log_z_R
 
-    def _constrained(self, draws: Draws, logits_RV: Tensor) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
+    def _constrained(
+        self, draws: Draws, logits_RV: Tensor, failures: dict[int, str]
+    ) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
         """Apply `given_constraint` to the first tokens of answers."""
         compiler = Compiler.of(self.token_bytes)
         masks_RW = np.full((len(draws.machines), compiler.words), -1, dtype=np.int32)
-        for mask_1W, machine in zip(masks_RW[:, None], draws.machines):
-            if machine is not None:
-                try:
-                    compiler.follower(machine).masks(np.zeros(0, dtype=np.int64), 0, mask_1W)
-                except ValueError:  # another process has compiled it before, with more time
-                    mask_1W[:] = 0
+        if self.sharing.leads:
+            rows: defaultdict[StopMachine, list[int]] = defaultdict(list)  # those of several answers to one call
+            for row, machine in enumerate(draws.machines):
+                if machine is not None:
+                    rows[machine].append(row)
+            none_0 = np.zeros(0, dtype=np.int64)
+            needed = [
+                (Follower.of(machine, compiler), [MaskPath(none_0, 0, row, 1) for row in of_machine])
+                for machine, of_machine in rows.items()
+            ]
+            self._writer.begin_round()
+            self._writer.write(needed, masks_RW)
+            failed = [(one.failure, paths) for one, paths in needed if one.failure is not None]
+            failures |= {path.row: why for why, paths in failed for path in paths}
         by_answer_R = None
         if draws.by_answer_R is not None and draws.by_answer_R.any():
             by_answer_R = to_device(draws.by_answer_R, self.device)
-        mask_RW = to_device(masks_RW, self.device)
+        mask_RW = self.sharing(to_device(masks_RW, self.device))
         return given_constraint(
             logits_RV,
             self.ops.apply_mask(logits_RV, mask_RW, self.vocab_size),

@@ -229,6 +229,10 @@ class RoundScheduler:
         self._write_tokens(population, result, source_A, index_A)
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
+        failures = step.pending.failures()
+        for group, launched_g in zip(population.groups, current_G.tolist()):
+            if launched_g in failures:
+                group.fail_constraint(failures[launched_g])
         self._count(population, step.size, result, index_A, current_G, more_G)
         if outcome.observed is not None:
             observed = map_tensors(lambda values_A: values_A[index_A], outcome.observed)

@@ -85,7 +85,7 @@ class Engine:
         self.fallback = DraftFallback(self.registry, self.prefill)
         known = dict(load_potentials(config.potentials)) | dict(potentials)
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
-        self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock)
+        self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock, constraints)
         self.preemption = Preemption(self.registry, self.prefill, self.results)
         self.trees = TreeController(
             trees or CostBasedTreePolicy(config), rounds[Program.PAIR].acceptance, self.fallback

@@ -61,6 +61,8 @@ class Handoff:
         n, rules, slots = len(group.slots), group.rules, self._slots
         tokens_N, logp_N = result.drawn_RD[job.batch_index, :n], result.drawn_logp_RD[job.batch_index, :n]
         log_z = float(result.log_z_R[job.batch_index])
+        if (why := job.first.failures().get(job.batch_index)) is not None:
+            group.fail_constraint(why)
         if np.isnan(log_z):
             group.fail(group.decoding.first)
         logw_N = result.logw_RD[job.batch_index, :n]

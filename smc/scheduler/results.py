@@ -13,7 +13,10 @@ import numpy as np
 import torch
 
 from smc.algorithm.selection import final_draw
+from smc.api.constraint import ConstraintFailed
 from smc.api.request import Answer, FinishReason, Output, Particle
+from smc.constraint_masks import check_end
+from smc.constraints import Compiler
 from smc.philox import Purpose, uniforms
 from smc.scheduler.capacity import PageForecast
 from smc.scheduler.prefill import PrefillManager
@@ -70,6 +73,7 @@ def make_answer(
         seconds=math.nan,
         logprobs=logp,
         error=group.error,
+        caller_error=group.caller_error,
         cached_tokens=group.cached_tokens,
         particles=particles,
         prompt_logprobs=() if group.params.prompt_logprobs is not None and group.prompt_size == 1 else None,
@@ -87,6 +91,7 @@ def cut_answer(answer: Answer, group: SequenceGroup, reason: FinishReason) -> An
         matched=None,
         logprobs=None if answer.logprobs is None else answer.logprobs[: len(tokens)],
         error=group.error,
+        caller_error=group.caller_error,
         particles=None if answer.particles is None else (),
     )
 
@@ -149,7 +154,10 @@ class ResultReporter:
         prefill: PrefillManager,
         forecast: PageForecast,
         clock: Callable[[], float],
+        constraints: Compiler | None,
     ) -> None:
+        """`constraints`: checks the ends of answers; None: they are checked later."""
+        self._constraints = constraints
         self._registry, self._prefill, self._forecast, self._clock = registry, prefill, forecast, clock
         self._slots = prefill.slots
         self._scores = "raw_logp_SL" if prefill.config.logprobs_mode == "raw" else "logp_SL"
@@ -201,6 +209,9 @@ class ResultReporter:
             self._answer(group, cut_answer(self._prefill.answer_of(group), group, reason))
             return
         particle, tokens = draw_answer(group, self._slots, reason)
+        if reason is None and self._ends_wrongly(group, tokens):
+            self.finish(group, FinishReason.ERROR)
+            return
         if reason is None:
             self._prefill.prefixes.remember_answer(group, particle, tokens)
             self._forecast.learn_answer(len(tokens) / group.params.max_tokens)
@@ -211,6 +222,17 @@ class ResultReporter:
             self._registry.rescore(group, answer)
         else:
             self._answer(group, answer)
+
+    def _ends_wrongly(self, group: SequenceGroup, tokens: tuple[int, ...]) -> bool:
+        """Fail a request whose answer ends where its constraint does not allow an end; return whether it does."""
+        constraint = group.params.constraint
+        if self._constraints is None or constraint is None:
+            return False
+        try:
+            check_end(self._constraints, constraint, tokens, group.rules.why(tokens)[0])
+        except ConstraintFailed as error:
+            group.fail_constraint(str(error))
+        return group.error is not None
 
     def _report(self, group: SequenceGroup) -> None:
         if group.error:

@@ -170,6 +170,8 @@ class SequenceGroup:
     weight."""
     error: str | None = None
     """Why the request fails; the next report ends it."""
+    caller_error: bool = False
+    """Whether the request itself is at fault, not the engine."""
     text: TextStream = field(init=False)
     counters: RequestCounters = field(init=False)
 
@@ -349,10 +351,12 @@ class SequenceGroup:
 
     def fail(self, role: ModelRole) -> None:
         """Let the request end with an error that names the model."""
-        why = "its weights or its numeric type are at fault"
-        if self.params.constraint is not None:
-            why += ", or the constraint has become too complex to be followed"
-        self.error = self.error or f"the {role} model returned NaN logits: {why}"
+        self.error = self.error or f"the {role} model returned NaN logits: its weights or its numeric type are at fault"
+
+    def fail_constraint(self, why: str) -> None:
+        """Let the request end because its constraint cannot be followed any further."""
+        if self.error is None:
+            self.error, self.caller_error = why, True
 
     def _enter(self, state: RequestState, allowed: frozenset[RequestState] | set[RequestState]) -> None:
         """Enter a state. `allowed`: the states from which the transition is legal."""

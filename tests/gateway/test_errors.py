@@ -40,6 +40,7 @@ HERE = {
     "the request cannot be read": "test_malformed_bytes",
     "the request did not arrive": "test_a_request_that_does_not_arrive",
     "a field is wrong": "test_invalid_arguments",
+    "the [constraint]": "test_a_constraint_that_fails",
     "`request_id` belongs": "test_an_id_in_use",
     "the queue is full": "test_a_full_queue",
     "the request is larger": "test_a_request_too_large",
@@ -57,7 +58,7 @@ def test_every_row_of_the_table_has_a_test():
     rows = re.findall(
         r"^\| `[A-Z_]+` \| [^|]* \| (.*?) \|", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE
     )
-    assert len(rows) == len(HERE) + len(ELSEWHERE) == 25
+    assert len(rows) == len(HERE) + len(ELSEWHERE) == 26
     for row in rows:
         assert sum(row.startswith(known) for known in (*HERE, *ELSEWHERE)) == 1, row
     assert set(HERE.values()) <= set(globals())
@@ -229,6 +230,16 @@ def test_nobody_listens(pair):
         service.do(service.gateway.stop())
         with refused(grpc.StatusCode.UNAVAILABLE, "connect"):
             ask(service)
+
+
+def test_a_constraint_that_fails(service: Service):
+    """While the answer is decoded: the caller's own error, which the availability does not count."""
+    grammar = "start: e\ne: " + " | ".join(" ".join(["e"] * k) for k in range(2, 40)) + " | /[0-9a-z .]/\n"
+    constraint = pb.Constraint(grammar=grammar)
+    for method in (pb.METHOD_SMC, pb.METHOD_EXACT, pb.METHOD_TARGET, pb.METHOD_DRAFT):
+        with refused(grpc.StatusCode.INVALID_ARGUMENT, "^constraint.grammar: the grammar (allows|takes) too m"):
+            ask(service, **sampling(method=method, max_tokens=100, seed=1, constraint=constraint))
+    service.wait_until_free()
 
 
 def test_a_model_that_returns_nan(pair):

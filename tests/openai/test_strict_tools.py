@@ -22,6 +22,7 @@ from smc import demo
 from smc.api.constraint import Constraint, ConstraintRefused
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason
+from smc.constraint_masks import Follower
 from smc.constraints import Compiler
 from smc.local_engine import ModelPair, local_engine
 from smc.model.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ def constraint_of(form: ToolFormat, functions: list[dict], **more: object) -> Co
 
 def allows(constraint: Constraint, text: str) -> bool:
     compiler = Compiler.of(TokenBytes.of(demo_tokenizer()))
-    follower = compiler.follower(StopMachine.of((), (), (), constraint))
+    follower = Follower(StopMachine.of((), (), (), constraint), compiler)
     return follower.ends(np.array(demo_tokenizer().encode(text, add_special=False), dtype=np.int64))
 
 

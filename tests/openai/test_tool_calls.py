@@ -15,6 +15,7 @@ from services.openai.messages import MessageReader, message_of
 from services.openai.requests import Served, understood
 from services.openai.tool_calls import MOST_CALLS, CallSyntax, ToolFormat
 from smc import demo
+from smc.constraint_masks import Follower
 from smc.constraints import Compiler
 from smc.local_engine import ModelPair
 from smc.model.tokenizer import Tokenizer
@@ -102,7 +103,8 @@ def test_grammars_of_required_calls(pair, form: ToolFormat):
 
     def allows(text: str, **how: object) -> bool:
         constraint = asked(tokenizer, **how).settings["constraint"]
-        follower = Compiler.of(TokenBytes.of(tokenizer)).follower(StopMachine.of((), (), (), constraint))
+        compiler = Compiler.of(TokenBytes.of(tokenizer))
+        follower = Follower(StopMachine.of((), (), (), constraint), compiler)
         return follower.ends(np.array(tokenizer.encode(text, add_special=False)))
 
     several = {"tool_choice": "required", "parallel_tool_calls": True}
@@ -129,7 +131,7 @@ def test_a_function_without_parameters_has_no_arguments(pair, given: dict, how: 
     function = {"name": "stop"} | given | ({"strict": True} if "strict" in how else {})
     how = {name: value for name, value in how.items() if name != "strict"}
     constraint = asked(tokenizer, tools=[{"type": "function", "function": function}], **how).settings["constraint"]
-    follower = Compiler.of(TokenBytes.of(tokenizer)).follower(StopMachine.of((), (), (), constraint))
+    follower = Follower(StopMachine.of((), (), (), constraint), Compiler.of(TokenBytes.of(tokenizer)))
     for arguments, is_allowed in (("{}", True), ("{ }", False), ('{"x": 1}', False)):
         text = ToolFormat.HERMES.written("stop", arguments)
         assert follower.ends(np.array(tokenizer.encode(text, add_special=False))) == is_allowed

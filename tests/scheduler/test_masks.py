@@ -4,14 +4,16 @@ each mask."""
 from __future__ import annotations
 
 import random
+import time
 
 import llguidance
 import numpy as np
 import pytest
 
-from smc import constraints
+from smc import constraint_masks, constraints
 from smc.api.constraint import Constraint
-from smc.constraints import Compiler, Follower, MaskPath
+from smc.constraint_masks import Follower, MaskPath, MaskWriter
+from smc.constraints import Compiler
 from smc.stops import StopMachine, TokenBytes
 
 TEXTS = [bytes([byte]) for byte in range(32, 127)] + [b'"a', b'":', b"ab", b"abc", b"12", b'", "', b"true", b"\n"]
@@ -62,7 +64,7 @@ def plain(compiler: Compiler, machine: StopMachine, path: MaskPath) -> np.ndarra
                 allowed_RV[row] = False
                 allowed_RV[row, ends] = True
             else:
-                matcher = compiler._start(constraint).deep_copy()
+                matcher = compiler.start(constraint).deep_copy()
                 text = text if end is None else text[:end]
                 if any(not matcher.try_consume_tokens([token]) for token in text):
                     continue_after = allowed_RV[row:]
@@ -140,25 +142,29 @@ class Tree:
         return found
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
 @pytest.mark.parametrize(("vocab", "threads"), [(VOCAB, 2), (127, 1)], ids=["words", "whole words"])
-def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, monkeypatch):
+def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, alone: bool, monkeypatch):
     """Random trees of several requests over rounds in which followers continue, or start anew as after a preemption.
     `whole words`: the library's own end token fills the last bit of the last 32-bit word."""
-    executor = llguidance.LLExecutor(threads)
-    monkeypatch.setattr(constraints, "_executor", lambda: executor)
+    for name in ("ROUND_SECONDS", "LEAST_SECONDS", "WAIT_SECONDS"):  # however busy the machine is
+        monkeypatch.setattr(constraint_masks, name, 60.0)
+    monkeypatch.setattr(constraint_masks, "SHARED_SECONDS", -60.0 if alone else 60.0)
+    executor = llguidance.LLExecutor(threads), ()
+    monkeypatch.setattr(constraint_masks, "_shared_executor", lambda: executor)
     compiler, dice = compiler_of(vocab), random.Random(f"{vocab} {threads}")
     seen = {"copied": 0, "refused": 0}
     for _ in range(12):
         names = dice.choices(list(REQUESTS), k=dice.randint(1, 5))
         trees = [Tree(name, dice, compiler) for name in names]
-        followers = [compiler.follower(tree.machine) for tree in trees]
+        followers = [Follower(tree.machine, compiler) for tree in trees]
         for _ in range(5):
             kind = dice.choice(["blocks", "rows"])
             asked: list[tuple[Follower, list[MaskPath]]] = []
             for g, (tree, follower) in enumerate(zip(trees, followers)):
                 asked.append((follower, tree.paths(kind, g * 48)))
             masks_RW = np.full((48 * len(trees) + 1, compiler.words), 5, dtype=np.int32)
-            compiler.write_masks(asked, masks_RW)
+            MaskWriter(compiler).write(asked, masks_RW)
             found_RV, rest = opened(masks_RW, vocab), set(range(len(masks_RW)))
             for tree, (_, paths) in zip(trees, asked):
                 for path in paths:
@@ -173,30 +179,79 @@ def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, 
             assert (masks_RW[sorted(rest)] == -1).all()
             if dice.random() < 0.3:
                 again = dice.randrange(len(trees))
-                followers[again] = compiler.follower(trees[again].machine)
+                followers[again] = Follower(trees[again].machine, compiler)
     assert min(seen.values()) > 80
 
 
-def test_a_request_at_a_limit_of_the_library_allows_nothing(monkeypatch):
-    """Paths that reach the limit allow nothing, others are unaffected; a second call gives the same masks, as the
-    follower restarts from the beginning."""
+def test_a_constraint_at_a_limit_of_the_library_has_failed(monkeypatch):
+    """All masks of its request allow nothing then, also those of later calls, which do not ask the library. Another
+    request in the same call is not affected."""
     limits = llguidance.LLParserLimits(verbose_errors=False, step_max_items=60)
     compiler = compiler_of()
     machine = StopMachine.of((), (), (), Constraint.of({"grammar": LIMITED}))
-    follower = compiler.follower(machine)
+    other = Follower(machine, compiler)
     monkeypatch.setattr(constraints, "LIMITS", limits)
-    limited = compiler_of().follower(machine)
+    limited_compiler = compiler_of()
+    limited = Follower(machine, limited_compiler)
     letters = [IDS[b"a"]] * 40
     answers = [letters[:1], [*letters[:1], IDS[b"b"]], letters, [*letters[:-1], IDS[b"b"]]]
     paths = [MaskPath(np.array(answer), 1, 50 * i, len(answer)) for i, answer in enumerate(answers)]
-    expected_RW, found_RW = (np.zeros((200, compiler.words), dtype=np.int32) for _ in range(2))
-    compiler.write_masks([(follower, paths)], expected_RW)
-    for _ in range(2):
-        limited._compiler.write_masks([(limited, paths)], found_RW)
-        for i, path in enumerate(paths):
-            rows = range(path.row, path.row + path.masks)
-            found, expected = found_RW[rows.start : rows.stop], expected_RW[rows.start : rows.stop]
-            assert (found == (expected if i < 2 else 0)).all()
+    beside = [path._replace(row=path.row + 200) for path in paths]
+    found_RW = np.zeros((400, compiler.words), dtype=np.int32)
+    writer = MaskWriter(limited_compiler)
+    writer.write([(limited, paths), (other, beside)], found_RW)
+    assert limited.failure.startswith("constraint: the grammar allows too many alternatives after 40 tokens")
+    assert other.failure is None
+    writer.write([(limited, paths)], failed_RW := np.zeros((200, compiler.words), dtype=np.int32))
+    MaskWriter(compiler).write([(Follower(machine, compiler), beside)], expected_RW := np.zeros_like(found_RW))
+    for path, after in zip(paths, beside):
+        rows, rows_beside = slice(path.row, path.row + path.masks), slice(after.row, after.row + after.masks)
+        assert not found_RW[rows].any() and not failed_RW[rows].any()
+        assert (found_RW[rows_beside] == expected_RW[rows_beside]).all()
+    assert limited.reader._matcher is None
+
+
+def test_a_dead_end_is_a_failure(monkeypatch):
+    """Constraints are compiled without the dead ends that can be found, so the library is given one here."""
+    compiler = compiler_of()
+    matcher = llguidance.LLMatcher(compiler._vocabulary(), DEAD_END, log_level=0)
+    monkeypatch.setattr(compiler, "start", lambda constraint: matcher)
+    follower = Follower(StopMachine.of((), (), (), Constraint.of({"grammar": DEAD_END})), compiler)
+    answer = np.array([IDS[b"a"], IDS[b"b"]])
+    masks_RW = np.ones((1, compiler.words), dtype=np.int32)
+    MaskWriter(compiler).write([(follower, [MaskPath(answer, 2, 0, 1)])], masks_RW)
+    assert "the grammar allows nothing after 2 tokens of the answer" in follower.failure
+    assert not masks_RW.any()
+
+
+def test_slow_masks_fail_without_others_and_in_time():
+    """The library takes about half a second for each mask of the slow requests, and cannot be interrupted."""
+    compiler = compiler_of()
+    text = [IDS[b"a"]] * 9
+    slow = [Follower(StopMachine.of((), (), (), Constraint.of({"grammar": SLOW})), compiler) for _ in range(16)]
+    names = list(REQUESTS)
+    quick = [Follower(machine_of(name), compiler) for name in names]
+    texts = {name: np.array([IDS[b"a"]]) for name in names}
+    needed = [(follower, [MaskPath(np.array(text), 9, i, 1)]) for i, follower in enumerate(slow)]
+    needed += [
+        (follower, [MaskPath(texts[name], 0, 16 + 2 * i, 2)]) for i, (name, follower) in enumerate(zip(names, quick))
+    ]
+    masks_RW = np.zeros((16 + 2 * len(names), compiler.words), dtype=np.int32)
+    writer, began = MaskWriter(compiler), time.monotonic()
+    writer.write(needed, masks_RW)
+    took = time.monotonic() - began
+    assert all("takes too much time" in follower.failure for follower in slow)
+    assert not masks_RW[:16].any()
+    for name, (follower, (path,)) in zip(names, needed[16:]):
+        assert follower.failure is None
+        expected_RV = plain(compiler, machine_of(name), path)
+        assert (opened(masks_RW[path.row : path.row + 2], VOCAB) == expected_RV).all()
+    assert took < constraint_masks.SHARED_SECONDS + constraint_masks.WAIT_SECONDS + 1.5
+    writer.begin_round()
+    writer.write(needed[16:], masks_RW)  # while the abandoned threads still work
+    assert all(follower.failure is None for follower in quick)
 
 
 LIMITED = 'start: item*\nitem: "a" | "b" | item item\n'
+DEAD_END = 'start: "a" "b" x | "a" "a"\nx: x "c"\n'
+SLOW = "start: e\ne: " + " | ".join(" ".join(["e"] * k) for k in range(2, 40)) + " | /[a-z]/\n"

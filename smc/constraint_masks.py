@@ -1,0 +1,721 @@
+"""Masks of the tokens that may follow the answers of running requests: a `Follower` for each request, and a
+`MaskWriter` that computes the masks of many requests within a budget of time.
+
+For each answer a follower returns to the beginning that the answer shares with the previous one and continues from
+there, so positions of a tree cost little in the right order. Knows nothing about models, slots and rounds.
+
+A constraint that cannot be followed any further has failed: its request ends, and no further mask is computed for it.
+The library cannot be interrupted, and one of its calls may take seconds. So its calls run in other threads, without the
+interpreter's lock, and a wait for them has a limit. Usually one thread computes the masks of all requests. If it takes
+too long, its work is abandoned, and every request is computed again in a thread of its own. Those that take more than
+their share of processor time there fail; the others are not affected.
+
+Axes: L tokens of an answer, W words of 32 tokens each, R rows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import NamedTuple
+
+import llguidance
+import numpy as np
+
+from smc.api.constraint import Constraint, ConstraintFailed
+from smc.api.request import FinishReason
+from smc.bad_words import BadWords
+from smc.constraints import Compiler
+from smc.stops import StopMachine
+
+SHARED_SECONDS, SHARED_SECONDS_EACH = 0.05, 0.01
+"""Maximum seconds of a round in which the masks of all requests at one model are computed together: in general, and in
+addition for each request."""
+ROUND_SECONDS, LEAST_SECONDS = 0.15, 0.03
+"""Maximum seconds of processor time that the masks of one request may take in a round at one model: if few requests
+take long, and if many do."""
+ALL_SECONDS = 0.3
+"""Maximum seconds of processor time for masks that are computed alone, in a round at one model, divided among the
+requests that take long."""
+WAIT_SECONDS = 1.0
+"""Maximum seconds that a round waits at one model for masks that are computed alone: a busy machine may give them
+little processor time."""
+REQUEST_SECONDS = 10.0
+"""Maximum seconds of processor time that the masks of a request may take at one model. Masks that are computed together
+with those of others do not count."""
+END_SECONDS = 1.0
+"""Maximum seconds for the last check of an answer's end."""
+BLOCKED_SECONDS = 0.002
+"""Work that has taken less processor time may wait for abandoned work with the same constraint."""
+CHEAP_SECONDS = 0.01
+"""Masks of a request that take less in a call are computed together with those of others again."""
+POLL_SECONDS = 0.005
+"""Time between two looks at the processor time of a thread."""
+MOST_THREADS = 4
+"""Maximum number of threads that compute the masks of all requests."""
+NEVER = sys.maxsize
+"""Position of a token that an answer does not contain."""
+LEAST_PRIORITY = 19
+"""Priority of threads whose work was abandoned, as in `nice`."""
+THREAD_CLOCK = 6
+"""Kind of Linux clocks that count the processor time of one thread."""
+logger = logging.getLogger(__name__)
+
+
+class MaskPath(NamedTuple):
+    """Masks along an answer, to be written to consecutive rows."""
+
+    answer_L: np.ndarray
+    """Tokens of the answer, int64."""
+    first: int
+    """Number of tokens before the first mask; before each further mask there is one more."""
+    row: int
+    """Row of the first mask."""
+    masks: int
+    """Number of masks."""
+
+
+class _Chain(NamedTuple):
+    """Masks that the library computes: at the matcher's position, and after each of these tokens up to one that is not
+    allowed. The matcher then returns to its position."""
+
+    matcher: llguidance.LLMatcher
+    row: int
+    tokens: list[int]
+
+
+class _Read(NamedTuple):
+    """Let the matcher read a token. The result says whether it did; if not, the matcher can no longer be used."""
+
+    matcher: llguidance.LLMatcher
+    token: int
+
+
+_Calls = Generator[_Chain | _Read, bool, None]
+
+
+class _MaskEnds:
+    """Collects what is written after the library has computed its masks, for all rows at once: whether answers may end,
+    bad words, and masks copied from other rows."""
+
+    def __init__(self, compiler: Compiler, masks_RW: np.ndarray) -> None:
+        self._vocab, self._eos_ids, self.masks_RW = compiler.vocab, compiler.eos_ids, masks_RW
+        self.computed: list[range] = []
+        """Rows computed by the library, which reports by an additional token whether the answer may end."""
+        self.open: list[range] = []
+        """Rows of answers that must not end."""
+        self.complete: list[range] = []
+        """Rows of answers that may only end."""
+        self.copies: list[tuple[int, int, int]] = []
+        """First row, number of rows, and first row to copy from, which may be a copy itself."""
+        self.bad_words: list[tuple[_Reader, MaskPath, range]] = []
+        """Rows of a path from which bad words are removed."""
+
+    def allows(self, row: int, token: int) -> bool:
+        """Whether the library's mask in a row allows a token."""
+        return bool(self.masks_RW[row, token // 32] >> token % 32 & 1)
+
+    def write(self) -> None:
+        masks_RW = self.masks_RW
+        words_RW = masks_RW.view(np.uint32)
+        computed, complete = _flat(self.computed), _flat(self.complete)
+        may_end = words_RW[computed, self._vocab // 32] >> (self._vocab % 32) & 1
+        words_RW[complete] = 0
+        for row_R, is_allowed in ((computed, may_end), (_flat(self.open), 0), (complete, 1)):
+            for token in self._eos_ids.tolist() if len(row_R) else ():
+                word, bit = token // 32, np.uint32(1 << token % 32)
+                held_R = words_RW[row_R, word]
+                words_RW[row_R, word] = np.where(is_allowed, held_R | bit, held_R & ~bit)
+        for reader, path, rows in self.bad_words:
+            reader.take_out(path, rows, masks_RW)
+        for row, count, source in self.copies:
+            masks_RW[row : row + count] = masks_RW[source : source + count]
+
+
+def _flat(ranges: list[range]) -> np.ndarray:
+    """All rows of the ranges, int64."""
+    return np.fromiter(itertools.chain.from_iterable(ranges), np.int64)
+
+
+class Follower:
+    """Follows the constraint and the bad words of one request at one model."""
+
+    def __init__(self, machine: StopMachine, compiler: Compiler) -> None:
+        """Raises ValueError if the constraint is refused."""
+        self._machine, self._compiler = machine, compiler
+        self.failure: str | None = None
+        """Why the constraint cannot be followed any further."""
+        self.alone = False
+        """Whether its masks are computed in a thread of its own."""
+        self.seconds = 0.0
+        """Time that its masks took alone."""
+        self.start = None if machine.constraint is None else compiler.start(machine.constraint)
+        """The matcher at the beginning, which requests with the same constraint share."""
+        self.reader = _Reader(self.start, machine, compiler)
+
+    @staticmethod
+    def of(machine: StopMachine, compiler: Compiler) -> Follower:
+        """Return a follower; it has failed if the constraint is refused, although another process has accepted it: that
+        one needed less time to compile it."""
+        try:
+            return Follower(machine, compiler)
+        except ValueError as error:
+            follower = Follower(StopMachine.of((), (), (), None, machine.bad_words), compiler)
+            follower.failure = str(error)
+            return follower
+
+    @property
+    def constrained(self) -> bool:
+        return self.start is not None
+
+    def restart(self) -> None:
+        """Leave the reader to a thread that may still use it."""
+        self.reader = _Reader(self.start, self._machine, self._compiler)
+
+    def fail(self, why: str) -> None:
+        """Let the constraint fail. Its matcher is released."""
+        assert self._machine.constraint is not None, "bad words do not fail"
+        self.failure = self.failure or f"constraint: the {self._machine.constraint.kind} {why}"
+        self.start = None
+        self.restart()
+
+    def ends(self, answer_L: np.ndarray, seconds: float = END_SECONDS) -> bool | None:
+        """Return whether an answer may end here; None if that is not known after `seconds`. The answer may include the
+        token that ends it."""
+        ends = _MaskEnds(self._compiler, np.zeros((1, self._compiler.words), dtype=np.int32))
+        drive = _Drive(
+            [self.reader.read_all(answer_L, ends)], ends, _shared_executor()[0], until=time.monotonic() + seconds
+        )
+        drive.run()
+        return None if drive.abandoned else self.reader.accepts
+
+
+def check_end(compiler: Compiler, constraint: Constraint, tokens: Sequence[int], reason: FinishReason) -> None:
+    """Raise ConstraintFailed for an answer that ended by itself where its constraint does not allow an end. This is the
+    last check of every answer; masks ensure it already."""
+    if reason is not FinishReason.EOS:
+        return
+    if Follower(StopMachine.of((), (), (), constraint), compiler).ends(np.array(tokens)) is False:
+        raise ConstraintFailed(f"constraint: the answer ended where the {constraint.kind} does not allow an end")
+
+
+class _Reader:
+    """Reads answers to one request, and finds the library's calls that tell which tokens may follow."""
+
+    def __init__(self, start: llguidance.LLMatcher | None, machine: StopMachine, compiler: Compiler) -> None:
+        """`start`: matcher of the constraint at its beginning, shared with other readers; None without a
+        constraint."""
+        self._start = start
+        self._bad_words = BadWords.of(machine.bad_words, compiler.token_bytes) if machine.bad_words else None
+        self._after = None if machine.constraint is None else machine.constraint.after
+        self._vocab, self._eos_ids = compiler.vocab, frozenset(compiler.eos_ids.tolist())
+        self.failure: str | None = None
+        """Why the constraint cannot be followed any further."""
+        self.accepts = True
+        """After `read_all`: whether the answer may end."""
+        self._matcher = None if start is None else start.deep_copy()
+        self._answer_L = np.zeros(0, dtype=np.int64)
+        """Tokens of the last answer."""
+        self._begin = 0 if self._after is None else NEVER
+        """Number of its tokens before the constrained text."""
+        self._end = NEVER
+        """Number of its tokens before the first token that ends the text."""
+        self._held = 0
+        """Number of tokens of its text that the matcher has read."""
+        self._refused = NEVER
+        """Number of its tokens before the first one that is known not to be allowed."""
+
+    def walk(self, paths: Sequence[MaskPath], ends: _MaskEnds, scratch: int) -> _Calls:
+        """Yield the calls of the library, and record in `ends` what else is to be written. Answers are sorted so that
+        those with equal beginnings are neighbours: masks after common tokens are computed once. `scratch`: a row that
+        may be written."""
+        before: MaskPath | None = None
+        for path in sorted(paths, key=lambda path: path.answer_L.tobytes()) if len(paths) > 1 else paths:
+            same = self._take(path.answer_L)
+            copied = 0 if before is None else self._copied(before, path, same)
+            if before is not None and copied:
+                ends.copies.append((path.row, copied, before.row + path.first - before.first))
+            if self._bad_words is not None:
+                ends.bad_words.append((self, path, range(path.row + copied, path.row + path.masks)))
+            before = path
+            if self._matcher is not None and copied < path.masks:
+                yield from self._compute(self._matcher, path, copied, ends, scratch)
+                if self.failure is not None:
+                    return
+
+    def read_all(self, answer_L: np.ndarray, ends: _MaskEnds) -> _Calls:
+        """Yield the calls that read a whole answer, and set `accepts`."""
+        self._take(answer_L[~np.isin(answer_L, list(self._eos_ids))])
+        if self._matcher is None:
+            return
+        size = len(self._answer_L)
+        is_read = self._begin <= size and (yield from self._read(size, ends, 0))
+        self.accepts = is_read and self._matcher.is_accepting()
+
+    def _copied(self, before: MaskPath, path: MaskPath, same: int) -> int:
+        """Number of leading masks of a path that equal those of the path before. `same`: tokens common to their
+        answers."""
+        first = path.first
+        if before.first > first:
+            return 0
+        last = min(same, before.first + before.masks - 1, first + path.masks - 1)
+        if before.first < first:
+            # Masks after the end depend on where a path begins, if its text is not allowed.
+            last = min(last, self._end)
+        return max(last - first + 1, 0)
+
+    def _compute(
+        self, matcher: llguidance.LLMatcher, path: MaskPath, copied: int, ends: _MaskEnds, scratch: int
+    ) -> _Calls:
+        """Yield the calls for the masks of a path that are not copied."""
+        answer_L, first, row, count = path
+        begin, end, shift = self._begin, min(self._end, len(answer_L)), row - first
+        after, last = first + copied, first + count - 1
+        if after < begin:
+            ends.open.append(range(after + shift, min(begin, last + 1) + shift))
+            after = begin
+        until = min(last, end)
+        if after <= until:
+            if not (yield from self._read(after, ends, scratch)):
+                return
+            tokens = answer_L[after:until].tolist()
+            assert self._matcher is not None, "read just now"
+            yield _Chain(self._matcher, after + shift, tokens)
+            if self._matcher.is_error():
+                self._fail(self._matcher)
+                return
+            ends.computed.append(range(after + shift, until + 1 + shift))
+            allowed = (i for i, token in enumerate(tokens, after) if not ends.allows(i + shift, token))
+            self._refused = min(self._refused, next(allowed, NEVER))
+            after = until + 1
+        if after <= last and (first > end or (yield from self._read(end, ends, scratch))):
+            ends.complete.append(range(after + shift, last + 1 + shift))
+
+    def take_out(self, path: MaskPath, rows: range, masks_RW: np.ndarray) -> None:
+        """Forbid tokens that would complete a bad word, unless the constraint then allows no token at all."""
+        assert self._bad_words is not None, "called only with bad words"
+        bad, size = self._bad_words, path.first + rows.start - path.row
+        answer = path.answer_L.tolist()
+        state, is_free = bad.state_after(answer[:size])
+        for row in rows:
+            self._forbid(bad.forbidden(state), masks_RW[row])
+            if row + 1 < rows.stop:
+                if is_free:
+                    state, is_free = bad.next_state(state, answer[size])
+                size += 1
+                if not is_free:
+                    state, is_free = bad.state_after(answer[:size])
+
+    def _forbid(self, forbidden_W: np.ndarray, mask_W: np.ndarray) -> None:
+        bits_W = mask_W.view(np.uint32)
+        left_W = bits_W & ~forbidden_W
+        last = left_W[-1] & np.uint32((1 << self._vocab % 32) - 1)  # without the library's own end token
+        if left_W[:-1].any() or last:
+            bits_W[:] = left_W
+
+    def _take(self, answer_L: np.ndarray) -> int:
+        """Switch to another answer, and go back to the tokens that it shares with the last one. Return their number."""
+        last_L = self._answer_L
+        size = min(len(last_L), len(answer_L))
+        differs_L = last_L[:size] != answer_L[:size]
+        same = int(differs_L.argmax()) if size else 0
+        if size and not differs_L[same]:
+            same = size
+        self._answer_L = answer_L
+        new = answer_L[same:].tolist()
+        if self._after is not None and self._begin > same:
+            self._begin = same + new.index(self._after) + 1 if self._after in new else NEVER
+        if self._end >= same:
+            ended = (t for t, token in enumerate(new, same) if token in self._eos_ids and t >= self._begin)
+            self._end = next(ended, NEVER)
+        if self._refused >= same:
+            self._refused = NEVER
+        if self._held > max(same - self._begin, 0):
+            self._go_back(max(same - self._begin, 0))
+        return same
+
+    def _read(self, size: int, ends: _MaskEnds, scratch: int) -> Generator[_Chain | _Read, bool, bool]:
+        """Move the matcher to the position after `size` tokens of the answer. Return whether the text is allowed so
+        far."""
+        if size > self._refused:
+            return False
+        size -= self._begin
+        if size < self._held:
+            self._go_back(size)
+        for token in self._answer_L[self._begin + self._held : self._begin + size].tolist():
+            assert self._matcher is not None, "a constraint that has not failed"
+            if not (yield _Read(self._matcher, token)):
+                yield from self._explain(token, ends, scratch)
+                return False
+            self._held += 1
+        return True
+
+    def _explain(self, token: int, ends: _MaskEnds, scratch: int) -> _Calls:
+        """Find out why the matcher did not read a token: it is not allowed there, or the constraint has failed. A
+        matcher that has not read a token is of no further use, so another one reads the tokens before it."""
+        assert self._start is not None and self._matcher is not None, "a constraint that has not failed"
+        broken, self._matcher = self._matcher, self._start.deep_copy()
+        for earlier in self._answer_L[self._begin : self._begin + self._held].tolist():
+            if not (yield _Read(self._matcher, earlier)):
+                self._fail(self._matcher)
+                return
+        yield _Chain(self._matcher, scratch, [])
+        if self._matcher.is_error():
+            self._fail(self._matcher)
+        elif token < self._vocab and ends.allows(scratch, token):
+            self._fail(broken)
+        else:
+            self._refused = self._begin + self._held
+
+    def _fail(self, matcher: llguidance.LLMatcher) -> None:
+        self.failure, self._matcher = _reason(matcher.get_error(), len(self._answer_L)), None
+
+    def _go_back(self, held: int) -> None:
+        assert self._matcher is not None, "a constraint that has not failed"
+        self._matcher.rollback(self._held - held)
+        self._held = held
+
+
+def _reason(error: str, size: int) -> str:
+    """Return why a constraint failed at an answer of `size` tokens, from the library's message."""
+    if error.startswith("NoExtension"):
+        return f"allows nothing after {size} tokens of the answer; change it so that each alternative can be completed"
+    logger.info("a constraint failed after %d tokens: %s", size, error.partition("\n")[0])
+    why = "allows too many alternatives" if "items" in error else "became too complex to be followed"
+    return f"{why} after {size} tokens of the answer; simplify it"
+
+
+class _Drive:
+    """Carries out the library's calls of several walks, one of each at a time, without the interpreter's lock."""
+
+    def __init__(
+        self,
+        walks: Iterable[_Calls],
+        ends: _MaskEnds,
+        executor: llguidance.LLExecutor,
+        *,
+        single: bool = False,
+        until: float = math.inf,
+    ) -> None:
+        """`single`: compute one mask at a time, so that abandoned work ends soon; `until`: when the work is abandoned,
+        in seconds of the monotonic clock."""
+        self._walks, self._ends, self._executor, self._single = list(walks), ends, executor, single
+        self._until = until
+        self.abandoned = False
+        """The results are not needed any more; nothing further is computed."""
+        self._address = ends.masks_RW.ctypes.data
+        self._shape = (4 * ends.masks_RW.shape[1], len(ends.masks_RW))
+        # With a second matcher, which reads nothing, the library reads a single token without the interpreter's lock.
+        self._idle: list[tuple[llguidance.LLMatcher, int]] = []
+
+    def run(self) -> None:
+        """Carry out all calls, then write the rest of the masks."""
+        found: list[tuple[_Calls, _Chain | _Read]] = []
+        for walk in self._walks:
+            _advance(walk, None, found)
+        while found and not self.abandoned:
+            if time.monotonic() > self._until:
+                self.abandoned = True
+                return
+            calls, found = found, []
+            reads = [(walk, call) for walk, call in calls if isinstance(call, _Read)]
+            chains = [(walk, call) for walk, call in calls if isinstance(call, _Chain)]
+            results = self._read([(call.matcher, call.token) for _, call in reads]) if reads else []
+            if chains:
+                self._compute([call for _, call in chains])
+            if self.abandoned:
+                return
+            for (walk, _), result in zip((*reads, *chains), (*results, *[True] * len(chains))):
+                _advance(walk, result, found)
+        if not self.abandoned:
+            self._ends.write()
+
+    def _read(self, reads: list[tuple[llguidance.LLMatcher, int]]) -> list[bool]:
+        if len(reads) == 1:
+            self._idle = self._idle or [(_broken_matcher().deep_copy(), 0)]
+        return self._executor.consume_token_par(reads + self._idle)[: len(reads)]
+
+    def _compute(self, chains: list[_Chain]) -> None:
+        if self._single:
+            for chain in chains:
+                self._compute_singly(chain)
+            return
+        single = [(chain.matcher, chain.row) for chain in chains if not chain.tokens]
+        longer = [(chain.matcher, chain.row, chain.tokens) for chain in chains if chain.tokens]
+        if single:
+            self._executor.unsafe_compute_mask_ptr(single, self._address, *self._shape)
+        if longer:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(longer, self._address, *self._shape)
+
+    def _compute_singly(self, chain: _Chain) -> None:
+        matcher, row, read = chain.matcher, chain.row, 0
+        self._executor.unsafe_compute_mask_ptr([(matcher, row)], self._address, *self._shape)
+        for token in chain.tokens:
+            if self.abandoned or matcher.is_error() or not self._ends.allows(row + read, token):
+                break
+            if not self._read([(matcher, token)])[0]:
+                return
+            read += 1
+            self._executor.unsafe_compute_mask_ptr([(matcher, row + read)], self._address, *self._shape)
+        if read and not matcher.is_error():
+            matcher.rollback(read)
+
+
+def _advance(walk: _Calls, result: bool | None, found: list[tuple[_Calls, _Chain | _Read]]) -> None:
+    """Give a walk the result of its last call, and add its next call to `found`, if it has one."""
+    try:
+        found.append((walk, next(walk) if result is None else walk.send(result)))
+    except StopIteration:
+        return
+
+
+class MaskWriter:
+    """Computes the masks at one model, within a budget of time for each round."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._memory_RW = np.zeros((0, compiler.words), dtype=np.int32)
+        self._helper: ThreadPoolExecutor | None = None
+        self._helper_threads: tuple[int, ...] = ()
+        """Native id of the helper's thread."""
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Renew the budget."""
+        self._together, self._wait_left = 0.0, WAIT_SECONDS
+        self._abandoned: tuple[int, ...] = ()
+        """Threads of this round's abandoned work, by their native ids."""
+        self._abandoned_seconds = 0.0
+        """Their processor time when it was abandoned."""
+        self._seconds: dict[Follower, float] = {}
+        """Processor time of this round that the masks of each follower took alone."""
+
+    def write(self, needed: Sequence[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
+        """Write the masks of several requests, int32. Rows without a mask allow all tokens, as do rows after an answer
+        that violates the constraint; nothing may depend on the latter. Rows of constraints that have failed allow
+        none. Returns in time, whatever the constraints are (see the beginning of this file)."""
+        masks_RW[:] = -1
+        sound = [(follower, paths) for follower, paths in needed if follower.failure is None]
+        together = [one for one in sound if not one[0].alone]
+        alone = [one for one in sound if one[0].alone]
+        if together and not self._write_together(together, masks_RW):
+            for follower, _ in together:
+                follower.alone = follower.constrained
+            alone += [one for one in together if one[0].alone]
+            self._write_now([one for one in together if not one[0].alone], masks_RW)
+        if alone:
+            self._write_alone(alone, masks_RW)
+        for follower, _ in sound:
+            if follower.failure is None and follower.reader.failure is not None:
+                follower.fail(follower.reader.failure)
+        for follower, paths in needed:
+            for path in paths if follower.failure is not None else ():
+                masks_RW[path.row : path.row + path.masks] = 0
+
+    def _write_together(self, needed: list[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> bool:
+        """Compute masks in one thread. Return False if that takes too long."""
+        if not any(follower.constrained for follower, _ in needed):
+            self._write_now(needed, masks_RW)
+            return True
+        left = SHARED_SECONDS + SHARED_SECONDS_EACH * len(needed) - self._together
+        if left <= 0:
+            return False
+        drive, found_RW = self._drive(needed, len(masks_RW), self._memory_RW, _shared_executor()[0])
+        if self._helper is None:
+            self._helper = ThreadPoolExecutor(1, "masks")
+            self._helper_threads = (self._helper.submit(threading.get_native_id).result(),)
+        began = time.monotonic()
+        try:
+            self._helper.submit(drive.run).result(left)
+        except TimeoutError:
+            drive.abandoned = True
+            for follower, _ in needed:
+                follower.restart()
+            self._helper.shutdown(wait=False)
+            self._helper, self._memory_RW = None, self._memory_RW[:0].copy()
+            self._abandoned = (*_shared_executor()[1], *self._helper_threads)
+            self._abandoned_seconds = sum(map(_processor_seconds, self._abandoned))
+            _shared_executor.cache_clear()
+            return False
+        finally:
+            self._together += time.monotonic() - began
+        self._memory_RW = found_RW if len(found_RW) > len(self._memory_RW) else self._memory_RW
+        masks_RW[:] = found_RW[: len(masks_RW)]
+        return True
+
+    def _write_now(self, needed: list[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
+        """Write masks of requests without a constraint, whose rows need no call of the library."""
+        ends = _MaskEnds(self._compiler, masks_RW)
+        _Drive([follower.reader.walk(paths, ends, 0) for follower, paths in needed], ends, _shared_executor()[0]).run()
+
+    def _drive(
+        self,
+        needed: list[tuple[Follower, Sequence[MaskPath]]],
+        rows: int,
+        memory_RW: np.ndarray,
+        executor: llguidance.LLExecutor,
+        **more: bool,
+    ) -> tuple[_Drive, np.ndarray]:
+        """Return the work for these masks, and the memory that it writes: `rows` rows, and a further one for each
+        request."""
+        total = rows + len(needed)
+        if len(memory_RW) < total:
+            memory_RW = np.empty((total, self._compiler.words), dtype=np.int32)
+        memory_RW[:total] = -1
+        ends = _MaskEnds(self._compiler, memory_RW)
+        walks = [follower.reader.walk(paths, ends, rows + i) for i, (follower, paths) in enumerate(needed)]
+        return _Drive(walks, ends, executor, **more), memory_RW
+
+    def _write_alone(self, needed: list[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
+        """Compute the masks of each request in a thread of its own. Those that take too long fail."""
+        began, works = time.monotonic(), []
+        for follower, paths in needed:
+            count = sum(path.masks for path in paths)
+            first_rows = itertools.accumulate((path.masks for path in paths), initial=0)
+            moved = [path._replace(row=row) for path, row in zip(paths, first_rows)]
+            none_RW = np.empty((0, self._compiler.words), dtype=np.int32)
+            executor, threads = _new_executor(1)
+            drive, found_RW = self._drive([(follower, moved)], count, none_RW, executor, single=True)
+            works.append((follower, paths, _Work(drive, threads), found_RW))
+        deadline = began + self._wait_left
+        running = works
+        while running := [one for one in running if not one[2].wait(POLL_SECONDS / len(running))]:
+            share = min(ROUND_SECONDS, max(LEAST_SECONDS, ALL_SECONDS / len(running)))
+            used: defaultdict[int, float] = defaultdict(float)
+            sizes = Counter(id(follower.start) for follower, *_ in running)
+            for follower, _, work, _ in running:
+                used[id(follower.start)] += work.seconds()
+            # Matchers of one constraint wait for each other in the library, also for those of abandoned work.
+            most = {key: max(ROUND_SECONDS, LEAST_SECONDS * size) for key, size in sizes.items()}
+            abandoned = self._abandoned_for()
+            for follower, _, work, _ in running:
+                own, key = work.seconds(), id(follower.start)
+                others = abandoned if sizes[key] > 1 or own < BLOCKED_SECONDS else 0.0
+                is_late = used[key] + others > most[key] or time.monotonic() > deadline
+                if own > self._left(follower, share) or is_late:
+                    work.abandon()
+                    follower.fail(_too_slow(follower.seconds + own))
+            running = [one for one in running if one[0].failure is None]
+        for follower, paths, work, found_RW in works:
+            if follower.failure is None:
+                self._count(follower, work.seconds())
+                row = 0
+                for path in paths:
+                    masks_RW[path.row : path.row + path.masks] = found_RW[row : row + path.masks]
+                    row += path.masks
+        self._wait_left = deadline - time.monotonic()
+
+    def _abandoned_for(self) -> float:
+        """Processor time of the abandoned work of this round since it was abandoned."""
+        return sum(map(_processor_seconds, self._abandoned)) - self._abandoned_seconds
+
+    def _left(self, follower: Follower, share: float) -> float:
+        """Seconds of processor time that the masks of a request may take now. `share`: its share of the round."""
+        return min(share - self._seconds.get(follower, 0.0), REQUEST_SECONDS - follower.seconds)
+
+    def _count(self, follower: Follower, seconds: float) -> None:
+        follower.seconds += seconds
+        self._seconds[follower] = self._seconds.get(follower, 0.0) + seconds
+        follower.alone = seconds > CHEAP_SECONDS
+
+
+def _too_slow(seconds: float) -> str:
+    limit = f"for {REQUEST_SECONDS:g} s in all" if seconds > REQUEST_SECONDS else "for a few tokens"
+    return f"takes too much time {limit}; simplify it"
+
+
+class _Work:
+    """Work in a thread of its own, and in that of its executor."""
+
+    def __init__(self, drive: _Drive, executor_threads: Iterable[int]) -> None:
+        """`executor_threads`: native ids of the executor's threads."""
+        self._drive, self._done, self._begun = drive, threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._threads = list(executor_threads)
+        self._seconds = 0.0
+        threading.Thread(target=self._run, name="masks of one request", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds` until the work has ended. Return whether it has. Raises its error."""
+        is_done = self._done.wait(seconds)
+        if self._error is not None:
+            raise self._error
+        return is_done
+
+    def seconds(self) -> float:
+        """Return the processor time of the threads so far."""
+        if self._done.is_set() or not self._begun.is_set():
+            return self._seconds
+        return sum(map(_processor_seconds, self._threads))
+
+    def abandon(self) -> None:
+        """Let the work end after the current call of the library. It hardly slows other threads until then."""
+        self._drive.abandoned = True
+        _lower(self._threads)
+
+    def _run(self) -> None:
+        self._threads.append(threading.get_native_id())
+        self._begun.set()
+        try:
+            self._drive.run()
+        except BaseException as error:  # raised to the thread that waits
+            self._error = error
+        self._seconds = sum(map(_processor_seconds, self._threads))
+        self._done.set()
+
+
+def _processor_seconds(thread: int) -> float:
+    """Return the processor time of a thread of this process, by its native id; 0 if it has ended."""
+    try:
+        return time.clock_gettime(~thread << 3 | THREAD_CLOCK)
+    except OSError:
+        return 0.0
+
+
+def _lower(threads: Iterable[int]) -> None:
+    """Give threads of this process, by their native ids, the least priority."""
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, thread, LEAST_PRIORITY)
+
+
+def _new_executor(count: int) -> tuple[llguidance.LLExecutor, tuple[int, ...]]:
+    """Return an executor, and the native ids of its threads; none if they are not known because other threads began at
+    the same time."""
+    before = set(os.listdir("/proc/self/task"))
+    executor = llguidance.LLExecutor(count)
+    new = set(os.listdir("/proc/self/task")) - before
+    return executor, tuple(map(int, new)) if len(new) == count else ()
+
+
+@cache
+def _shared_executor() -> tuple[llguidance.LLExecutor, tuple[int, ...]]:
+    """Threads that compute masks, with their native ids; they sleep between rounds. Half of the cores are left to other
+    work."""
+    return _new_executor(max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
+
+
+@cache
+def _broken_matcher() -> llguidance.LLMatcher:
+    """A matcher that reads no token."""
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_OneToken()), n_vocab=1, eos_token=0)
+    return llguidance.LLMatcher(tokenizer, "start: (", log_level=0)
+
+
+class _OneToken:
+    """A vocabulary of one token, in the form that llguidance reads."""
+
+    bos_token_id, eos_token_id = None, 0
+    special_token_ids, tokens = (0,), (b"<end>",)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []

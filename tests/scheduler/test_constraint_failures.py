@@ -1,0 +1,139 @@
+"""Constraints that fail at run time end their own request, once, with an error of the caller; other requests go on."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Answer, FinishReason, Request
+from smc.api.sampling_params import SamplingParams
+from smc.constraints import Compiler
+from smc.local_engine import ModelPair, local_engine
+from smc.scheduler.engine import Engine
+from smc.stops import TokenBytes
+
+METHODS = {
+    "target": {"method": "target"},
+    "exact": {"method": "exact", "particles": 4},
+    "rejection": {"method": "exact", "particles": 2, "verification": "rejection"},
+    "draft": {"method": "draft"},
+    "distinct": {"particles": 4},
+    "independent": {"particles": 4, "population": "independent"},
+    "by answer": {"particles": 4, "constraint_scope": "answer"},
+}
+FORMS = [EngineConfig(form="lockstep", block=5), EngineConfig(form="lookahead", block=5, branches=2)]
+MOST = 4.0
+"""How much longer the pauses of another request may be on a busy machine, in seconds: on any machine, a round waits at
+most `WAIT_SECONDS` for slow masks at each model. On a quiet one it waits about a quarter of a second."""
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+def asked(pair: ModelPair, name: str, **params) -> Request:
+    chat = [{"role": "user", "content": "What is 9 + 30?"}]
+    return Request(name, tuple(pair.tokenizer.chat(chat)), SamplingParams(**{"seed": 1, "max_tokens": 40, **params}))
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[Answer]]:
+    """Run requests. Return the answers to each."""
+    for request in requests:
+        engine.submit(request)
+    answers: dict[str, list[Answer]] = {}
+    while not engine.idle:
+        for output in engine.step():
+            if output.answer is not None:
+                answers.setdefault(output.request_id, []).append(output.answer)
+    engine.check_books()
+    return answers
+
+
+def longest_gap(engine: Engine, requests: list[Request], beside: Request) -> tuple[float, dict[str, Answer]]:
+    """Submit requests while another one is decoded. Return the longest time between two of its updates, and the answers
+    to the requests."""
+    for request in requests:
+        Compiler.of(TokenBytes.of(engine.tokenizer)).check(request.params.constraint)
+    engine.submit(beside)
+    answers: dict[str, Answer] = {}
+    last, gap, updates = time.monotonic(), 0.0, 0
+    while not engine.idle:
+        for output in engine.step():
+            if output.request_id == beside.request_id:
+                now, updates = time.monotonic(), updates + 1
+                last, gap = now, max(gap, now - last)
+            elif output.answer is not None:
+                answers[output.request_id] = output.answer
+        if updates == 3:
+            for request in requests:
+                engine.submit(request)
+            updates += 1
+    return gap, answers
+
+
+SLOW = {
+    "ambiguous": {"grammar": "start: e\ne: " + " | ".join(" ".join(["e"] * k) for k in range(2, 40)) + " | /[^#]/\n"},
+}
+FAILING = {
+    "late": SLOW["ambiguous"],
+}
+
+
+@pytest.mark.parametrize("config", FORMS, ids=lambda config: config.form)
+@pytest.mark.parametrize("constraint", FAILING.values(), ids=FAILING)
+def test_a_constraint_that_fails_ends_its_request_alone(pair: ModelPair, config: EngineConfig, constraint: dict):
+    """By every method: once, without an answer that looks valid, and with the kind of the failure."""
+    engine = local_engine(pair, config)
+    requests = [asked(pair, name, constraint=constraint, **params) for name, params in METHODS.items()]
+    beside = asked(pair, "beside", max_tokens=60, ignore_eos=True, method="exact")
+    found = run(engine, [*requests, beside])
+    for name in METHODS:
+        (answer,) = found[name]
+        assert answer.finish_reason is FinishReason.ERROR, (name, answer.text)
+        assert answer.error.startswith("constraint: "), answer.error
+        assert "NaN" not in answer.error
+    alone = run(local_engine(pair, config), [beside])
+    assert found["beside"][0].tokens == alone["beside"][0].tokens
+
+
+@pytest.mark.parametrize("constraint", SLOW.values(), ids=SLOW)
+def test_others_do_not_wait_for_slow_constraints(pair: ModelPair, constraint: dict):
+    """16 answers to one call, beside another request: its longest pause is not much longer than beside 16 answers whose
+    constraint is harmless. The machine may be busy, so pauses are compared."""
+    beside = asked(pair, "beside", max_tokens=100, ignore_eos=True, method="exact", particles=4)
+
+    def longest(given: dict) -> tuple[float, dict[str, Answer]]:
+        requests = [asked(pair, str(i), constraint=given, seed=i, particles=3) for i in range(16)]
+        return longest_gap(local_engine(pair, FORMS[0]), requests, beside)
+
+    usual, answers = longest({"regex": "[0-9 +=]{1,40}"})
+    assert not any(answer.error for answer in answers.values())
+    gap, answers = longest(constraint)
+    assert len(answers) == 16 and all(answer.caller_error for answer in answers.values())
+    assert gap < MOST + 3 * usual
+
+
+@pytest.mark.parametrize("config", FORMS, ids=lambda config: config.form)
+def test_a_finished_constraint_ends_an_answer_before_min_tokens(pair: ModelPair, config: EngineConfig):
+    engine = local_engine(pair, config)
+    cases = {
+        "boolean": ({"json_schema": {"type": "boolean"}}, "true|false"),
+        "choice": ({"choice": ["yes", "no"]}, "yes|no"),
+        "regex": ({"regex": "[0-9]{2,4}"}, "[0-9]{4}"),
+    }
+    requests = [
+        asked(pair, f"{case}/{name}", constraint=given, min_tokens=40, max_tokens=60, **params)
+        for case, (given, _) in cases.items()
+        for name, params in METHODS.items()
+    ]
+    found = run(engine, requests)
+    for request in requests:
+        (answer,) = found[request.request_id]
+        assert answer.finish_reason is FinishReason.EOS
+        assert re.fullmatch(cases[request.request_id.split("/")[0]][1], answer.text)
+        assert len(answer.tokens) < 12
