@@ -6,8 +6,6 @@ The time of matrix products of few rows is that of reading weights, so everythin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,7 +23,8 @@ from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
 from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows, silu_mul, square_sums, whole_norm
 from smc.kernels.packed_rows import Groups, Tables, store_kv
-from smc.model.decoder import Experts, Layer
+from smc.model.config import ModelConfig
+from smc.model.decoder import Activations, Addend, AttendLayer, Experts, Layer, LayerOps, run_layers
 from smc.model.linear import Linear, QuantisedRows
 from smc.round.plan import Contexts
 from smc.round.tensors import Rows
@@ -39,12 +38,8 @@ time, which must divide the number of input features."""
 WIDE = 8192
 """Features from which rows are wide."""
 
-Activations = Tensor | QuantisedRows
-Attend = Callable[[Layer, Tensor, Tensor], None]
-"""(layer, product with its query, key and value weights, out [T, H, D])"""
 
-
-class TritonForward(StaticForward):
+class TritonForward(StaticForward, LayerOps):
     """A decoder of one reader. Matrix products of few rows are ours too, except for float32 weights, which tensor cores
     would round. With `pdl`, kernels may begin before the one before has ended, if the device supports it
     (`smc.kernels.launch`). Raises ValueError for heads that the kernels do not support."""
@@ -65,76 +60,62 @@ class TritonForward(StaticForward):
         return sum(attention.workspace_bytes for attention in self._attentions.values())
 
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
-        config, model, pdl = self.model.config, self.model, self._pdl
-        x_TE = model.embedded(tokens_T)
-        out_THD, parts = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim), None
         attend = self._in_one_launch(rows) if rows.contexts is Contexts.SHORT else self._stored_first(rows)
-        residual = Residual(norm_offset=config.traits.norm_offset)
-        for layer in model.layers:
-            hidden = self._normed(x_TE, parts, layer.attn_norm, layer.qkv, residual)
-            attend(layer, self._qkv(layer, hidden), out_THD)
-            parts, residual = self._sum(layer, out_THD.flatten(1), layer.o), residual_of(layer, layer.attn_out_norm)
-            if layer.experts is None:
-                hidden = self._normed(x_TE, parts, layer.mlp_norm, layer.gate_up, residual)
-                parts = self._sum(layer, self._gated(layer, hidden), layer.down)
-            else:
-                parts = self._experts(layer, layer.experts, self._normed(x_TE, parts, layer.mlp_norm, None, residual))
-            residual = residual_of(layer, layer.mlp_out_norm)
-        return add_norm(x_TE, parts, model.norm.weight, config.rms_eps, pdl, residual)
+        return run_layers(self.model, self.model.embedded(tokens_T), self, attend)
 
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
-        logits_RV = self._product(hidden_RE, head or self.model.lm_head, splits=1)
+        logits_RV = self.product(hidden_RE, head or self.model.lm_head, splits=1)
         return logits_RV if self.model.plain_logits else self.model.finish_logits(logits_RV.float())
 
-    def _in_one_launch(self, rows: Rows) -> Attend:
-        tables = _tables(rows)
+    def _in_one_launch(self, rows: Rows) -> AttendLayer:
+        tables, out_THD = _tables(rows), self._heads_of(rows)
 
-        def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
+        def attend(layer: Layer, qkv: Tensor, output_X: Tensor | None) -> Tensor:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.of(layer), tables, rows.start_R, rows.count_R)
             norms, window = self._head_norms[layer.index], self.pool.windows[layer.index]
             step_attention(
                 qkv, keys, values, *where, out_THD, *norms, self.model.config.rms_eps, window=window, pdl=self._pdl
             )
+            return out_THD.flatten(1)
 
         return attend
 
-    def _stored_first(self, rows: Rows) -> Attend:
+    def _heads_of(self, rows: Rows) -> Tensor:
+        """Allocate a row of query heads for each token [T, H, D]."""
+        config, weight = self.model.config, self.model.embed.weight
+        return weight.new_empty(len(rows.start_R) * rows.queries, config.num_heads, config.head_dim)
+
+    def _stored_first(self, rows: Rows) -> AttendLayer:
         config, attention = self.model.config, self._attention_for(rows)
         heads = (config.num_heads, config.num_kv_heads)
-        q_THD = self.model.embed.weight.new_empty(len(rows.start_R) * rows.queries, config.num_heads, config.head_dim)
+        q_THD, out_THD = self._heads_of(rows), self._heads_of(rows)
         groups = Groups(rows.group_R, rows.first_G, rows.size_G, rows.shared_G)
         prepared = attention.prepare(_tables(rows), groups, rows.start_R, rows.count_R)
 
-        def attend(layer: Layer, qkv: Tensor, out_THD: Tensor) -> None:
+        def attend(layer: Layer, qkv: Tensor, output_X: Tensor | None) -> Tensor:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.of(layer), prepared.position_T, prepared.page_T)
             norms = self._head_norms[layer.index]
             store_kv(qkv, q_THD, keys, values, *where, heads, *norms, eps=config.rms_eps, pdl=self._pdl)
             attention.run(q_THD, keys, values, prepared, out_THD, self.pool.windows[layer.index])
+            return out_THD.flatten(1)
 
         return attend
 
-    def _normed(
-        self,
-        x_TE: Tensor,
-        parts: Tensor | None,
-        norm: RMSNorm | None,
-        matrix: Linear | None,
-        residual: Residual,
-    ) -> Activations:
-        """Return the input of `matrix`, or of experts."""
-        weight_E = None if norm is None else norm.weight
+    def normed(
+        self, x_TE: Tensor, addend: Addend | None, norm: RMSNorm | None, matrix: Linear | None
+    ) -> tuple[Tensor, Activations]:
         take_in = add_norm_rounded if matrix is not None and matrix.is_fp8 else add_norm
-        return take_in(x_TE, parts, weight_E, self.model.config.rms_eps, self._pdl, residual)
+        config, parts = self.model.config, None if addend is None else addend.values
+        residual = residual_of(addend, config)
+        return x_TE, take_in(x_TE, parts, weight_of(norm), config.rms_eps, self._pdl, residual)
 
-    def _qkv(self, layer: Layer, hidden: Activations) -> Tensor:
-        qkv = self._product(hidden, layer.qkv)
-        return qkv if layer.whole_widths is None else normalise_whole(layer, qkv, self._dtype)
+    def normalise_whole(self, layer: Layer, qkv: Tensor) -> Tensor:
+        return normalise_whole(layer, qkv, self._dtype)
 
-    def _experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
-        """Return the experts' output: partial sums [C, T, E] of this rank, or with several ranks the sum over all of
-        them."""
+    def experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
+        """As `LayerOps.experts`: partial sums [C, T, E], one for each chosen expert, if there is one rank."""
         assert isinstance(x, Tensor)
         parts_CTE = experts(module, x, pdl=self._pdl)
         if layer.reduce is None:
@@ -142,7 +123,7 @@ class TritonForward(StaticForward):
         room_TE = layer.reduce.room(len(x), x.shape[1], x.dtype)
         return layer.reduce(reduce(parts_CTE, room_TE, self._pdl))
 
-    def _gated(self, layer: Layer, hidden: Activations) -> Tensor:
+    def gated(self, layer: Layer, hidden: Activations) -> Tensor:
         matrix = layer.gate_up
         if self._few(hidden, matrix):
             if matrix.group:
@@ -153,8 +134,8 @@ class TritonForward(StaticForward):
             )
         return silu_mul(self._by_library(hidden, matrix), gelu=layer.gelu)
 
-    def _product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
-        """Return x W^T, perhaps as partial sums [S, T, N]. The input of an FP8 matrix is rounded here, if it is not
+    def product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
+        """As `LayerOps.product`. The input of an FP8 matrix is rounded here, if it is not
         yet."""
         if matrix.is_fp8 and not isinstance(x, QuantisedRows):
             x = round_rows(x, pdl=self._pdl)
@@ -172,17 +153,16 @@ class TritonForward(StaticForward):
             return multiply_widened(x, matrix, out_TN)
         return matrix(x) if out_TN is None else torch.mm(x, matrix.weight.t(), out=out_TN)
 
-    def _sum(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
-        """Return `_product`, summed over all ranks."""
+    def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
         if layer.reduce is None:
-            return self._product(x_TK, matrix)
+            return self.product(x_TK, matrix)
         room_TN = layer.reduce.room(len(x_TK), matrix.out_features, x_TK.dtype)
         if matrix.scale is None:
             self._by_library(x_TK, matrix, room_TN)
             return layer.reduce(room_TN)
         x = round_rows(x_TK, pdl=self._pdl) if matrix.is_fp8 else x_TK
         if self._few(x, matrix):
-            reduce(self._product(x, matrix).view(-1, *room_TN.shape), room_TN, self._pdl)
+            reduce(self.product(x, matrix).view(-1, *room_TN.shape), room_TN, self._pdl)
         else:
             self._by_library(x, matrix, room_TN)
         return layer.reduce(room_TN)
@@ -221,43 +201,64 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: 
     position_T, page_T = (
         to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T)
     )
-    x_TE, parts_TE, eps = model.embedded(tokens_T), None, config.rms_eps
-    residual = Residual(norm_offset=config.traits.norm_offset)
+    x_TE = model.embedded(tokens_T)
     q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
-    for layer in model.layers:
-        hidden_TE = add_norm(x_TE, parts_TE, weight_of(layer.attn_norm), eps, residual=residual)
-        qkv = _prompt_product(layer.qkv, hidden_TE)
-        if layer.whole_widths is not None:
-            qkv = normalise_whole(layer, qkv, x_TE.dtype)
+
+    def attend(layer: Layer, qkv: Tensor, kept_X: Tensor | None) -> Tensor:
         pool = (reader.pool.keys[layer.index], reader.pool.values[layer.index])
         where = (reader.rope.of(layer), position_T, page_T)
-        store_kv(qkv, q_THD, *pool, *where, (config.num_heads, config.num_kv_heads), *head_norms(layer), eps=eps)
-        if layer is model.layers[-1]:
-            if not len(output_X):
-                return x_TE[output_X]
-            x_TE, out_THD = x_TE[output_X], planned.read(layer.index, q_THD)[output_X]
-        else:
-            out_THD = planned.read(layer.index, q_THD)
-        parts_TE, residual = _prompt_sum(layer, layer.o, out_THD.flatten(1)), residual_of(layer, layer.attn_out_norm)
-        hidden_TE = add_norm(x_TE, parts_TE, weight_of(layer.mlp_norm), eps, residual=residual)
-        if layer.experts is not None:
-            is_grouped = layer.experts.has_grouped_product(hidden_TE)
-            part_TE = grouped(hidden_TE, layer.experts) if is_grouped else layer.experts(hidden_TE)
-            parts_TE = part_TE if layer.reduce is None else layer.reduce(part_TE)
-        else:
-            inner_TI = silu_mul(_prompt_product(layer.gate_up, hidden_TE), gelu=layer.gelu)
-            parts_TE = _prompt_sum(layer, layer.down, inner_TI)
-        residual = residual_of(layer, layer.mlp_out_norm)
-    return add_norm(x_TE, parts_TE, model.norm.weight, eps, residual=residual)
+        heads = (config.num_heads, config.num_kv_heads)
+        store_kv(qkv, q_THD, *pool, *where, heads, *head_norms(layer), eps=config.rms_eps)
+        if kept_X is not None and not len(kept_X):
+            return q_THD[:0].flatten(1)
+        out_THD = planned.read(layer.index, q_THD)
+        return (out_THD if kept_X is None else out_THD[kept_X]).flatten(1)
+
+    return run_layers(model, x_TE, PromptOps(config), attend, output_X)
+
+
+class PromptOps(LayerOps):
+    """Operations on the tokens of prompts: products by libraries, with one launch between two of them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def normed(
+        self, x_TE: Tensor, addend: Addend | None, norm: RMSNorm | None, matrix: Linear | None
+    ) -> tuple[Tensor, Tensor]:
+        parts_TE, residual = None if addend is None else addend.values, residual_of(addend, self.config)
+        return x_TE, add_norm(x_TE, parts_TE, weight_of(norm), self.config.rms_eps, residual=residual)
+
+    def product(self, x: Activations, matrix: Linear) -> Tensor:
+        """As `LayerOps.product`. For FP8 one launch rounds the activations; for int4 one launch widens the weights."""
+        assert isinstance(x, Tensor)
+        if matrix.group:
+            return multiply_widened(x, matrix)
+        return matrix(x) if matrix.scale is None else matrix.multiply_quantised(round_rows(x)).to(x.dtype)
+
+    def normalise_whole(self, layer: Layer, qkv: Tensor) -> Tensor:
+        return normalise_whole(layer, qkv, qkv.dtype)
+
+    def gated(self, layer: Layer, x: Activations) -> Tensor:
+        return silu_mul(self.product(x, layer.gate_up), gelu=layer.gelu)
+
+    def experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
+        assert isinstance(x, Tensor)
+        return layer.sum(grouped(x, module) if module.has_grouped_product(x) else module(x))
+
+    def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
+        return layer.sum(self.product(x_TK, matrix))
 
 
 def weight_of(norm: RMSNorm | None) -> Tensor | None:
     return None if norm is None else norm.weight
 
 
-def residual_of(layer: Layer, out_norm: RMSNorm | None) -> Residual:
-    """Return how an output of a layer is added to the residual."""
-    return Residual(weight_of(out_norm), layer.residual_multiplier, layer.norm_offset)
+def residual_of(addend: Addend | None, config: ModelConfig) -> Residual:
+    """Return how an addend is added to the residual stream."""
+    if addend is None:
+        return Residual(norm_offset=config.traits.norm_offset)
+    return Residual(weight_of(addend.norm), addend.layer.residual_multiplier, addend.layer.norm_offset)
 
 
 def head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
@@ -281,17 +282,3 @@ def normalise_whole(layer: Layer, qkv: Tensor, dtype: torch.dtype) -> Tensor:
     weights = (layer.q_norm.weight, layer.k_norm.weight)
     whole_norm(qkv, widths, weights, squares_T4, layer.whole_widths, layer.q_norm.eps or 0.0, out_TN)
     return out_TN
-
-
-def _prompt_product(matrix: Linear, x_TK: Tensor) -> Tensor:
-    """Return the product with `matrix`. For FP8 one launch rounds the activations; for int4 one launch widens the
-    weights."""
-    if matrix.group:
-        return multiply_widened(x_TK, matrix)
-    return matrix(x_TK) if matrix.scale is None else matrix.multiply_quantised(round_rows(x_TK)).to(x_TK.dtype)
-
-
-def _prompt_sum(layer: Layer, matrix: Linear, x_TK: Tensor) -> Tensor:
-    """Return `_prompt_product`, summed over all ranks."""
-    part_TE = _prompt_product(matrix, x_TK)
-    return part_TE if layer.reduce is None else layer.reduce(part_TE)

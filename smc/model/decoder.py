@@ -1,8 +1,9 @@
 """Decoder-only transformer over a flat list of tokens. Knows nothing about KV pages, requests or particles.
 
-Attention is a callable passed to `forward`. It stores the new keys and values and returns the attention output, so the
-same module is used for serving (paged KV cache) and for training (`hidden_states`: whole sequences with dense causal
-attention).
+`run_layers` is the only place that says what a layer is. It leaves each operation to a `LayerOps`: torch's (here), that
+of few rows and that of prompts on a GPU (`smc.executor.triton_forward`). Attention is a callable. It stores the new
+keys and values and returns the attention output, so the same layers are used for serving (paged KV cache) and for
+training (`hidden_states`: whole sequences with dense causal attention).
 
 With tensor parallelism (`smc.model.parallel`), each rank runs a decoder with its shard of heads and inner features over
 the same tokens. The all-reduce is passed in as well; all ranks compute the same hidden states.
@@ -20,6 +21,7 @@ rows and S token positions of whole sequences, T = B * S."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -30,11 +32,12 @@ from torch.nn import functional as F
 
 from smc.model.config import LinearRopeScaling, Llama3RopeScaling, LongRopeScaling, ModelConfig, YarnRopeScaling
 from smc.model.families import SILU
-from smc.model.linear import FP8, INT4, Linear, require_fp8
+from smc.model.linear import FP8, INT4, Linear, QuantisedRows, require_fp8
 from smc.model.parallel import Reduce
 from smc.model.quantisation import Int4Format
 
 Widen = Callable[[Linear, torch.dtype], Tensor]
+Activations = Tensor | QuantisedRows
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_THD, k_TJD, v_TJD) -> out_THD. q and k are already rotated."""
 NOTHING_SHARED: Mapping[str, nn.Parameter] = MappingProxyType({})
@@ -142,10 +145,7 @@ class Decoder(nn.Module):
     def forward(self, tokens_T: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
         """Run all layers. `rope_T2D` is `RopeTable.at(positions)`. Returns the hidden states after the final norm [T,
         E]."""
-        hidden_TE = self.embedded(tokens_T)
-        for layer in self.layers:
-            hidden_TE = layer(hidden_TE, rope_T2D, attend)
-        return self.norm(hidden_TE)
+        return run_layers(self, self.embedded(tokens_T), TorchLayerOps(), attend_rotated(rope_T2D, attend))
 
     def logits(self, hidden_XE: Tensor) -> Tensor:
         """Next-token logits [X, V] in float32 for the chosen hidden states."""
@@ -232,7 +232,8 @@ def empty_decoder(
 
 
 class Layer(nn.Module):
-    """One transformer layer: attention, then a gated MLP or experts, each between the norms that the family has."""
+    """Weights and traits of one transformer layer: attention, then a gated MLP or experts, each between the norms that
+    the family has. `run_layers` runs it."""
 
     def __init__(self, config: ModelConfig, index: int, reduce: Reduce | None) -> None:
         super().__init__()
@@ -264,25 +265,9 @@ class Layer(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
         self.down = Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, hidden_TE: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
-        rope_T2D = rope_T2D if rope_T2D.dim() == 2 else rope_T2D[self.rope_kind]
-        qkv = self.qkv(_normed(self.attn_norm, hidden_TE)).unflatten(-1, (-1, self.head_dim))
-        q_THD, k_TJD, v_TJD = qkv.split(self.heads, dim=-2)
-        if self.whole_widths is not None:
-            q_THD, k_TJD = self.normalise_whole(q_THD, k_TJD)
-        elif self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TJD = self.q_norm(q_THD), self.k_norm(k_TJD)
-        out_THD = attend(self.index, rotate(q_THD, rope_T2D), rotate(k_TJD, rope_T2D), v_TJD)
-        hidden_TE = self._add(hidden_TE, _normed(self.attn_out_norm, self._sum(self.o(out_THD.flatten(-2)))))
-        out_TE = self._sum(self.mlp(_normed(self.mlp_norm, hidden_TE)))
-        return self._add(hidden_TE, _normed(self.mlp_out_norm, out_TE))
-
-    def mlp(self, x_TE: Tensor) -> Tensor:
-        """Return this rank's share of the output of the MLP or the experts [T, E]."""
-        if self.experts is not None:
-            return self.experts(x_TE)
-        gate, up = self.gate_up(x_TE).chunk(2, dim=-1)
-        return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up)
+    def split_heads(self, qkv_TN: Tensor) -> tuple[Tensor, ...]:
+        """Return queries [T, H, D], keys and values [T, J, D] each."""
+        return qkv_TN.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
 
     def normalise_whole(self, q_THD: Tensor, k_TJD: Tensor) -> tuple[Tensor, Tensor]:
         """RMS-normalise all query heads of a token together, over all ranks, and all key heads."""
@@ -291,7 +276,7 @@ class Layer(nn.Module):
         squares_T4 = q_THD.new_zeros(len(q_THD), 4, dtype=torch.float32)
         for column, x in enumerate((q_THD, k_TJD)):
             squares_T4[:, column] = x.float().square().sum((-2, -1))
-        squares_T4 = self._sum(squares_T4)
+        squares_T4 = self.sum(squares_T4)
         return tuple(
             (
                 x.float()
@@ -303,9 +288,6 @@ class Layer(nn.Module):
             )
         )
 
-    def _add(self, hidden_TE: Tensor, out_TE: Tensor) -> Tensor:
-        return hidden_TE + (out_TE if self.residual_multiplier == 1.0 else out_TE * self.residual_multiplier)
-
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
         """Weights of the query and key norms of single heads; (None, None) for a model without them."""
@@ -313,8 +295,130 @@ class Layer(nn.Module):
             return None, None
         return self.q_norm.weight, self.k_norm.weight
 
-    def _sum(self, part_TE: Tensor) -> Tensor:
+    def sum(self, part_TE: Tensor) -> Tensor:
+        """Sum over all ranks."""
         return part_TE if self.reduce is None else self.reduce(part_TE)
+
+
+class Addend(NamedTuple):
+    """An output of attention, of an MLP or of experts, which is added to the residual stream."""
+
+    values: Tensor
+    """[T, E], or partial sums of it [S, T, E]."""
+    norm: nn.RMSNorm | None
+    """Applied to the output before it is added."""
+    layer: Layer
+
+
+class LayerOps(ABC):
+    """The operations of a layer except attention."""
+
+    @abstractmethod
+    def normed(
+        self, x_TE: Tensor, addend: Addend | None, norm: nn.RMSNorm | None, matrix: Linear | None
+    ) -> tuple[Tensor, Activations]:
+        """Return the residual stream [T, E] with `addend`, and its norm: the input of `matrix`; None: of experts or of
+        the head. May change `x`."""
+
+    @abstractmethod
+    def product(self, x: Activations, matrix: Linear) -> Tensor:
+        """Return x W^T [T, N], or partial sums of it [S, T, N]."""
+
+    @abstractmethod
+    def normalise_whole(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """Return queries, keys and values [T, N]: all query heads of a token are normalised together, and all key
+        heads."""
+
+    @abstractmethod
+    def gated(self, layer: Layer, x: Activations) -> Tensor:
+        """Return act(gate) * up [T, I] of this rank's inner features."""
+
+    @abstractmethod
+    def experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
+        """Return the output of experts, as `summed` does."""
+
+    @abstractmethod
+    def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
+        """Return `product`, summed over all ranks."""
+
+
+AttendLayer = Callable[[Layer, Tensor, Tensor | None], Tensor]
+"""(layer, its product of queries, keys and values, `output` of `run_layers` in the last layer) -> out [T, H * D]:
+normalises single heads, rotates, stores keys and values, and attends."""
+
+
+def run_layers(
+    model: Decoder, x_TE: Tensor, ops: LayerOps, attend: AttendLayer, output_X: Tensor | None = None
+) -> Tensor:
+    """Run all layers on the embedded tokens. Returns the hidden states after the final norm, [T, E], or those of the
+    tokens `output` [X, E]: in the last layer only these are computed once keys and values are stored."""
+    addend = None
+    for layer in model.layers:
+        x_TE, hidden = ops.normed(x_TE, addend, layer.attn_norm, layer.qkv)
+        qkv = ops.product(hidden, layer.qkv)
+        if layer.whole_widths is not None:
+            qkv = ops.normalise_whole(layer, qkv)
+        kept_X = output_X if layer is model.layers[-1] else None
+        out_TN = attend(layer, qkv, kept_X)
+        if kept_X is not None:
+            x_TE = x_TE[kept_X]
+            if not len(kept_X):
+                return x_TE
+        addend = Addend(ops.summed(layer, out_TN, layer.o), layer.attn_out_norm, layer)
+        if layer.experts is None:
+            x_TE, hidden = ops.normed(x_TE, addend, layer.mlp_norm, layer.gate_up)
+            values = ops.summed(layer, ops.gated(layer, hidden), layer.down)
+        else:
+            x_TE, hidden = ops.normed(x_TE, addend, layer.mlp_norm, None)
+            values = ops.experts(layer, layer.experts, hidden)
+        addend = Addend(values, layer.mlp_out_norm, layer)
+    _, hidden = ops.normed(x_TE, addend, model.norm, None)
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+class TorchLayerOps(LayerOps):
+    """Operations in plain torch."""
+
+    def normed(
+        self, x_TE: Tensor, addend: Addend | None, norm: nn.RMSNorm | None, matrix: Linear | None
+    ) -> tuple[Tensor, Tensor]:
+        if addend is not None:
+            out_TE, factor = _normed(addend.norm, addend.values), addend.layer.residual_multiplier
+            x_TE = x_TE + (out_TE if factor == 1.0 else out_TE * factor)
+        return x_TE, _normed(norm, x_TE)
+
+    def product(self, x: Activations, matrix: Linear) -> Tensor:
+        assert isinstance(x, Tensor)
+        return matrix(x)
+
+    def normalise_whole(self, layer: Layer, qkv: Tensor) -> Tensor:
+        q_THD, k_TJD, v_TJD = layer.split_heads(qkv)
+        return torch.cat((*layer.normalise_whole(q_THD, k_TJD), v_TJD), -2).flatten(-2)
+
+    def gated(self, layer: Layer, x: Activations) -> Tensor:
+        gate, up = self.product(x, layer.gate_up).chunk(2, dim=-1)
+        return (F.gelu(gate, approximate="tanh") if layer.gelu else F.silu(gate)) * up
+
+    def experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
+        return layer.sum(module(x))
+
+    def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
+        return layer.sum(self.product(x_TK, matrix))
+
+
+def attend_rotated(rope_T2D: Tensor, attend: Attend) -> AttendLayer:
+    """Normalise single heads and rotate in torch, then call `attend`."""
+
+    def attend_layer(layer: Layer, qkv: Tensor, output_X: Tensor | None) -> Tensor:
+        assert output_X is None, "torch computes all tokens"
+        q_THD, k_TJD, v_TJD = layer.split_heads(qkv)
+        if layer.whole_widths is None and layer.q_norm is not None and layer.k_norm is not None:
+            q_THD, k_TJD = layer.q_norm(q_THD), layer.k_norm(k_TJD)
+        rope = rope_T2D if rope_T2D.dim() == 2 else rope_T2D[layer.rope_kind]
+        return attend(layer.index, rotate(q_THD, rope), rotate(k_TJD, rope), v_TJD).flatten(-2)
+
+    return attend_layer
 
 
 def rotate(x_THD: Tensor, rope_T2D: Tensor) -> Tensor:
