@@ -44,7 +44,7 @@ class DeadlineExceeded(RuntimeError):
     """The caller's own deadline has passed."""
 
 
-_LONG_WORD = re.compile(rf"(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}")
+_LONG_WORD = re.compile(rf"(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}(?<!;)")
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ WRONG = [
     ({"temperature": -1.0}, "temperature=-1.0; allowed: > 0"),
     ({"top_p": 1.5}, "top_p=1.5; allowed: 0 < top_p <= 1"),
     ({"max_tokens": 0}, "max_tokens=0; allowed: >= 1"),
-    ({"max_tokens": 2**32 - 1}, "exceeds the context of 512"),
+    ({"max_tokens": 2**32 - 1}, r"max_tokens=4294967295; allowed: >= 1, < 2\*\*31"),
     ({"stop": ["ab"] * 65}, "stop has 65 strings; allowed: at most 64"),
     ({"stop_token_ids": [2**32 - 1]}, "stop_token_ids contains 4294967295; allowed: 0..511"),
 ]
