@@ -35,5 +35,5 @@ def test_a_chat_without_max_tokens_has_the_default_length(pair):
 
 @pytest.mark.parametrize("given", [0, -1, 2.0, True, "8"])
 def test_other_defaults_are_refused(given):
-    with pytest.raises(ValueError, match=f"default_max_tokens={given!r}; allowed: 1.."):
+    with pytest.raises(ValueError, match=rf"default_max_tokens={given!r}; allowed: (an integer, )?1\.\."):
         GatewayConfig(default_max_tokens=given)

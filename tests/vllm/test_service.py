@@ -184,7 +184,7 @@ WRONG = [
     ({"max_tokens": 0}, "max_tokens=0; allowed: >= 1"),
     ({"max_tokens": 2**32 - 1}, r"max_tokens=4294967295; allowed: >= 1, < 2\*\*31"),
     ({"stop": ["ab"] * 65}, "stop has 65 strings; allowed: at most 64"),
-    ({"stop_token_ids": [2**32 - 1]}, "stop_token_ids contains 4294967295; allowed: 0..511"),
+    ({"stop_token_ids": [2**32 - 1]}, "stop_token_ids contains 4294967295; allowed: token ids >= 0"),
 ]
 WRONG_REQUESTS = [
     (pb.GenerateRequest(), "input is missing; allowed: one of tokenized, text"),
