@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import probe
 from tests.deploy.chart import CHART, ROOT
 
 DOCKER = ROOT / "deploy/docker"
@@ -75,7 +76,7 @@ def test_final_image_is_unprivileged_without_build_tools(path):
     assert not packages & BUILD_TOOLS
     assert {"tini", "wget"} <= packages, "what KubeRay and the entry point need"
     (health,) = instructions(path, "HEALTHCHECK")
-    assert '"smcserve", "client", "health"' in health[1]
+    assert health[1].endswith(f'CMD ["python3", "-m", "{probe.__name__}"]')
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
