@@ -38,7 +38,7 @@ class BatchConfig:
         flag(),
         option=Option("Decode lines that failed in OUT again; existing answers are kept.", panel=BATCH),
     )
-    gangs: int | None = setting(
+    worker_groups: int | None = setting(
         None,
         at_least(1),
         option=Option(

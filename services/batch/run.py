@@ -69,7 +69,7 @@ class BatchRun:
 
     @property
     def _is_pooled(self) -> bool:
-        return self._config.has_parts or (self._config.gangs or 1) > 1
+        return self._config.has_parts or (self._config.worker_groups or 1) > 1
 
     def _fill_file(self) -> BatchProgress:
         path = Path(self._config.output)
@@ -117,7 +117,7 @@ class BatchRun:
         return progress
 
     def _begin(self, progress: BatchProgress) -> None:
-        check_gpus(self._group, self._ray_address, self._config.gangs or 1)
+        check_gpus(self._group, self._ray_address, self._config.worker_groups or 1)
         left = progress.total - progress.done
         self._display.step(f"{left:,} of {progress.goal} to do; connecting to Ray")
 
@@ -152,7 +152,7 @@ class BatchRun:
             from services.batch.pool import Pool, count_that_fit
             from services.batch.storage import Store
 
-            groups = self._config.gangs or count_that_fit(self._spec, is_own)
+            groups = self._config.worker_groups or count_that_fit(self._spec, is_own)
             with _ended_by_signals():
                 while parts := output.parts(groups, self._config.part_lines):
                     source, count = Store.of(self._config.input), min(groups, len(parts))

@@ -17,7 +17,7 @@ from tests.batch.s3 import BUCKET
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
-TWO = ("--gangs", 2, "--part-lines", 2)
+TWO = ("--worker-groups", 2, "--part-lines", 2)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_run_over_s3_that_loses_its_worker_group(cluster: Cluster, asked, expe
     source, sink = (Store.of(f"s3://{BUCKET}/{name}/") for name in ("in", "out"))
     for name, lines in (("a.jsonl", asked[:10]), ("more/b.jsonl", asked[10:])):
         source.write(name, write_lines(tmp_path / "lines", lines).read_bytes())
-    arguments = (f"s3://{BUCKET}/in/", f"s3://{BUCKET}/out/", *options, "--gangs", 1, "--part-lines", 3)
+    arguments = (f"s3://{BUCKET}/in/", f"s3://{BUCKET}/out/", *options, "--worker-groups", 1, "--part-lines", 3)
     run = cluster.start_batch(*arguments)
     cluster.until(lambda: sink.files() or run.poll() is not None, 300, "no progress")
     assert run.poll() is None, finish(run)

@@ -102,9 +102,9 @@ def test_the_chart_installs_what_is_tagged():
         device: templates(render({"topology": "pod", "device": device, **own}, router)) for device in ("cpu", "cuda")
     }
     for name, pods in installed.items():
-        assert {each["image"] for each in pods["gang"]["spec"]["containers"]} == set(tags[name])
+        assert {each["image"] for each in pods["replica"]["spec"]["containers"]} == set(tags[name])
         assert {each["image"] for each in pods["router"]["spec"]["containers"]} == set(tags["router"])
-    assert targets()["cpu"]["tags"] == [containers(templates(render({"topology": "pod"}))["gang"]["spec"])[0]["image"]]
+    assert targets()["cpu"]["tags"] == [containers(templates(render({"topology": "pod"}))["replica"]["spec"])[0]["image"]]
 
 
 @pytest.fixture

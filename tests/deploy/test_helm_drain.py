@@ -27,7 +27,7 @@ def labels(component: str, template: dict, cluster: str) -> dict[str, str]:
     node = "head" if component == "head" else "worker"
     kuberay = (
         {}
-        if component in ("gang", "submitter", "test", "models")
+        if component in ("replica", "submitter", "test", "models")
         else {"ray.io/cluster": cluster, "ray.io/node-type": node}
     )
     return template["metadata"]["labels"] | kuberay
@@ -40,7 +40,7 @@ def selected(objects: list[dict], selector: dict[str, str]) -> set[str]:
     return {component for component, own in found.items() if selector.items() <= own.items()}
 
 
-@pytest.mark.parametrize(("layer", "gateway"), [({}, "head"), (POD, "gang")])
+@pytest.mark.parametrize(("layer", "gateway"), [({}, "head"), (POD, "replica")])
 def test_calls_and_scrapes_reach_the_gateway_alone(layer, gateway):
     objects = render(layer, MONITORED)
     services, monitor = all_of_kind(objects, "Service"), of_kind(objects, "ServiceMonitor")
@@ -79,7 +79,7 @@ def test_disruption_budgets_keep_one_pod_of_each_group_and_nothing_that_is_broke
     assert sorted(map(sorted, covered)) == [["draft"], ["head"], ["target"]]
     (together,) = all_of_kind(render(POD), "PodDisruptionBudget").values()
     assert (
-        selected(render(POD), together["spec"]["selector"]["matchLabels"]) == {"gang"}
+        selected(render(POD), together["spec"]["selector"]["matchLabels"]) == {"replica"}
         and together["spec"]["maxUnavailable"] == 1
     )
     assert all(budget["minAvailable"] == 1 and "maxUnavailable" not in budget for budget in budgets)

@@ -71,7 +71,7 @@ def test_wrong_sources_are_refused(layer, said):
         render(layer)
 
 
-@pytest.mark.parametrize(("layer", "gateway"), [({"device": "cuda"}, "head"), (POD, "gang")])
+@pytest.mark.parametrize(("layer", "gateway"), [({"device": "cuda"}, "head"), (POD, "replica")])
 def test_pods_wait_for_what_a_job_downloads(layer, gateway):
     objects = render(
         layer, models(hub(tokenSecret="hub"), sums("s3", "s3://b/c", credentialsSecret="keys"), volume=CLAIM)

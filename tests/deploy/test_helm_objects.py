@@ -199,8 +199,8 @@ def test_no_image_of_somebody_else_is_pulled():
     own = {"image": {"repository": "registry.example/a"}}
     for given, router in (("", "registry.example/a:"), ("other/b", "other/b:")):
         pods = templates(render(ROUTED, own, {"router": {"image": {"repository": given}}}))
-        found = {name: pods[name]["spec"]["containers"][0]["image"] for name in ("gang", "router")}
-        assert found["gang"].startswith("registry.example/a:") and found["router"].startswith(router)
+        found = {name: pods[name]["spec"]["containers"][0]["image"] for name in ("replica", "router")}
+        assert found["replica"].startswith("registry.example/a:") and found["router"].startswith(router)
 
 
 @pytest.mark.parametrize("layer", [BATCH | DOWNLOADED | {"device": "cuda"}, ROUTED], ids=["cluster", "pod"])
@@ -214,7 +214,7 @@ def test_what_a_pod_writes_to_its_node_is_bounded_and_requested(layer):
         assert [each for each in asked if each] == ["500Mi"], name
     own = {"resources": {"requests": {"ephemeral-storage": "9Gi"}}}
     given = {"pod": own} if layer is ROUTED else {"draft": own}
-    pod = templates(render(layer, given))["gang" if layer is ROUTED else "draft"]["spec"]
+    pod = templates(render(layer, given))["replica" if layer is ROUTED else "draft"]["spec"]
     assert containers(pod)[-1]["resources"]["requests"]["ephemeral-storage"] == "9Gi"
 
 

@@ -53,8 +53,8 @@ def test_it_finds_the_replicas_and_nothing_else():
     begin = flags.index("--selector") + 1
     chosen = dict(flag.split("=") for flag in flags[begin : begin + 3])
     pods = {name: template["metadata"]["labels"] for name, template in templates(render(ROUTER)).items()}
-    assert pods.keys() == {"gang", "router", "test"}
-    assert [name for name, labels in pods.items() if chosen.items() <= labels.items()] == ["gang"]
+    assert pods.keys() == {"replica", "router", "test"}
+    assert [name for name, labels in pods.items() if chosen.items() <= labels.items()] == ["replica"]
 
 
 def test_it_may_look_at_pods_and_do_nothing_else():
@@ -68,7 +68,7 @@ def test_it_may_look_at_pods_and_do_nothing_else():
         binding["roleRef"]["name"] == of_kind(objects, "Role")["metadata"]["name"]
         and pod["automountServiceAccountToken"] is True
     )
-    assert templates(objects)["gang"]["spec"]["serviceAccountName"] != pod["serviceAccountName"]
+    assert templates(objects)["replica"]["spec"]["serviceAccountName"] != pod["serviceAccountName"]
 
 
 def test_its_keys_come_from_secrets():
@@ -152,8 +152,8 @@ def test_routers_are_spread_over_nodes():
     assert (constraint["topologyKey"], constraint["maxSkew"]) == ("kubernetes.io/hostname", 1)
     assert constraint["whenUnsatisfiable"] == "ScheduleAnyway", "a cluster of one node has both routers"
     assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-    gang = templates(render(ROUTER))["gang"]["metadata"]["labels"]
-    assert not constraint["labelSelector"]["matchLabels"].items() <= gang.items(), "replicas are no routers"
+    replica = templates(render(ROUTER))["replica"]["metadata"]["labels"]
+    assert not constraint["labelSelector"]["matchLabels"].items() <= replica.items(), "replicas are no routers"
     own = [{"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}]
     for layer in (
         {"router": {"podTemplate": {"topologySpreadConstraints": own}}},
@@ -279,9 +279,9 @@ def test_alerts_of_the_router(tmp_path):
             for name, words in rule["annotations"].items()
         }
 
-    lost = {"5m": [], "25m": ["SmcRouterGangLost"], "50m": ["SmcRouterGangLost"]}
-    alone = {"5m": [], "15m": ["SmcRouterWithoutGang"]}
-    tests = [case(series, lost), case([], {"1m": [], "10m": ["SmcRouterWithoutGang"]}), case(series[1:2], alone)]
+    lost = {"5m": [], "25m": ["SmcRouterReplicaLost"], "50m": ["SmcRouterReplicaLost"]}
+    alone = {"5m": [], "15m": ["SmcRouterWithoutReplica"]}
+    tests = [case(series, lost), case([], {"1m": [], "10m": ["SmcRouterWithoutReplica"]}), case(series[1:2], alone)]
     (tmp_path / "case.yml").write_text(
         json.dumps({"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": tests})
     )

@@ -39,7 +39,7 @@ ray.io/cluster: {{ include "smcserve.name" . }}
 ray.io/node-type: head
 {{- else -}}
 {{ include "smcserve.selector" . }}
-app.kubernetes.io/component: gang
+app.kubernetes.io/component: replica
 {{- end -}}
 {{- end -}}
 
