@@ -472,7 +472,7 @@ def mixed_scenarios() -> Iterator[Scenario]:
     micro-batches."""
     cases = {
         "lockstep": (LOCKSTEP, None),
-        "lockstep padded in cohorts": (replace(LOCKSTEP, cohorts=2, block=2), padded_ops),
+        "lockstep padded in micro-batches": (replace(LOCKSTEP, micro_batches=2, block=2), padded_ops),
         "look-ahead padded": (replace(LOOKAHEAD, branches=2), padded_ops),
         "look-ahead few slots": (replace(LOOKAHEAD, max_slots=12, branches=1, block=2), None),
     }

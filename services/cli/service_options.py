@@ -103,8 +103,8 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
         raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
     target, draft = pair_directories(given.get("target"), given.get("draft"))
     # In lockstep one model waits for the other; with two micro-batches both work. In look-ahead both work anyway.
-    cohorts = 2 if given.get("form") == "lockstep" else 1
-    settings: dict[str, Any] = {"cohorts": cohorts}
+    micro_batches = 2 if given.get("form") == "lockstep" else 1
+    settings: dict[str, Any] = {"micro_batches": micro_batches}
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
     engine = EngineConfig(**settings | fields_of(EngineConfig, given))

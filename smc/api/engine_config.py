@@ -89,7 +89,7 @@ class EngineConfig:
             ENGINE,
         ),
     )
-    cohorts: int = setting(
+    micro_batches: int = setting(
         1,
         within(1, 4),
         option=Option(

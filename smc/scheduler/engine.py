@@ -106,7 +106,7 @@ class Engine:
             self.executor,
             PROGRAMS[program],
             width=config.width(self.context),
-            micro_batches=config.cohorts if is_pair else 1,
+            micro_batches=config.micro_batches if is_pair else 1,
             decide=decide if is_pair else None,
         )
 

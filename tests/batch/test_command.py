@@ -25,7 +25,7 @@ def files(tmp_path):
 
 
 def finish(source, output) -> None:
-    pair = WorkerGroupConfig(engine=EngineConfig(cohorts=2)).serving_pair()
+    pair = WorkerGroupConfig(engine=EngineConfig(micro_batches=2)).serving_pair()
     answer_file(pair, source, output, fingerprint=pair.fingerprint())
 
 

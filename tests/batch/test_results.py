@@ -167,7 +167,7 @@ def test_the_fingerprint_changes_with_what_answers_depend_on():
         return WorkerGroupConfig(engine=EngineConfig(**engine)).serving_pair().fingerprint()
 
     plain = of()
-    assert of(max_slots=8, cohorts=2, prefill_chunk=64, prefix_cache=False) == plain
+    assert of(max_slots=8, micro_batches=2, prefill_chunk=64, prefix_cache=False) == plain
     changed = [of(block=4), of(branches=2), of(form="lockstep"), of(max_context=100)]
     assert len({plain, *changed}) == 5
     assert WorkerGroupConfig(dtype="bfloat16").serving_pair().fingerprint() != plain

@@ -46,7 +46,7 @@ def test_one_engine_after_another_over_the_same_models_until_a_rank_dies():
     asked = [
         Request(str(i), tuple(range(5, 12 + i)), SamplingParams(particles=4, seed=i, max_tokens=12)) for i in range(3)
     ]
-    lockstep = EngineConfig(form="lockstep", block=3, cohorts=2, max_slots=16)
+    lockstep = EngineConfig(form="lockstep", block=3, micro_batches=2, max_slots=16)
     with RankProcesses(replace(CONFIG, link="grpc")) as processes:
         ranks = pids(processes)
         for engine in (EngineConfig(block=4, branches=2, max_slots=16), lockstep):

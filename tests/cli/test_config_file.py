@@ -58,7 +58,7 @@ def test_the_effective_configuration_can_be_given_back(smcserve, file):
     again = smcserve("serve", "--print-config", "--config", file(ran.out))
     assert again.code == 0 and again.out == ran.out
     known = yaml.safe_load(ran.out)
-    assert (known["dtype"], known["cohorts"], known["prefill-chunk"]) == (None, 2, 4096)
+    assert (known["dtype"], known["micro-batches"], known["prefill-chunk"]) == (None, 2, 4096)
     assert (known["served-model-name"], known["no-prefix-cache"], known["http-port"]) == (["a", "b"], True, 0)
     assert known["no-page"] is True and printed(smcserve)["no-page"] is False
     assert (printed(smcserve)["http-port"], printed(smcserve)["no-http"]) == (8000, False)

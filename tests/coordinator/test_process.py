@@ -22,7 +22,7 @@ from smc.scheduler.detokenizer import StopRules, TextStream
 from tests.coordinator.harness import coordinator
 from tests.pairwise import one_of
 
-ENGINE = EngineConfig(block=4, branches=2, max_slots=200, cohorts=2, drafting="always")
+ENGINE = EngineConfig(block=4, branches=2, max_slots=200, micro_batches=2, drafting="always")
 """With `drafting="always"` no rounds are timed, so the coordinator starts at once."""
 
 

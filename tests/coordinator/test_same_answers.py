@@ -28,7 +28,7 @@ KINDS = [
     {"particles": 3, "max_tokens": 14, "alpha": 1.2, "top_p": 0.9},
 ]
 ASKED = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(seed=i, **params)) for i, params in enumerate(KINDS)]
-FORMS = {"lookahead": {"block": 4, "branches": 2, "cohorts": 2}, "lockstep": {"form": "lockstep", "block": 4}}
+FORMS = {"lookahead": {"block": 4, "branches": 2, "micro_batches": 2}, "lockstep": {"form": "lockstep", "block": 4}}
 
 
 @pytest.mark.slow

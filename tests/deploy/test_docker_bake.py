@@ -104,7 +104,9 @@ def test_the_chart_installs_what_is_tagged():
     for name, pods in installed.items():
         assert {each["image"] for each in pods["replica"]["spec"]["containers"]} == set(tags[name])
         assert {each["image"] for each in pods["router"]["spec"]["containers"]} == set(tags["router"])
-    assert targets()["cpu"]["tags"] == [containers(templates(render({"topology": "pod"}))["replica"]["spec"])[0]["image"]]
+    assert targets()["cpu"]["tags"] == [
+        containers(templates(render({"topology": "pod"}))["replica"]["spec"])[0]["image"]
+    ]
 
 
 @pytest.fixture

@@ -407,9 +407,10 @@ def test_a_mistake_is_told_at_once_and_ends_the_pod(server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "cohorts"), [({}, None), ({"form": "lockstep"}, None), ({"form": "lockstep", "cohorts": 3}, 3)]
+    ("engine", "micro_batches"),
+    [({}, None), ({"form": "lockstep"}, None), ({"form": "lockstep", "microBatches": 3}, 3)],
 )
-def test_micro_batches_are_the_commands_own_unless_they_are_given(engine, cohorts):
+def test_micro_batches_are_the_commands_own_unless_they_are_given(engine, micro_batches):
     """By default the command decides: one micro-batch in look-ahead, where both models are busy anyway, two in
     lockstep."""
-    assert config(render(POD, {"engine": engine})).get("cohorts") == cohorts
+    assert config(render(POD, {"engine": engine})).get("micro-batches") == micro_batches

@@ -45,16 +45,16 @@ def mixed(count, rng):
 
 
 @pytest.mark.parametrize(
-    ("config", "cohorts"),
+    ("config", "micro_batches"),
     CONFIGS,
     ids=lambda value: config_id(value) if isinstance(value, EngineConfig) else str(value),
 )
-def test_company_padding_and_asking_ahead(config, cohorts, monkeypatch):
+def test_company_padding_and_asking_ahead(config, micro_batches, monkeypatch):
     """Each request alone, compared with all at once in padded rounds that are requested ahead."""
     asked = list(mixed(10, random.Random(5)))
     expected = [answers(local_engine(tiny_pair(), config), [one])[one.request_id] for one in asked]
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
-    found = answers(local_engine(tiny_pair(), replace(config, cohorts=cohorts)), asked)
+    found = answers(local_engine(tiny_pair(), replace(config, micro_batches=micro_batches)), asked)
     for one in expected:
         assert_same(one, found[one.request_id])
 

@@ -19,7 +19,7 @@ from tests.scheduler.harness import answers
 FORMS = [
     EngineConfig(form="lockstep", block=8),
     EngineConfig(block=5, branches=4),
-    EngineConfig(block=8, branches=2, cohorts=2),
+    EngineConfig(block=8, branches=2, micro_batches=2),
 ]
 DEVICES = [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")]
 
@@ -45,7 +45,7 @@ def on_cpu() -> ModelPair:
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=["one GPU", "two GPUs"])
-@pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "cohorts"])
+@pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "micro_batches"])
 def test_float32_answers_are_the_cpu_s(on_cpu, config, devices):
     """16 concurrent requests; all but two must be equal token for token, because a near-tie may fall the other way."""
     asked = requests(on_cpu, 16, particles=8)
@@ -97,7 +97,7 @@ def test_guided_answers_are_the_cpu_s(on_cpu, kind):
     assert same >= 5
 
 
-@pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "cohorts"])
+@pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "micro_batches"])
 def test_constrained_answers_are_the_cpu_s(on_cpu, config):
     """All methods together in the same rounds, with CUDA graphs. Exact answers equal those of the target on the same
     GPU."""

@@ -23,7 +23,10 @@ from smc.local_engine import ModelPair, local_engine
 from smc.model.loader import random_model, save_model
 from tests.scheduler.harness import answers
 
-FORMS = {"look-ahead": EngineConfig(block=5, branches=4), "lockstep": EngineConfig(form="lockstep", block=8, cohorts=2)}
+FORMS = {
+    "look-ahead": EngineConfig(block=5, branches=4),
+    "lockstep": EngineConfig(form="lockstep", block=8, micro_batches=2),
+}
 GROUPS = [
     ("demo", "nccl", 1, 1),
     ("demo", "grpc", 1, 1),

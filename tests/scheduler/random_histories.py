@@ -182,7 +182,7 @@ def _resize(engine: Engine, rng: random.Random, lives: Lives) -> None:
 def answers_with_plenty_of_memory(config: EngineConfig, requests: Sequence[Request]) -> dict[str, Answer]:
     """Answers of an engine with plenty of memory, no prefix cache and no time budgets."""
     plenty = replace(
-        config, pages=200_000, max_slots=512, prefix_cache=False, prefill_chunk=512, max_queue=None, cohorts=1
+        config, pages=200_000, max_slots=512, prefix_cache=False, prefill_chunk=512, max_queue=None, micro_batches=1
     )
     asked = [replace(request, params=replace(request.params, time_budget=None)) for request in requests]
     return answers(local_engine(pair(), plenty), asked)

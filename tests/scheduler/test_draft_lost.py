@@ -68,7 +68,7 @@ def test_answers_of_the_targets_own_draws_do_not_depend_on_the_draft(form, ahead
     Other requests are refused or dropped while there is no draft."""
     rng = random.Random(7)
     branches = {} if form == "lockstep" else {"branches": 2}
-    config = EngineConfig(form=form, block=2, **branches, max_slots=60, pages=800, prefill_chunk=24, cohorts=2)
+    config = EngineConfig(form=form, block=2, **branches, max_slots=60, pages=800, prefill_chunk=24, micro_batches=2)
     requests = guided([_more_exact(one, i) for i, one in enumerate(random_requests(22, rng, longest=24))], rng)
     engine = small_engine(config, monkeypatch, ahead=ahead)
     final, refused, ended, seen = {}, set(), set(), Counter()

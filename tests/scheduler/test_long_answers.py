@@ -50,7 +50,7 @@ def test_past_short_rows(monkeypatch):
     lengths = {len(one.prompt) + len(expected[one.request_id].tokens) > SHORT for one in asked}
     assert lengths == {True, False}
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
-    engine = local_engine(made, replace(config, cohorts=2, prefill_chunk=100, pages=1900, max_slots=24))
+    engine = local_engine(made, replace(config, micro_batches=2, prefill_chunk=100, pages=1900, max_slots=24))
     shapes, run = set(), engine.executor.round
 
     def shape_of(plan):

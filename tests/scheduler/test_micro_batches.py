@@ -1,4 +1,4 @@
-"""Micro-batches (`cohorts`): rounds of several sets of requests in flight at once change only the order of work."""
+"""Micro-batches: rounds of several sets of requests in flight at once change only the order of work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.scheduler.test_kv_follows import mixed_requests
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_answers_do_not_depend_on_cohorts(config):
     requests = mixed_requests(9, random.Random(3))
-    together, apart = (answers(local_engine(tiny_pair(), replace(config, cohorts=n)), requests) for n in (1, 3))
+    together, apart = (answers(local_engine(tiny_pair(), replace(config, micro_batches=n)), requests) for n in (1, 3))
     for request_id, one in together.items():
         assert one.tokens == apart[request_id].tokens
         assert one.statistics.log_z == pytest.approx(apart[request_id].statistics.log_z, abs=1e-4)
@@ -46,17 +46,17 @@ def test_answers_do_not_depend_on_what_is_asked_for_ahead(config, monkeypatch):
     requests = mixed_requests(6, random.Random(4))
     expected = answers(local_engine(tiny_pair(), config), requests)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
-    for cohorts in (1, 2):
-        found = answers(local_engine(tiny_pair(), replace(config, cohorts=cohorts)), requests)
+    for micro_batches in (1, 2):
+        found = answers(local_engine(tiny_pair(), replace(config, micro_batches=micro_batches)), requests)
         for request_id, one in expected.items():
             assert one.tokens == found[request_id].tokens
             assert one.statistics.rounds == found[request_id].statistics.rounds
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)
-def test_two_cohorts_are_in_flight_together(config, ahead):
+def test_two_micro_batches_are_in_flight_together(config, ahead):
     """The next rounds of both micro-batches are requested before either's last round is read."""
-    engine = local_engine(tiny_pair(), replace(config, cohorts=2))
+    engine = local_engine(tiny_pair(), replace(config, micro_batches=2))
     for i in range(2):
         engine.submit(request(request_id=str(i), particles=2, seed=i, max_tokens=30, ignore_eos=True))
     for _ in range(2):  # the prompts, and a round
@@ -77,7 +77,7 @@ def test_cancel_in_flight(config, ahead):
         r.request_id: answers(local_engine(tiny_pair(), config), [r])[r.request_id].tokens for r in (stays, comes)
     }
     for steps in (1, 3):
-        engine = local_engine(tiny_pair(), replace(config, cohorts=2, max_slots=7))
+        engine = local_engine(tiny_pair(), replace(config, micro_batches=2, max_slots=7))
         for one in (gone, stays, comes):
             engine.submit(one)
         outputs = [o for _ in range(steps) for o in engine.step()]
@@ -92,7 +92,7 @@ def test_cancel_in_flight(config, ahead):
 def test_time_budget_in_flight(ahead):
     """The answer holds what three rounds have given, without the fourth, which is in flight."""
     now = [0.0]
-    engine = local_engine(tiny_pair(), EngineConfig(block=3, cohorts=2), clock=lambda: now[0])
+    engine = local_engine(tiny_pair(), EngineConfig(block=3, micro_batches=2), clock=lambda: now[0])
     engine.submit(request(request_id="slow", particles=4, seed=1, max_tokens=40, ignore_eos=True, time_budget=1.0))
     engine.submit(request(request_id="free", particles=4, seed=2, max_tokens=40, ignore_eos=True))
     while not running(engine) or running(engine)[0].rounds < 3:

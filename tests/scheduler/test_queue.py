@@ -66,7 +66,7 @@ def test_an_id_in_use():
         engine.submit(four("a"))
 
 
-@pytest.mark.parametrize("field", ["max_queue", "max_queue_pages", "cohorts"])
+@pytest.mark.parametrize("field", ["max_queue", "max_queue_pages", "micro_batches"])
 def test_limits_are_checked(field):
     with pytest.raises(ValueError, match=f"{field}=0; allowed"):
         EngineConfig(**{field: 0})

@@ -19,9 +19,9 @@ from tests.scheduler.random_histories import (
 )
 
 CONFIGS = [
-    EngineConfig(form="lockstep", block=2, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
+    EngineConfig(form="lockstep", block=2, micro_batches=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6),
     EngineConfig(
-        form="lookahead", block=3, branches=3, cohorts=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6
+        form="lookahead", block=3, branches=3, micro_batches=2, max_slots=60, pages=440, prefill_chunk=24, max_queue=6
     ),
 ]
 EVENTS = (

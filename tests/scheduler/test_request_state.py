@@ -150,7 +150,7 @@ def test_a_real_engine_makes_legal_transitions_only(monkeypatch):
 
     monkeypatch.setattr(SequenceGroup, "__setattr__", watched)
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
-    config = EngineConfig(block=3, branches=2, max_slots=60, pages=800, prefill_chunk=6, cohorts=2)
+    config = EngineConfig(block=3, branches=2, max_slots=60, pages=800, prefill_chunk=6, micro_batches=2)
     engine, rng = local_engine(pair(), config), random.Random(7)
     engine.forecast.learn_answer, engine.forecast.answer_share = lambda _share: None, 0.1
     waiting, there = (

@@ -16,8 +16,8 @@ from smc.api.sampling_params import SamplingParams
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
 
-LOOKAHEAD = {"block": 5, "branches": 2, "cohorts": 2, "drafting": "always"}
-LOCKSTEP = {"form": "lockstep", "block": 5, "cohorts": 2, "drafting": "always"}
+LOOKAHEAD = {"block": 5, "branches": 2, "micro_batches": 2, "drafting": "always"}
+LOCKSTEP = {"form": "lockstep", "block": 5, "micro_batches": 2, "drafting": "always"}
 NEGATIVE = "What is 2 + 2? Say nothing else."
 GUIDED = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE}
 TOPS = {"logprobs": True, "top_logprobs": 5}
@@ -43,7 +43,7 @@ ASKED = [
 
 def engines_own(pair: ModelPair, form: dict) -> list:
     """Return the answers of an engine in this process to all of `ASKED`."""
-    engine = local_engine(pair, EngineConfig(**form | {"cohorts": 1}))
+    engine = local_engine(pair, EngineConfig(**form | {"micro_batches": 1}))
     requests = [engine_request(pair, i, question, dict(params)) for i, (question, params) in enumerate(ASKED)]
     found = {output.answer.request_id: output.answer for output in engine.run(requests) if output.answer}
     return [found[str(i)] for i in range(len(ASKED))]

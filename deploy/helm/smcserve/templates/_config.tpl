@@ -32,7 +32,7 @@
   (list "target" (include "smcserve.modelPath" (dict "root" . "side" "target"))) (list "draft" (include "smcserve.modelPath" (dict "root" . "side" "draft"))) (list "target-tp" $v.target.tp) (list "draft-tp" $v.draft.tp)
   (list "device" $v.device) (list "dtype" $v.dtype) (list "target-dtype" $v.target.dtype)
   (list "draft-dtype" $v.draft.dtype) (list "form" $v.engine.form) (list "block" $v.engine.block)
-  (list "branches" $v.engine.branches) (list "cohorts" $v.engine.cohorts)
+  (list "branches" $v.engine.branches) (list "micro-batches" $v.engine.microBatches)
   (list "max-slots" $v.engine.maxSlots) (list "max-chains" $v.engine.maxChains) (list "max-context" $v.engine.maxContext) (list "pages" $v.engine.pages)
   (list "prefill-chunk" $v.engine.prefillChunk) (list "prefill-share" $v.engine.prefillShare) (list "no-prefix-cache" (not $v.engine.prefixCache))
   (list "threads" $v.engine.threads) (list "link" $v.link)
