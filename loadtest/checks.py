@@ -44,11 +44,11 @@ class RunCheck:
 
 
 def check_run(
-    summary: RunSummary, settings: LoadSettings, epoch: int, during: Sequence[ServerSample], after: ServerSample
+    summary: RunSummary, settings: LoadSettings, incarnation: int, during: Sequence[ServerSample], after: ServerSample
 ) -> list[RunCheck]:
-    """Check a run. `epoch`: epoch of the workers before the run. `during`: samples during the run. `after`: the sample
-    after it."""
-    checks = [_errors(summary), _workers(epoch, after)]
+    """Check a run. `incarnation`: that of the workers before the run. `during`: samples during the run. `after`: the
+    sample after it."""
+    checks = [_errors(summary), _workers(incarnation, after)]
     if settings.capacity is not None:
         checks += overload(summary, settings, during)
     elif settings.goodput is not None:
@@ -86,11 +86,12 @@ def overwhelmed(summary: RunSummary) -> bool:
 
 def _workers(before: int, after: ServerSample) -> RunCheck:
     name = "no worker was lost"
-    if after.epoch is None:
-        return RunCheck(name, None, "the service did not report its epoch")
-    if after.epoch == before:
-        return RunCheck(name, True, f"epoch {before} before and after")
-    return RunCheck(name, False, f"epoch {before} before, {after.epoch} after: the workers were lost and started again")
+    if after.incarnation is None:
+        return RunCheck(name, None, "the service did not report its incarnation")
+    if after.incarnation == before:
+        return RunCheck(name, True, f"incarnation {before} before and after")
+    change = f"incarnation {before} before, {after.incarnation} after"
+    return RunCheck(name, False, f"{change}: the workers were lost and started again")
 
 
 def overload(summary: RunSummary, settings: LoadSettings, during: Sequence[ServerSample]) -> list[RunCheck]:

@@ -121,8 +121,8 @@ class ServerSample:
     held: dict[str, ProcessUsage] = field(default_factory=dict)
     """Resources of each process, by name."""
     error: str = ""
-    epoch: int | None = None
-    """The epoch of the workers; it grows when they are lost and started again."""
+    incarnation: int | None = None
+    """The incarnation of the workers; it grows when they are lost and started again."""
 
     def total(self, name: str) -> float | None:
         """Sum of a metric over all its labels; None if the metric is missing."""
@@ -148,7 +148,7 @@ class ServerMonitor:
             return ServerSample(at, error=f"{error.code().name}: {error.details()}")
         except (OSError, ValueError) as error:
             return ServerSample(at, error=str(error))
-        return ServerSample(at, info.running, info.queued, metrics, held, epoch=info.epoch)
+        return ServerSample(at, info.running, info.queued, metrics, held, incarnation=info.incarnation)
 
     async def watch(self, clock: Callable[[], float], interval: float) -> None:
         """Take a sample every `interval` seconds, until cancelled."""

@@ -237,7 +237,7 @@ async def run_once(site: LoadedService, settings: LoadSettings, watch: ShowProgr
             looking.cancel()
         after = await rest(monitor, runner.clock, settings.settle)
     summary = summarise(outcome.records, settings.goodput)
-    checks = check_run(summary, settings, site.server.epoch, monitor.samples, after)
+    checks = check_run(summary, settings, site.server.incarnation, monitor.samples, after)
     return LoadRun(site, settings, started, outcome, monitor.samples, after, summary, checks)
 
 

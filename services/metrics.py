@@ -575,8 +575,8 @@ class Metrics(RequestMetrics, EngineMetrics):
         """Record that the gateway's event loop was blocked for `seconds`."""
         self._paused.inc(seconds)
 
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch.set(epoch)
+    def set_incarnation(self, incarnation: int) -> None:
+        self._incarnation.set(incarnation)
 
     def workers_restarted(self) -> None:
         """Record that all workers were started again after a loss."""

@@ -390,7 +390,7 @@ def groups() -> Dashboard:
                 "Ready now", "Instances whose draft or target group is ready.", "none", ready, {"green": 1}, "{{group}}"
             ),
             number(
-                "Latest epoch",
+                "Latest incarnation",
                 "Number of starts of the workers, including restarts of the draft alone.",
                 "none",
                 f"max({pick('smc_epoch')})",
@@ -457,8 +457,8 @@ def groups() -> Dashboard:
         "Life": [
             graph("Ready", "Instances whose draft or target group is ready.", "none", {"{{group}}": ready}),
             graph(
-                "Epoch",
-                "Epoch (number of starts) of each instance's workers.",
+                "Incarnation",
+                "Incarnation (number of starts) of each instance's workers.",
                 "none",
                 {"{{instance}}": pick("smc_epoch")},
             ),

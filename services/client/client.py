@@ -139,7 +139,7 @@ class ServerInfo:
     max_slots: int
     """Maximum number of particles of all running requests together."""
     link: str
-    epoch: int
+    incarnation: int
     """Grows by one with every start of all workers, or of the draft alone."""
     serving: bool
     running: int

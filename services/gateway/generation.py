@@ -74,7 +74,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             branches=engine.branches,
             max_slots=engine.max_slots,
             link=self._pair.link,
-            epoch=status.epoch,
+            incarnation=status.incarnation,
             serving=self._handler.calls.closed is None,
             running=status.running,
             queued=status.queued,

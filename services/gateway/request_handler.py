@@ -53,7 +53,7 @@ arrive a moment before the deadline passes here."""
 class ServiceStatus:
     """State of the workers, from their supervisor."""
 
-    epoch: int
+    incarnation: int
     """Grows by one with every start of all workers, or of the draft alone."""
     running: int
     """Requests that hold slots."""
@@ -67,11 +67,11 @@ class ServiceStatus:
     """KV pages of each model; empty until the workers have reported them."""
 
     @staticmethod
-    def of(epoch: int, stats: EngineStats) -> ServiceStatus:
+    def of(incarnation: int, stats: EngineStats) -> ServiceStatus:
         held = {role: max(0, stats.pages_used[role] - stats.pages_cached.get(role, 0)) for role in stats.pages_total}
         fullest = max(held, key=lambda role: held[role] / stats.pages_total[role], default=ModelRole.TARGET)
         room = stats.pages_total.get(fullest, 0)
-        return ServiceStatus(epoch, stats.running, stats.queued, held.get(fullest, 0), room, stats.pages_total)
+        return ServiceStatus(incarnation, stats.running, stats.queued, held.get(fullest, 0), room, stats.pages_total)
 
 
 Key = tuple[str, str]

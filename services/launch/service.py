@@ -58,7 +58,7 @@ class Service:
         await self.supervisor.stop()
 
     def _health(self, draft: bool, target: bool) -> None:
-        self.metrics.set_epoch(self.supervisor.incarnation)
+        self.metrics.set_incarnation(self.supervisor.incarnation)
         had_draft, had_target = self._ready
         if self.supervisor.incarnation > 1:
             if target and not had_target:

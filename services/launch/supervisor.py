@@ -289,7 +289,7 @@ class Supervisor:
         self._client, self._heard = client, time.monotonic()
         self._draft_incarnation, self._in_flight = self.incarnation, None
         self._changed.set()
-        logger.info("serving: epoch %d", self.incarnation)
+        logger.info("serving: incarnation %d", self.incarnation)
         self._on_health(True, True)
 
     async def _follow_start(self, group: WorkerGroup) -> None:
@@ -370,7 +370,7 @@ class Supervisor:
                 logger.error("%s", error)
             else:
                 self._draft_incarnation = incarnation
-                logger.info("the draft is back: epoch %d", incarnation)
+                logger.info("the draft is back: incarnation %d", incarnation)
                 self._on_health(True, True)
                 return
         logger.error(
@@ -381,7 +381,7 @@ class Supervisor:
     async def _end_group(self, error: Exception) -> None:
         if not isinstance(error, WorkerGroupError):
             logger.exception("unexpected error", exc_info=error)
-        logger.error("%s; the worker group of epoch %d ends", error, self.incarnation)
+        logger.error("%s; the worker group of incarnation %d ends", error, self.incarnation)
         client = self._client
         if self._draft_start is not None:
             self._draft_start.cancel()

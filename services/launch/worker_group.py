@@ -280,7 +280,7 @@ class WorkerGroup:
             self.actors["coordinator"] = coordinator = cluster.start_coordinator(beside)
             spec = pickle.dumps(coordinator_spec(config, self._pair, self._rendezvous))
             started: ray.ObjectRef = coordinator.start.remote(spec)
-        logger.info("epoch %d: waiting until %s are ready", self.incarnation, ", ".join(self.actors))
+        logger.info("incarnation %d: waiting until %s are ready", self.incarnation, ", ".join(self.actors))
         if not self._wait_for([started, *self._runs], self._runs, config.start_timeout):
             raise WorkerGroupError(f"the worker group was not ready after {config.start_timeout:g} s")
         self.address = ray.get(started)

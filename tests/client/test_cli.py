@@ -90,7 +90,7 @@ def test_info(client):
         r"target +demo-target \(llama, [\d,]+ parameters, TP 1\)",
         r"max context +512",
         r"form +lookahead",
-        r"epoch +3",
+        r"incarnation +3",
     ):
         assert re.search(part, ran.out), part
     found = json.loads(client("info", "--json").out)

@@ -182,7 +182,7 @@ def fuzz(address: str, numbers: range, seed: int) -> Counter[str]:
 class Look:
     """State of a service without requests."""
 
-    epoch: int
+    incarnation: int
     pids: dict[str, set[int]]
     held: dict[str, ProcessUsage]
     busy: dict[str, float]
@@ -205,15 +205,16 @@ class Look:
         for group in ("draft", "target"):
             used, cached = (metrics[f'smc_kv_pages_{what}{{group="{group}"}}'] for what in ("used", "cached"))
             busy[f"pages of the {group} that requests hold"] = max(0.0, used - cached)
-        return cls(info.epoch, tree.pids(), tree.held(), busy)
+        return cls(info.incarnation, tree.pids(), tree.held(), busy)
 
 
 def faults(found: Counter[str], before: Look, after: Look, alone: float, beside: float, answers: int) -> list[str]:
     """Compare the states before and after the requests and return a sentence for each fault."""
     wrong = [f"{count} ended with {code}" for code, count in found.items() if code not in CODES]
-    if (before.epoch, before.pids) != (after.epoch, after.pids):
+    if (before.incarnation, before.pids) != (after.incarnation, after.pids):
         wrong.append(
-            f"processes were started again: epoch {before.epoch} and {after.epoch}, {before.pids} and {after.pids}"
+            f"processes were started again: incarnation {before.incarnation} and {after.incarnation}, "
+            f"{before.pids} and {after.pids}"
         )
     wrong += [f"{name} is {value:g}" for name, value in after.busy.items() if value]
     for name, now in after.held.items():

@@ -218,7 +218,7 @@ def test_what_is_served(service, pair):
     )
     assert server.default_max_tokens == 8192
     assert (server.max_queue, server.max_calls, server.max_message_bytes) == (0, 1024, (64 << 10) + 16 * 512)
-    assert server.serving and server.epoch == 3 and server.uptime_seconds > 0 and server.version
+    assert server.serving and server.incarnation == 3 and server.uptime_seconds > 0 and server.version
 
 
 def test_an_id_is_free_again_at_once(service):

@@ -130,7 +130,7 @@ def report_everything(metrics: Metrics) -> None:
     metrics.observe_step(stats)
     metrics.observe_round(RoundTimes(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001))
     metrics.set_health(draft=True, target=False, serving=False)
-    metrics.set_epoch(2)
+    metrics.set_incarnation(2)
     metrics.workers_restarted()
     metrics.draft_restarted()
 

@@ -22,7 +22,7 @@ QUIET = ServerSample(
     0,
     0,
     {'smc_kv_pages_used{group="draft"}': 32.0, 'smc_kv_pages_leaked{group="draft"}': 0.0},
-    epoch=SERVER.epoch,
+    incarnation=SERVER.incarnation,
 )
 
 
@@ -63,5 +63,5 @@ def made_run(
         list(samples),
         after,
         summary,
-        check_run(summary, given, SERVER.epoch, samples, after),
+        check_run(summary, given, SERVER.incarnation, samples, after),
     )

@@ -52,7 +52,7 @@ def test_a_service_that_answers_nobody():
         (ServerSample(1.0, 1, 0), {"after the run"}),
         (ServerSample(1.0, 0, 2), {"after the run"}),
         (ServerSample(1.0, error="UNAVAILABLE: gone"), {"after the run"}),
-        (ServerSample(1.0, 0, 0, epoch=2), {"no worker was lost"}),
+        (ServerSample(1.0, 0, 0, incarnation=2), {"no worker was lost"}),
         (ServerSample(1.0, 0, 0, {'smc_kv_pages_leaked{group="target"}': 3.0}), {"KV pages leaked"}),
     ],
 )
@@ -99,9 +99,9 @@ def test_one_straggler_changes_neither_goodput_nor_what_was_offered():
 
 def test_workers_that_were_lost_under_overload():
     lost = [record(at + 0.7, code="UNAVAILABLE") for at in range(3)]
-    run = made_run(GOOD + REFUSED + lost, FLAT, ServerSample(100.0, 0, 0, epoch=3), **OVERLOAD)
+    run = made_run(GOOD + REFUSED + lost, FLAT, ServerSample(100.0, 0, 0, incarnation=3), **OVERLOAD)
     texts = {check.name: check.text for check in run.checks}
-    assert not run.good and "no worker was lost: epoch 1 before, 3 after" in headline(run)
+    assert not run.good and "no worker was lost: incarnation 1 before, 3 after" in headline(run)
     assert texts["answered or refused"] == "30 answered; refused: 30 RESOURCE_EXHAUSTED, 3 UNAVAILABLE"
 
 

@@ -126,7 +126,7 @@ def test_a_process_dies_under_load(group, alone, lives, name, how):
         # The draft may be the first to report that its target is gone.
         group.until(lambda: client.health() == "NOT_SERVING", 15, "the loss was not noticed")
         group.until(lambda: group.supervisor.serving, 60, "the service did not come back")
-        assert group.supervisor.incarnation == incarnation + 1 == client.server_info().epoch
+        assert group.supervisor.incarnation == incarnation + 1 == client.server_info().incarnation
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
         assert client.generate(QUESTION, seed=1, particles=4, max_tokens=8).text
         assert [call.result(60).tokens for call in survivors] == [alone] * 2
@@ -163,7 +163,7 @@ def test_the_draft_is_lost_under_load(group, alone):
         assert client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT).tokens == alone[:20]
         assert [call.result(60).tokens for call in survivors] == [alone] * 3
         group.until(lambda: group.supervisor.has_draft, 60, "the draft did not come back")
-        assert group.supervisor.incarnation == incarnation + 1 == client.server_info().epoch
+        assert group.supervisor.incarnation == incarnation + 1 == client.server_info().incarnation
         assert {name: pid for name, pid in group.pids().items() if before[name] == pid}.keys() == before.keys() - {
             "draft0"
         }
