@@ -1,1 +1,2 @@
-"""Measurements of the product: quality, speed, costs, time to the first token, kernels. The product runs without it."""
+"""Measurements of the product: quality, speed, latency, time to the first token, kernels. The product runs without
+it."""

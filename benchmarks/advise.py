@@ -96,27 +96,27 @@ class Arrangement:
     gpus: int
     """GPUs of one service."""
     copies: int
-    costs: LatencyModel
+    latency: LatencyModel
     """Latency model of one service's devices."""
 
     def speed(
         self, requests: int, setting: TreeShape | None, acceptance: AcceptanceCurve, context: int
     ) -> PredictedSpeed:
         """Predict the speed. `setting`: None for plain decoding; `context`: tokens of each request."""
-        costs, here = self.costs, math.ceil(requests / self.copies)
+        latency, here = self.latency, math.ceil(requests / self.copies)
         read = here * context
         if setting is None:
             tokens = 1.0
-            seconds = costs.alone.at(here, read) + costs.round_overhead / PLAIN_BLOCK
+            seconds = latency.alone.at(here, read) + latency.round_overhead / PLAIN_BLOCK
         else:
             n, f, k = setting.particles, setting.branches, setting.block
-            drafting, overhead = k * costs.draft.at(here * n * f, read), costs.round_overhead
+            drafting, overhead = k * latency.draft.at(here * n * f, read), latency.round_overhead
             if self.form == LOCKSTEP:
                 tokens = acceptance.lockstep_tokens(n, k)
-                seconds = drafting + costs.target.at(here * n * (k + 1), read) + overhead
+                seconds = drafting + latency.target.at(here * n * (k + 1), read) + overhead
             else:
                 tokens = acceptance.lookahead_tokens(n, f, k)
-                seconds = max(drafting, costs.target.at(here * n * k, read)) + overhead
+                seconds = max(drafting, latency.target.at(here * n * k, read)) + overhead
         return PredictedSpeed(self, requests, setting, tokens, seconds)
 
     def settings(self, among: TreeShapes) -> Iterator[TreeShape | None]:
@@ -162,7 +162,7 @@ def arrangements(gpus: int, curves: Mapping[int, LatencyModel]) -> list[Arrangem
     """Return all arrangements that fit on `gpus` GPUs, each with as many services as fit. `curves`: latency models by
     the number of the target's GPUs."""
     found = []
-    for degree, costs in curves.items():
+    for degree, latency in curves.items():
         split = f"TP {degree}" if degree > 1 else ""
         forms = (
             (PLAIN, degree, f"plain {split}"),
@@ -172,7 +172,7 @@ def arrangements(gpus: int, curves: Mapping[int, LatencyModel]) -> list[Arrangem
         for form, size, name in forms:
             if copies := gpus // size:
                 times = f"{copies} x " if copies > 1 else ""
-                found.append(Arrangement(f"{times}{name}".strip(), form, size, copies, costs))
+                found.append(Arrangement(f"{times}{name}".strip(), form, size, copies, latency))
     return found
 
 
@@ -213,9 +213,9 @@ def _work(speed: PredictedSpeed) -> int:
     return 0 if setting is None else setting.particles * setting.branches * setting.block
 
 
-def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effort, rows: int) -> LatencyModel:
-    """Measure the costs with `degrees` GPUs for draft and target (0: the draft is on the target's), for draft steps of
-    up to `rows` rows. One model works at a time, so that models on one GPU do not slow each other down."""
+def measure_split(backend: PromptBackend, degrees: tuple[int, int], effort: Effort, rows: int) -> LatencyModel:
+    """Measure the latency model with `degrees` GPUs for draft and target (0: the draft is on the target's), for draft
+    steps of up to `rows` rows. One model works at a time, so that models on one GPU do not slow each other down."""
     mode = _mode(EngineConfig(form="lockstep", block=PROBED_BLOCK), degrees, WIDE_ROWS)
     longest = min(backend.shape(mode, role).max_context for role in ModelRole)
     context = min(room_for(effort.context, PROBED_BLOCK), longest)
@@ -223,9 +223,9 @@ def measure_costs(backend: PromptBackend, degrees: tuple[int, int], effort: Effo
     pages = pool_for(max(4, min(rows, effort.crowd)) * context)
     config = replace(mode.config, max_slots=rows, max_context=context, pages=pages)
     with backend.engine(mode, config) as engine:
-        costs = measure_latency(engine, effort)
-    assert costs is not None, "the context has room for a prompt"
-    return costs
+        latency = measure_latency(engine, effort)
+    assert latency is not None, "the context has room for a prompt"
+    return latency
 
 
 def measure_acceptance(

@@ -26,11 +26,11 @@ from benchmarks.reports.speed import (
     SPEED_LEGEND,
     WIDE,
     SpeedPlan,
-    costs_of_rounds,
-    costs_of_speeds,
     count_gpus,
     curve_tables,
     first_token_table,
+    latency_of_rounds,
+    latency_of_speeds,
     measure_prompts,
     measure_speed,
     process_round_table,
@@ -230,9 +230,9 @@ class BenchOptions:
         str | None,
         options.option(
             options.ENGINE,
-            "Tree size in exact decoding, cuda only. costs: the size that pays by the measured costs; "
+            "Tree size in exact decoding, cuda only. adaptive: the size that pays by the latency model; "
             "always: the whole tree of N rows. Default: always.",
-            metavar="costs|always",
+            metavar="adaptive|always",
         ),
     ] = None
     no_prefix_cache: options.NoPrefixCache = False
@@ -483,7 +483,7 @@ def _bench_rounds(arguments: BenchOptions) -> None:
         tokens = [each.tokens(pair.tokenizer, raw=False) for each in prompts or ()]
         rows = time_rounds(pair, configs, arguments.loads, sampling, rounds, tokens)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles, rounds=rounds), sep="\n")
-    out.print(*curve_tables(costs_of_rounds(rows)), CURVES_LEGEND, sep="\n")
+    out.print(*curve_tables(latency_of_rounds(rows)), CURVES_LEGEND, sep="\n")
     _write(arguments.json, rows)
 
 
@@ -573,7 +573,7 @@ def _measure_speed(plan: SpeedPlan, backend: BenchBackend, gpus: int, arguments:
     # The file is written after every line, since a run can take an hour.
     rows = measure_speed(plan, backend, gpus, arguments.trace, lambda found: _write(arguments.json, found))
     out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
-    if tables := curve_tables(costs_of_speeds(rows, plan.drafting)):
+    if tables := curve_tables(latency_of_speeds(rows, plan.drafting)):
         out.print(*tables, CURVES_LEGEND, sep="\n")
 
 

@@ -29,7 +29,7 @@ BANDWIDTH = 4.26e12
 WARM_UP = 4
 """Rounds before the timed ones: the first two compile and record."""
 SETTLED = 60
-"""Rounds before the timed ones if costs choose the trees, which change for a while."""
+"""Rounds before the timed ones if a latency model chooses the trees, which change for a while."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,16 @@ class ModeTimer:
         backend: BenchBackend,
         on_round: Callable[[TracedRound], None] | None = None,
         distribution: Mapping[str, Any] | None = None,
-        costs: Callable[[Mode], LatencyModel | None] = lambda mode: None,
+        latency: Callable[[Mode], LatencyModel | None] = lambda mode: None,
     ) -> None:
-        """`on_round` is called with every timed round. `distribution`: settings of `SamplingParams`, by name. `costs`:
-        the latency model that chooses the trees of a mode; None: trees are as large as the mode says."""
-        self._backend, self._on_round, self._distribution, self._costs = backend, on_round, distribution or {}, costs
+        """`on_round` is called with every timed round. `distribution`: settings of `SamplingParams`, by name.
+        `latency`: the latency model that chooses the trees of a mode; None: trees are as large as the mode says."""
+        self._backend, self._on_round, self._distribution, self._latency = (
+            backend,
+            on_round,
+            distribution or {},
+            latency,
+        )
 
     def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
         """Time `rounds` rounds of a load."""
@@ -150,12 +155,12 @@ class ModeTimer:
             "verification": mode.verification,
         }
         params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **self._distribution)
-        costs = self._costs(mode) if mode.method is Method.EXACT else None
-        untimed = WARM_UP if costs is None else SETTLED
+        latency = self._latency(mode) if mode.method is Method.EXACT else None
+        untimed = WARM_UP if latency is None else SETTLED
         requests = load.make_requests(params, _stride(mode) * (rounds + untimed + 4) + 1)
         with self._backend.engine(mode, sized_config(mode.config, requests, load.requests)) as engine:
-            if costs is not None:
-                engine.latency = costs
+            if latency is not None:
+                engine.latency = latency
                 _warm_up(engine)
             loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(requests), load.requests)
             while engine.num_running < load.requests:
@@ -254,7 +259,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Warm up as a service does, since costs choose trees of all sizes."""
+    """Warm up as a service does, since a latency model chooses trees of all sizes."""
     warm_up(
         engine,
         warm_up_plans(

@@ -576,7 +576,7 @@ class Metrics(RequestMetrics, EngineMetrics):
         self._paused.inc(seconds)
 
     def set_incarnation(self, incarnation: int) -> None:
-        self._incarnation.set(incarnation)
+        self._epoch.set(incarnation)
 
     def workers_restarted(self) -> None:
         """Record that all workers were started again after a loss."""

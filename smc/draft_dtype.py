@@ -67,8 +67,8 @@ def draft_dtype(source: ModelSource, device: torch.device | str, dtype: str, sha
 def choose(own: str, seconds: Mapping[str, float]) -> str:
     """Return the type with the cheapest step; a step in a type other than the checkpoint's own is taken to cost more by
     `LOSS`."""
-    costs = {name: each / (1 - (0.0 if name == own else LOSS[name])) for name, each in seconds.items()}
-    return min(costs, key=costs.__getitem__, default=own)
+    latency = {name: each / (1 - (0.0 if name == own else LOSS[name])) for name, each in seconds.items()}
+    return min(latency, key=latency.__getitem__, default=own)
 
 
 def step_seconds(

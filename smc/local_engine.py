@@ -13,7 +13,7 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
-from smc.calibration.latency import ONCE, THOROUGH, cached_latency, cost_key, measure_latency
+from smc.calibration.latency import ONCE, THOROUGH, cached_latency, latency_key, measure_latency
 from smc.constraints import Compiler
 from smc.executor.model_runner import LocalRoundExecutor
 from smc.executor.ops import RoundOps
@@ -129,11 +129,11 @@ def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineC
     models = {role: getattr(pair, role) for role in ModelRole}
     columns = None if pair.draft_head is None else len(pair.draft_head.vocab.ids_M)
     effort = ONCE if pair.target.embed.weight.device.type == "cpu" else THOROUGH
-    key = cost_key(models, directories, columns, config)
+    key = latency_key(models, directories, columns, config)
     try:
         return cached_latency(key, lambda: measure_latency(local_engine(pair, config), effort))
     except torch.OutOfMemoryError as error:
-        warn_once(logger, "costs are not measured, so drafting is not adapted to them: %s", error)
+        warn_once(logger, "the models are not timed, so drafting is not adapted to them: %s", error)
         return None
 
 

@@ -40,7 +40,7 @@ REPORT_SECONDS = 10.0
 SHARES = {"target": 0.4, "exact": 0.7, "smc": 0.9}
 """Part of the probe -> share of its seconds after which the part is cut."""
 COSTS_SECONDS = 60.0
-"""Seconds that must be left for the costs to be measured, which cannot be cut."""
+"""Seconds that must be left for the models to be timed, which cannot be cut."""
 CONFIG = EngineConfig(form="lockstep", block=5, drafting="always")
 """In lockstep every round drafts from the target's own token: acceptance depends on the models, not on guesses
 ahead."""
@@ -70,8 +70,8 @@ class Probe:
     log_evidence: float | None
     """log Z-hat of SMC per token."""
     exact_speed: float | None
-    """Expected speed of exact decoding by measured costs, for one request in lockstep on this machine, as a multiple of
-    the target's alone; None: costs are unknown."""
+    """Expected speed of exact decoding by the latency model, for one request in lockstep on this machine, as a multiple
+    of the target's alone; None: there is no latency model."""
     smc_speed: float | None
     """Expected speed of SMC, likewise."""
 
@@ -136,13 +136,13 @@ class ProbeClock:
 def probe_pair(
     pair: ModelPair,
     prompts: Sequence[Sequence[int]],
-    costs: Callable[[], LatencyModel | None],
+    latency: Callable[[], LatencyModel | None],
     particles: int = 8,
     temperature: float = 1.0,
     clock: ProbeClock | None = None,
 ) -> Probe:
-    """Run prompts, given as token ids, through both models and measure. `costs` is called at the end, if there is time.
-    Raises ValueError if the draft or the prompts do not fit."""
+    """Run prompts, given as token ids, through both models and measure. `latency` is called at the end, if there is
+    time. Raises ValueError if the draft or the prompts do not fit."""
     clock = clock or ProbeClock()
     params = SamplingParams(method=Method.TARGET, temperature=temperature, max_tokens=TOKENS)
     compared, spec, smc = _measure(pair, prompts, params, particles, clock)
@@ -150,8 +150,8 @@ def probe_pair(
     kl, overlap, same = torch.stack(compared).mean(0).tolist()
     speeds: tuple[float | None, ...] = (None, None)
     if tokens is not None and (clock.left is None or clock.left >= COSTS_SECONDS):
-        clock.say("measuring the costs of passes, unless they are known")
-        if (known := costs()) is not None:
+        clock.say("timing both models, unless their latency is known")
+        if (known := latency()) is not None:
             speeds = tuple(expected_speed(known, each, particles) for each in (tokens, CONFIG.block + 1.0))
     return Probe(
         temperature=temperature,
@@ -254,8 +254,8 @@ def _logits(model: Decoder, tokens: Sequence[int], first: int, vocab: int) -> Te
     return model.logits(hidden_SE[first - 1 : -1])[:, :vocab].cpu()
 
 
-def expected_speed(costs: LatencyModel, tokens: float, particles: int) -> float:
+def expected_speed(latency: LatencyModel, tokens: float, particles: int) -> float:
     """Expected speed of one request in lockstep whose rounds bring `tokens` tokens, as a multiple of plain
     decoding's."""
-    drafted = ThroughputForecast(CONFIG, costs).seconds_of_round(particles, 0, 0.0, DraftSize(CONFIG.branches, None))
-    return tokens * costs.alone.at(1, 0) / drafted
+    drafted = ThroughputForecast(CONFIG, latency).seconds_of_round(particles, 0, 0.0, DraftSize(CONFIG.branches, None))
+    return tokens * latency.alone.at(1, 0) / drafted

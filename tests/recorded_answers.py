@@ -307,10 +307,10 @@ def expect_short_answers(engine: Engine) -> None:
     engine.forecast.answer_share = 0.1
 
 
-def with_costs(draft: float, row: float, target: float, alone: float) -> Callable[[Engine], None]:
+def with_latency(draft: float, row: float, target: float, alone: float) -> Callable[[Engine], None]:
     """A fixed latency model, in seconds: a draft step, what another row adds to it, and a target pass in rounds and
     alone."""
-    costs = LatencyModel(
+    latency = LatencyModel(
         draft=ModelLatency(LatencyCurve(((1, draft), (64, draft + 63 * row))), 1e-8),
         target=ModelLatency(LatencyCurve(((1, target), (256, 1.5 * target))), 2e-8),
         alone=ModelLatency(LatencyCurve(((1, alone), (32, 1.2 * alone))), 2e-8),
@@ -318,7 +318,7 @@ def with_costs(draft: float, row: float, target: float, alone: float) -> Callabl
     )
 
     def prepare(engine: Engine) -> None:
-        engine.latency = costs
+        engine.latency = latency
 
     return prepare
 
@@ -580,12 +580,12 @@ def lost_draft_scenarios() -> Iterator[Scenario]:
 
 def cost_scenarios() -> Iterator[Scenario]:
     """A fixed latency model decides the tree sizes of exact decoding, and whether the draft is used."""
-    costs = {
-        "a cheap draft": with_costs(1e-4, 1e-6, 1e-2, 1e-2),
-        "dear rows": with_costs(5e-4, 5e-4, 4e-3, 4e-3),
-        "a dear draft": with_costs(1e-2, 1e-3, 1e-2, 4e-3),
+    latency = {
+        "a cheap draft": with_latency(1e-4, 1e-6, 1e-2, 1e-2),
+        "dear rows": with_latency(5e-4, 5e-4, 4e-3, 4e-3),
+        "a dear draft": with_latency(1e-2, 1e-3, 1e-2, 4e-3),
     }
-    for (form, config), (name, prepare) in itertools.product(FORMS.items(), costs.items()):
+    for (form, config), (name, prepare) in itertools.product(FORMS.items(), latency.items()):
         law = {"method": "exact", "ignore_eos": True, "max_tokens": 48}
         asked = [
             some_request("8 rows", letter_prompt(1, 12), seed=1, particles=8, **law),
@@ -594,7 +594,9 @@ def cost_scenarios() -> Iterator[Scenario]:
             some_request("beside", letter_prompt(4, 12), seed=4, particles=4, max_tokens=24, ignore_eos=True),
         ]
         arrivals = {"late": 7, "beside": 12}
-        yield Scenario(f"costs/{form} {name}", letters, replace(config, max_slots=24), asked, arrivals, prepare=prepare)
+        yield Scenario(
+            f"latency/{form} {name}", letters, replace(config, max_slots=24), asked, arrivals, prepare=prepare
+        )
 
 
 def budget_scenarios() -> Iterator[Scenario]:

@@ -1,5 +1,5 @@
-"""`smcserve bench --advise`: predicts from measured costs which split of GPUs, and which N, F and K, decode a number of
-requests fastest."""
+"""`smcserve bench --advise`: predicts from a latency model which split of GPUs, and which N, F and K, decode a number
+of requests fastest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.reports.speed import MOST_ROWS, costs_table
+from benchmarks.reports.speed import MOST_ROWS, latency_table
 from smc.terminal import err, out
 
 if TYPE_CHECKING:
@@ -82,26 +82,26 @@ class AdvisePlan:
 
     @property
     def rows(self) -> int:
-        """Maximum number of rows of a timed draft step; costs of more rows are predicted in proportion."""
+        """Maximum number of rows of a timed draft step; times of more rows are predicted in proportion."""
         among = self.settings
         return min(MOST_ROWS, max(self.loads) * max(among.particles) * max(among.branches))
 
     def split(self, degree: int) -> tuple[int, int]:
-        """Return the GPUs of draft and target while costs are timed. The draft gets its own GPU if the target is split
-        and one more GPU is free."""
+        """Return the GPUs of draft and target while the models are timed. The draft gets its own GPU if the target is
+        split and one more GPU is free."""
         return (1, degree) if 1 < degree < self.gpus else (0, degree)
 
 
 def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
     """Measure, then print the advice. `compiles`: the backend compiles and records rounds of a kind before they can be
     timed."""
-    from benchmarks.advise import AcceptanceCurve, advise, arrangements, measure_acceptance, measure_costs
+    from benchmarks.advise import AcceptanceCurve, advise, arrangements, measure_acceptance, measure_split
     from smc.calibration.latency import STEADY, THOROUGH
 
     curves = {}
     for degree in plan.degrees:
         err.print(f"timing rounds, the target on {degree}", style="dim")
-        curves[degree] = measure_costs(backend, plan.split(degree), THOROUGH if compiles else STEADY, plan.rows)
+        curves[degree] = measure_split(backend, plan.split(degree), THOROUGH if compiles else STEADY, plan.rows)
     if plan.acceptance is not None:
         acceptance = AcceptanceCurve(plan.acceptance)
     else:
@@ -129,8 +129,8 @@ def report(
     )
     distribution = "".join(f", {name} {value:g}" for name, value in plan.distribution.items())
     found = speeds(plan.loads)
-    for degree, costs in curves.items():
-        out.print(costs_table(costs, degree))
+    for degree, latency in curves.items():
+        out.print(latency_table(latency, degree))
     out.print(
         advice_table(found),
         LEGEND.format(distribution=distribution, how=f"a pair {how}", context=plan.context),
@@ -205,8 +205,8 @@ def _record(
         }
         for speed in speeds
     ]
-    costs = {str(degree): json_module.loads(each.to_json()) for degree, each in curves.items()}
-    return {"costs": costs, "acceptance": asdict(acceptance), "speeds": rows}
+    latency = {str(degree): json_module.loads(each.to_json()) for degree, each in curves.items()}
+    return {"latency": latency, "acceptance": asdict(acceptance), "speeds": rows}
 
 
 def draw_advice(speeds: Sequence[PredictedSpeed], path: Path, title: str) -> None:

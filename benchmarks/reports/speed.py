@@ -1,5 +1,5 @@
 """Runs `smcserve bench`: orders the measurements, and makes the tables of speeds, of first tokens, of the time of a
-round, and of costs."""
+round, and of latency models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ APART = ("plain", "lockstep-apart", "lookahead")
 """Default modes if each model is in its own process."""
 SPEED_LEGEND = (
     "medians of {rounds} rounds, milliseconds. rows: rows of a request; alone: share of its rounds with nothing "
-    "drafted (--drafting costs); tok/round: tokens that a round adds to an answer (exact: tokens confirmed); tok/s: "
+    "drafted (--drafting adaptive); tok/round: tokens that a round adds to an answer (exact: tokens confirmed); tok/s: "
     "answer tokens a second of one request, total: of all. step: one step of the draft; draft: its K steps; target: "
     "its pass (plain: its K steps); choose: weighting and resampling; link: time in which no model works; host: "
     "planning and queueing a round, hidden unless longer than the models' time; idle: share of the round in which the "
@@ -73,7 +73,7 @@ PROCESS_LEGEND = (
     "between them; coordinator: planning and recording; stalls: a model without work."
 )
 CURVES_LEGEND = (
-    "costs by these rounds, at their contexts: milliseconds of a draft step by rows, of a target pass by positions, "
+    "times by these rounds, at their contexts: milliseconds of a draft step by rows, of a target pass by positions, "
     "and of a target pass in plain decoding by sequences."
 )
 COST_COLUMNS = {
@@ -106,7 +106,7 @@ class SpeedPlan:
     """Ways of decoding in modes that use both models, one after another: method, population and verification, by their
     names in `SamplingParams`."""
     drafting: str = "always"
-    """`drafting` of `EngineConfig`; with `costs`, costs are timed first."""
+    """`drafting` of `EngineConfig`; with `adaptive`, the models are timed first."""
     prompts: Sequence[Sequence[int]] = ()
     """Token ids of prompts that replace problems."""
 
@@ -190,7 +190,7 @@ def measure_speed(
 ) -> list[Speed]:
     """Measure all lines; return their speeds in the order of `plan.rows`. `trace`: file for a Chrome trace of all timed
     rounds. `keep_rows` is called after each measurement with all speeds so far."""
-    from benchmarks.advise import measure_costs
+    from benchmarks.advise import measure_split
     from benchmarks.load import file_load, problem_load, random_load
     from benchmarks.speed import ModeTimer
     from smc.calibration.latency import THOROUGH
@@ -205,12 +205,12 @@ def measure_speed(
         timeline.end_step(turn.begin, turn.end)
 
     @cache
-    def costs(degrees: tuple[int, int]) -> LatencyModel:
-        found = measure_costs(backend, degrees, THOROUGH, min(MOST_ROWS, max(plan.concurrency) * max(plan.particles)))
-        err.print(f"costs: {found}", style="dim")
+    def latency(degrees: tuple[int, int]) -> LatencyModel:
+        found = measure_split(backend, degrees, THOROUGH, min(MOST_ROWS, max(plan.concurrency) * max(plan.particles)))
+        err.print(f"latency model: {found}", style="dim")
         return found
 
-    decide = (lambda mode: costs(mode.degrees)) if plan.drafting == "costs" else (lambda mode: None)
+    decide = (lambda mode: latency(mode.degrees)) if plan.drafting == "adaptive" else (lambda mode: None)
     bench = ModeTimer(backend, keep if trace else None, plan.distribution, decide)
     todo = in_turn(list(plan.rows(gpus)))
     measured: dict[int, Speed] = {}
@@ -361,7 +361,7 @@ def _round_columns(*headers: str) -> Table:
 
 
 @dataclass(frozen=True)
-class MeasuredCosts:
+class MeasuredLatency:
     """The costs in a measured line of a table, in milliseconds."""
 
     on: str
@@ -378,7 +378,7 @@ class MeasuredCosts:
     """Time of a pass; in plain decoding, of K passes."""
 
     def samples(self) -> Iterable[tuple[str, Point]]:
-        """Yield points by parts of the costs: size, and milliseconds of one step or pass."""
+        """Yield points by parts of the latency model: size, and milliseconds of one step or pass."""
         rows = self.requests * self.particles
         if self.form == "plain":
             yield "alone", (self.requests, self.target / self.block)
@@ -387,11 +387,11 @@ class MeasuredCosts:
         yield "target", (rows * (self.block + (self.form == "lockstep")), self.target)
 
 
-def costs_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredCosts]:
+def latency_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredLatency]:
     """Return the costs in measured speeds. `drafting`: that of `EngineConfig`; with `costs`, lines of exact decoding
     are left out, since the numbers of rows varied."""
     return [
-        MeasuredCosts(
+        MeasuredLatency(
             on=f"{row.target_gpus} GPUs" if row.target_gpus > 1 else "a GPU",
             form="plain" if row.decoding == "target" else "lookahead" if row.mode == "lookahead" else "lockstep",
             **{name: getattr(row, name) for name in ("requests", "particles", "branches", "block", "draft", "target")},
@@ -401,13 +401,15 @@ def costs_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredCosts]
     ]
 
 
-def costs_of_rounds(rows: Sequence[RoundTime | ProcessRoundTime]) -> list[MeasuredCosts]:
+def latency_of_rounds(rows: Sequence[RoundTime | ProcessRoundTime]) -> list[MeasuredLatency]:
     """Return the costs in times measured on a CPU."""
     names = ("requests", "particles", "branches", "block", "form", "draft", "target")
-    return [MeasuredCosts(on=getattr(row, "link", ""), **{name: getattr(row, name) for name in names}) for row in rows]
+    return [
+        MeasuredLatency(on=getattr(row, "link", ""), **{name: getattr(row, name) for name in names}) for row in rows
+    ]
 
 
-def curve_tables(measured: Sequence[MeasuredCosts]) -> list[Table]:
+def curve_tables(measured: Sequence[MeasuredLatency]) -> list[Table]:
     """Return one table for every value of `MeasuredCosts.on`."""
     return [
         _measured_table([each for each in measured if each.on == on], on)
@@ -415,22 +417,22 @@ def curve_tables(measured: Sequence[MeasuredCosts]) -> list[Table]:
     ]
 
 
-def costs_table(costs: LatencyModel, degree: int) -> Table:
-    """Return the table of costs with this number of GPUs of the target."""
-    reads = ", ".join(f"{1e9 * part.read:.0f} ({name})" for name, part in costs.parts.items())
+def latency_table(latency: LatencyModel, degree: int) -> Table:
+    """Return the table of a latency model with this number of GPUs of the target."""
+    reads = ", ".join(f"{1e9 * part.read:.0f} ({name})" for name, part in latency.parts.items())
     caption = (
         f"without contexts; {reads} ns more for every token of context, "
-        f"{1e3 * costs.round_overhead:.2f} ms a round besides"
+        f"{1e3 * latency.round_overhead:.2f} ms a round besides"
     )
     points = {
-        name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in costs.parts.items()
+        name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in latency.parts.items()
     }
     return _curve_table(points, f"target on {degree}", caption)
 
 
 def _curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str | None = None) -> Table:
-    """Return a table of cost curves. `points`: sizes and milliseconds, by parts of the costs; parts without points are
-    left out."""
+    """Return a table of latency curves. `points`: sizes and milliseconds, by parts of the latency model; parts without
+    points are left out."""
     table = Table(
         box=SIMPLE_HEAD,
         header_style="bold",
@@ -449,7 +451,7 @@ def _curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str
     return table
 
 
-def _measured_table(measured: Sequence[MeasuredCosts], on: str) -> Table:
+def _measured_table(measured: Sequence[MeasuredLatency], on: str) -> Table:
     from smc.scheduler.speculation import LatencyCurve
 
     samples: dict[str, list[Point]] = {}

@@ -348,7 +348,7 @@ def particles() -> Dashboard:
                 quantiles("smc_spec_decode_draft_exponent", 0.1, 0.5, 0.9),
             ),
         ],
-        "What costs decide": [
+        "What the latency model decides": [
             graph(
                 "Rows",
                 "Mean rows of a request's draft tree, as chosen by the latency model.",

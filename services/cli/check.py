@@ -112,18 +112,18 @@ def _probe(
     clock.say("loading both models")
     use_threads(threads, directories)
     pair = load_pair(directories, device, None)
-    costs = partial(stored_latency, pair, directories, CONFIG)
+    latency = partial(stored_latency, pair, directories, CONFIG)
     if device != "cpu":
         # Takes seconds, and must come before another engine takes memory.
-        known = costs()
-        costs = partial(lambda found: found, known)
+        known = latency()
+        latency = partial(lambda found: found, known)
     texts = [problem.question for problem in generate(0, len(PROMPTS), "test")] if directories == DEMO else PROMPTS
     chat = pair.tokenizer.has_chat_template
     prompts = [
         pair.tokenizer.chat([{"role": "user", "content": text}]) if chat else pair.tokenizer.encode(text)
         for text in texts
     ]
-    return probe_pair(pair, prompts, costs, *settings, clock)
+    return probe_pair(pair, prompts, latency, *settings, clock)
 
 
 def _as_dict(found: Probe) -> object:

@@ -176,7 +176,7 @@ class RemoteEngine:
         for worker in self.workers.values():
             worker.set_clock()
         if spec.timing:
-            self._time_costs(spec.timing)
+            self._time_models(spec.timing)
         for worker in self.workers.values():
             worker.timeout = self._spec.timeout
         self.timeline.forget()
@@ -188,10 +188,12 @@ class RemoteEngine:
         warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size))
         logger.info("ran %d dummy rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin)
 
-    def _time_costs(self, effort: Effort) -> None:
+    def _time_models(self, effort: Effort) -> None:
         begin = time.monotonic()
-        self.engine.latency = costs = measure_latency(self.engine, effort)
-        logger.info("measured costs in %.1f s: %s", time.monotonic() - begin, costs or "none, contexts are too short")
+        self.engine.latency = latency = measure_latency(self.engine, effort)
+        logger.info(
+            "timed the models in %.1f s: %s", time.monotonic() - begin, latency or "none, contexts are too short"
+        )
 
 
 class EngineStuck(RuntimeError):

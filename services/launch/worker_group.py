@@ -72,7 +72,7 @@ def coordinator_spec(
 ) -> CoordinatorSpec:
     """Return the coordinator's start parameters. `warm_up`: time the models as a service does before it accepts
     requests, and run dummy rounds where kernels are compiled."""
-    compiles, times = config.device == "cuda", warm_up and pair.engine.drafting == "costs"
+    compiles, times = config.device == "cuda", warm_up and pair.engine.drafting == "adaptive"
     return CoordinatorSpec(
         rendezvous=rendezvous,
         target=config.sources.target,

@@ -159,11 +159,11 @@ class EngineConfig:
         ),
     )
     drafting: str = setting(
-        "costs",
-        OneOf(("costs", "always")),
+        "adaptive",
+        OneOf(("adaptive", "always")),
         option=Option(
-            "Tree size in exact decoding. costs: the size that pays by the measured costs, possibly none; always: the "
-            "size that the request asks for. Answers are the same.",
+            "Tree size in exact decoding. adaptive: the size that pays by the latency model, possibly none; always: "
+            "the size that the request asks for. Answers are the same.",
             panel=ENGINE,
             has_flag=False,
         ),
@@ -250,16 +250,16 @@ class EngineConfig:
 
     @property
     def branch_levels(self) -> tuple[int, ...]:
-        """Values of F from which costs choose for rounds of exact decoding, largest first: all branches, smaller powers
-        of four, and one."""
+        """Values of F from which the latency model chooses for rounds of exact decoding, largest first: all branches,
+        smaller powers of four, and one."""
         fewer = (4**power for power in range(3) if 4**power < self.branches)
         return (self.branches, *sorted(fewer, reverse=True))
 
     @property
     def block_levels(self) -> tuple[int, ...]:
-        """Numbers of drafted tokens from which costs choose for rounds of exact decoding, largest first. In lockstep K,
-        then repeatedly half of the number before, rounded up, down to one. In look-ahead only K, because the draft
-        works while the target does."""
+        """Numbers of drafted tokens from which the latency model chooses for rounds of exact decoding, largest first.
+        In lockstep K, then repeatedly half of the number before, rounded up, down to one. In look-ahead only K, because
+        the draft works while the target does."""
         levels = [self.block]
         while levels[-1] > 1 and not self.lookahead:
             levels.append(-(-levels[-1] // 2))

@@ -12,7 +12,7 @@ SCHEME_NAMES = ("systematic", "stratified", "residual", "multinomial", "ssp")
 DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp8", "int4")
 """Numeric types of models: `smc.model.linear.DTYPES`."""
 AUTO_DTYPE = "auto"
-"""Type of a draft that is chosen by measured costs (`smc.draft_dtype`)."""
+"""Type of a draft that is chosen by measured times (`smc.draft_dtype`)."""
 DEFAULT_MAX_TOKENS = 256
 """Maximum tokens of an answer if the request sets no `max_tokens` and the context allows it."""
 MAX_STOP_IDS = 1024

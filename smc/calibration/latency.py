@@ -103,14 +103,14 @@ def measure_latency(engine: Engine, effort: Effort) -> LatencyModel | None:
 
 
 @dataclass(frozen=True)
-class CostSample:
+class LatencySample:
     size: int
     seconds: float
     context: int
     """Context tokens that were read, summed over requests."""
 
 
-def _cost(samples: list[CostSample], read: float) -> ModelLatency:
+def _cost(samples: list[LatencySample], read: float) -> ModelLatency:
     """Return the latency of a part, with `read` seconds per token of context. At most half of a sample's time counts as
     reading, in case something else slowed down long contexts."""
     return ModelLatency(
@@ -129,9 +129,9 @@ class Timer:
         self._spent = 0.0
         """Seconds that timed rounds of the curves have taken so far."""
 
-    def samples(self, context: int) -> dict[str, list[CostSample]]:
+    def samples(self, context: int) -> dict[str, list[LatencySample]]:
         """Time every part of the latency model after `context` tokens, in all sizes for which there is time."""
-        found: dict[str, list[CostSample]] = {name: [] for name in PARTS}
+        found: dict[str, list[LatencySample]] = {name: [] for name in PARTS}
         config = self._engine.config
         for count in _sizes(config.max_slots, self._effort.factor):
             before = self._spent
@@ -147,7 +147,7 @@ class Timer:
                     self._spent += sum(seconds)
                     name, size = _part(program, role, config, count)
                     step = statistics.median(seconds) / _steps(name, config)
-                    found[name].append(CostSample(size, step, -(-count // tree) * context))
+                    found[name].append(LatencySample(size, step, -(-count // tree) * context))
             if self._spent + LIKELY_GROWTH * (self._spent - before) > self._effort.seconds:
                 break
         return found
@@ -320,7 +320,7 @@ def cached_latency(key: Mapping[str, object], measure: Callable[[], LatencyModel
         return stored
     begin = time.monotonic()
     latency = measure()
-    logger.info("measured costs in %.1f s: %s", time.monotonic() - begin, latency)
+    logger.info("timed the models in %.1f s: %s", time.monotonic() - begin, latency)
     if latency is not None:
         _store(path, {"key": key, "latency": json.loads(latency.to_json())})
     return latency
@@ -332,7 +332,7 @@ def _stored(path: Path) -> LatencyModel | None:
     try:
         return LatencyModel.from_json(json.dumps(json.loads(path.read_text())["latency"]))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        warn_once(logger, "cannot read %s, so costs are measured again: %s", path, error)
+        warn_once(logger, "cannot read %s, so the models are timed again: %s", path, error)
         return None
 
 
@@ -344,14 +344,14 @@ def _store(path: Path, content: dict) -> None:
             json.dump(content, file, indent=1)
         os.replace(file.name, path)
     except OSError as error:
-        warn_once(logger, "costs cannot be stored, and will be measured again at the next start: %s", error)
+        warn_once(logger, "the latency model cannot be stored, and will be measured again at the next start: %s", error)
 
 
-def cost_key(
+def latency_key(
     models: Mapping[ModelRole, Decoder], directories: Sequence[Path], draft_columns: int | None, config: EngineConfig
 ) -> dict[str, object]:
-    """Return everything on which costs depend: the models, loaded from these directories, the number of columns of the
-    draft's head unless it has all, and the engine that is timed."""
+    """Return everything on which a latency model depends: the models, loaded from these directories, the number of
+    columns of the draft's head unless it has all, and the engine that is timed."""
     weights = [models[role].embed.weight for role in ModelRole]
     return {
         "version": version("smcserve"),

@@ -126,7 +126,7 @@ def _shapes(
     """Return pairs (shape, steps). The first is the shape of the config, with all tokens of a block (steps None). Where
     the latency model chooses trees, shapes with fewer branches a row and rounds with fewer tokens follow."""
     shape = PROGRAMS[program].shape(config)
-    if kinds != {PopulationKind.BEST} or config.drafting != "costs":
+    if kinds != {PopulationKind.BEST} or config.drafting != "adaptive":
         return [(shape, None)]
     shapes = [replace(shape, branches=branches) for branches in config.branch_levels]
     return [(each, None) for each in shapes] + [(shape, steps) for steps in config.block_levels[1:]]

@@ -305,10 +305,10 @@ class HeldOut:
         target: Decoder,
         draft: Decoder,
         vocab: int,
-        costs: LatencyModel | None,
+        latency: LatencyModel | None,
         **when: Any,
     ) -> Measurement:
-        """Measure a draft. Without `costs`, expected speeds are None. `when`: the fields of a `Measurement` before
+        """Measure a draft. Without `latency`, expected speeds are None. `when`: the fields of a `Measurement` before
         `overlap`."""
         values_5 = torch.zeros(5, dtype=torch.float64)
         positions = 0
@@ -316,7 +316,7 @@ class HeldOut:
             values_5 += values_X5.double().sum(0).cpu()
             positions += len(values_X5)
         overlap, kl, same, chi2, entropy = (values_5 / max(1, positions)).tolist()
-        trees, contexts = self._trees(target, draft, vocab, costs)
+        trees, contexts = self._trees(target, draft, vocab, latency)
         return Measurement(
             **when,
             overlap=overlap,
@@ -351,7 +351,7 @@ class HeldOut:
                 )
 
     def _trees(
-        self, target: Decoder, draft: Decoder, vocab: int, costs: LatencyModel | None
+        self, target: Decoder, draft: Decoder, vocab: int, latency: LatencyModel | None
     ) -> tuple[tuple[TreeMeasurement, ...], int]:
         held: dict[tuple[float, int], list[int]] = {(t, rows): [] for t in self._temperatures for rows in ROWS}
         for temperature in self._temperatures:
@@ -364,7 +364,7 @@ class HeldOut:
                     for counts in tree.held(texts, drawn, temperature):
                         held[temperature, rows] += counts
         found = tuple(
-            _tree_measurement(temperature, rows, np.array(counts), costs)
+            _tree_measurement(temperature, rows, np.array(counts), latency)
             for (temperature, rows), counts in held.items()
             if counts
         )
@@ -378,9 +378,11 @@ class HeldOut:
             seed += sum(map(len, contexts))
 
 
-def _tree_measurement(temperature: float, rows: int, held_C: np.ndarray, costs: LatencyModel | None) -> TreeMeasurement:
+def _tree_measurement(
+    temperature: float, rows: int, held_C: np.ndarray, latency: LatencyModel | None
+) -> TreeMeasurement:
     by_depth = tuple(float((held_C > depth).mean()) for depth in range(BLOCK))
-    speed = None if costs is None else expected_speed(costs, 1 + sum(by_depth), rows)
+    speed = None if latency is None else expected_speed(latency, 1 + sum(by_depth), rows)
     return TreeMeasurement(temperature, rows, by_depth, speed)
 
 
@@ -393,7 +395,7 @@ def _first_answer(row: np.void) -> OwnText:
     return OwnText(tuple(row["tokens"][:end].tolist()), begin)
 
 
-def pair_costs(pair: ModelPair) -> LatencyModel | None:
+def pair_latency(pair: ModelPair) -> LatencyModel | None:
     """Measure how long steps and passes of this pair take on this machine. None if there is no memory for measuring, or
     if contexts are too short."""
     slots, on_gpu = max(ROWS), pair.target.embed.weight.is_cuda

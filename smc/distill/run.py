@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from smc.distill.conversations import ConversationStore, TalkSettings, TalkWriter, replace_file
-from smc.distill.measure import HeldOut, Measurement, pair_costs, write_card
+from smc.distill.measure import HeldOut, Measurement, pair_latency, write_card
 from smc.distill.student import Student, StudentSpec, check_student, choose_layers, cut, make_student, save_student
 from smc.distill.trainer import Ranks, Trainer, TrainingSettings
 from smc.local_engine import ModelPair
@@ -275,7 +275,7 @@ class Distillation:
         if self.ranks.is_first:
             rows = self.store.rows(range(config.held_out))
             held_out = HeldOut(rows, config.temperatures, config.contexts, config.talk.seed)
-        costs = self._costs() if self.ranks.is_first and config.times_models else None
+        latency = self._latency() if self.ranks.is_first and config.times_models else None
         if checkpoint is None:
             self.state.begin = self.seconds
         while not self.state.done:
@@ -284,7 +284,7 @@ class Distillation:
             self.state.round += 1
             self.state.available = 0
             if held_out is not None:
-                self._measure(held_out, costs)
+                self._measure(held_out, latency)
             self.state.done = self.ranks.first(self._is_done())
             self._save_checkpoint()
             if self.ranks.is_first:
@@ -391,19 +391,19 @@ class Distillation:
 
     # Measuring
 
-    def _costs(self) -> Any:
+    def _latency(self) -> Any:
         pair = ModelPair(self.target, self.student.model, self.tokenizer, self.target.config.max_context)
-        costs = pair_costs(pair)
-        self._say("costs: not measured" if costs is None else f"costs: {costs}")
-        return costs
+        latency = pair_latency(pair)
+        self._say("latency model: none" if latency is None else f"latency model: {latency}")
+        return latency
 
-    def _measure(self, held_out: HeldOut, costs: Any) -> None:
+    def _measure(self, held_out: HeldOut, latency: Any) -> None:
         began = time.monotonic()
         found = held_out.measure(
             self.target,
             self.student.model,
             self.vocab,
-            costs,
+            latency,
             seconds=self.seconds,
             step=self.state.step,
             trained_tokens=self.state.trained_tokens,

@@ -41,7 +41,7 @@ from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import EngineStats
-from smc.scheduler.tree_policy import CostBasedTreePolicy, DraftFallback, TreeController
+from smc.scheduler.tree_policy import DraftFallback, LatencyTreePolicy, TreeController
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 
@@ -61,7 +61,7 @@ class Engine:
         pages: dict[ModelRole, int],
         context: int,
         clock: Callable[[], float] = time.monotonic,
-        trees: CostBasedTreePolicy | None = None,
+        trees: LatencyTreePolicy | None = None,
         constraints: Compiler | None = None,
         potentials: Mapping[str, Potential] = NO_POTENTIALS,
     ) -> None:
@@ -87,9 +87,7 @@ class Engine:
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock, constraints)
         self.preemption = Preemption(self.registry, self.prefill, self.results)
-        self.trees = TreeController(
-            trees or CostBasedTreePolicy(config), rounds[Program.PAIR].acceptance, self.fallback
-        )
+        self.trees = TreeController(trees or LatencyTreePolicy(config), rounds[Program.PAIR].acceptance, self.fallback)
         self._clock = clock
         self._numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""What drafting costs and how many tokens it brings.
+"""How long drafting takes and how many tokens it brings.
 
 **Latency model**: seconds of a draft step and of a target pass, as curves through measured points, and the additional
 seconds for reading contexts. It knows nothing about how they were measured.

@@ -78,7 +78,7 @@ class OtherLoad:
     """Slots that all of these requests hold."""
 
 
-class CostBasedTreePolicy:
+class LatencyTreePolicy:
     """Decides about trees of exact decoding; answers do not depend on its decisions. Maximises the throughput of all
     requests together. Without a latency model it changes nothing."""
 
@@ -87,13 +87,13 @@ class CostBasedTreePolicy:
         self._known: tuple[LatencyModel, ThroughputForecast] | None = None
 
     def begin(
-        self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+        self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, latency: LatencyModel | None
     ) -> int | None:
         """Return the number of rows, at most `tree.most`, with which a request starts; 0: the target decodes it alone.
         None: no change."""
-        if costs is None:
+        if latency is None:
             return None
-        forecast, rows = self._forecast(costs), [other.rows for other in others]
+        forecast, rows = self._forecast(latency), [other.rows for other in others]
         # The request does as all running requests do; `change` decides whether all should do otherwise.
         if rows and not any(rows):
             return 0
@@ -109,13 +109,13 @@ class CostBasedTreePolicy:
         trees: Sequence[TreeRequest],
         waiting: Sequence[TreeRequest],
         beside: OtherLoad,
-        costs: LatencyModel | None,
+        latency: LatencyModel | None,
     ) -> Sequence[int] | None:
         """Return the number of rows that each running request should have from now on. None: no change. `waiting`:
         requests that wait only for slots, of which a tree takes one for each row."""
-        if costs is None:
+        if latency is None:
             return None
-        forecast, slots = self._forecast(costs), self._config.max_slots - beside.slots
+        forecast, slots = self._forecast(latency), self._config.max_slots - beside.slots
         # With smaller trees, waiting requests could run, too.
         served = [*trees, *waiting][: max(slots, len(trees))]
         alone, best = [0] * len(served), forecast.best(served, beside, slots)
@@ -127,28 +127,28 @@ class CostBasedTreePolicy:
         return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
 
     def draft_size(
-        self, trees: Iterable[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
+        self, trees: Iterable[TreeRequest], batch_size: int, context: int, latency: LatencyModel | None
     ) -> DraftSize:
         """Return how much is drafted in a round of these requests. `batch_size`: rows of the round; `context`: tokens
         of their contexts together. Called for every round; `trees` is iterable so that it costs nothing if it is not
         used."""
-        if costs is None:
+        if latency is None:
             return DraftSize(self._config.branches, None)
-        forecast = self._forecast(costs)
+        forecast = self._forecast(latency)
         steps = forecast.steps(trees, batch_size, context)
         return DraftSize(forecast.branches(batch_size, context), None if steps == self._config.block else steps)
 
-    def _forecast(self, costs: LatencyModel) -> ThroughputForecast:
-        if self._known is None or self._known[0] is not costs:
-            self._known = costs, ThroughputForecast(self._config, costs)
+    def _forecast(self, latency: LatencyModel) -> ThroughputForecast:
+        if self._known is None or self._known[0] is not latency:
+            self._known = latency, ThroughputForecast(self._config, latency)
         return self._known[1]
 
 
 class ThroughputForecast:
     """Forecasts how long rounds take and how many tokens they bring."""
 
-    def __init__(self, config: EngineConfig, costs: LatencyModel) -> None:
-        self._config, self._costs = config, costs
+    def __init__(self, config: EngineConfig, latency: LatencyModel) -> None:
+        self._config, self._latency = config, latency
         # The caches have at most as many entries as a round can have rows.
         self._padded, self._models = cache(bucket), cache(self._models_of)
 
@@ -240,7 +240,7 @@ class ThroughputForecast:
 
     def _by_itself(self, sequences: int, context: int) -> float:
         """Seconds of the target's passes over sequences that it decodes alone, one pass for each token of a block."""
-        return self._config.block * self._costs.alone.at(self._padded(sequences), context) if sequences else 0.0
+        return self._config.block * self._latency.alone.at(self._padded(sequences), context) if sequences else 0.0
 
     def branches(self, batch_size: int, context: int) -> int:
         """Return the largest number of branches that does not lengthen the round, because the target takes longer
@@ -266,16 +266,16 @@ class ThroughputForecast:
         """Return the seconds of a round of the pair. `batch_size`: rows; `context`: tokens of their contexts together;
         `by_itself`: seconds for which the target decodes other sequences in the same step; `size`: how much is
         drafted."""
-        config, costs, steps = self._config, self._costs, size.steps or self._config.block
+        config, latency, steps = self._config, self._latency, size.steps or self._config.block
         draft, target = self._models(batch_size, size.branches, steps)
-        draft += steps * costs.draft.read * context
-        target += costs.target.read * context + by_itself
+        draft += steps * latency.draft.read * context
+        target += latency.target.read * context + by_itself
         # Passes over the target's own sequences overlap with the draft's steps in look-ahead only.
-        return (max(draft, target) if config.lookahead else draft + target) + costs.round_overhead
+        return (max(draft, target) if config.lookahead else draft + target) + latency.round_overhead
 
     def _models_of(self, batch_size: int, branches: int, steps: int) -> tuple[float, float]:
         """Seconds of the draft and of the target in a round, without reading contexts."""
-        config, draft, target = self._config, self._costs.draft.curve, self._costs.target.curve
+        config, draft, target = self._config, self._latency.draft.curve, self._latency.target.curve
         drafting = draft.at(batch_size) + (steps - 1) * draft.at(batch_size * branches)
         return drafting, target.at(batch_size * (config.block if config.lookahead else steps + 1))
 
@@ -339,7 +339,7 @@ class DraftFallback:
 class TreeController:
     """Calls a policy, and switches requests to the target alone or back to the pair."""
 
-    def __init__(self, policy: CostBasedTreePolicy, acceptance: Acceptance, fallback: DraftFallback) -> None:
+    def __init__(self, policy: LatencyTreePolicy, acceptance: Acceptance, fallback: DraftFallback) -> None:
         """`acceptance`: that of all requests together."""
         self._policy, self._acceptance, self._fallback = policy, acceptance, fallback
         self._known: list[SequenceGroup] = []
@@ -350,14 +350,14 @@ class TreeController:
         """Steps since the last call."""
 
     def begin(
-        self, group: SequenceGroup, running: Sequence[SequenceGroup], share: int, costs: LatencyModel | None
+        self, group: SequenceGroup, running: Sequence[SequenceGroup], share: int, latency: LatencyModel | None
     ) -> None:
         """Decide how an adaptive request starts that waits and has not begun. `share`: number of free slots per waiting
         request."""
         if not group.adaptive or group.has_begun:
             return
         tree, *others = self._trees([group, *_adaptive(running)])
-        rows = self._policy.begin(replace(tree, most=min(tree.most, max(1, share))), others, _load(running), costs)
+        rows = self._policy.begin(replace(tree, most=min(tree.most, max(1, share))), others, _load(running), latency)
         if rows == 0:
             self._fallback.fall_back(group)
         elif rows and group.alone:
@@ -366,7 +366,7 @@ class TreeController:
             group.choose(group.decoding, rows)
 
     def follow(
-        self, running: Sequence[SequenceGroup], waiting: Sequence[SequenceGroup], costs: LatencyModel | None
+        self, running: Sequence[SequenceGroup], waiting: Sequence[SequenceGroup], latency: LatencyModel | None
     ) -> None:
         """Called once a step: call the policy about running requests if it is time, and apply its changes. `waiting`:
         requests that wait only for slots."""
@@ -378,17 +378,17 @@ class TreeController:
         trees = list(self._trees(groups))
         if not any(tree.rows for tree in trees):
             self._acceptance.fade(FADE**since)
-        rows = self._policy.change(trees, list(self._trees(_adaptive(waiting))), _load(running), costs)
+        rows = self._policy.change(trees, list(self._trees(_adaptive(waiting))), _load(running), latency)
         for group, tree, wanted in zip(groups, trees, rows or ()):
             if wanted != tree.rows:
                 self._left = EVERY + REST
                 self._change(group, wanted)
 
     def draft_size(
-        self, groups: Sequence[SequenceGroup], batch_size: int, context: int, costs: LatencyModel | None
+        self, groups: Sequence[SequenceGroup], batch_size: int, context: int, latency: LatencyModel | None
     ) -> DraftSize:
         """Return how much is drafted in a round of these requests: see `CostBasedTreePolicy.draft_size`."""
-        return self._policy.draft_size(self._trees(groups), batch_size, context, costs)
+        return self._policy.draft_size(self._trees(groups), batch_size, context, latency)
 
     def forget(self) -> None:
         """Discard the acceptance counts."""

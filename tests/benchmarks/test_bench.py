@@ -33,7 +33,7 @@ def test_table_and_file(smcserve, tmp_path):
 
 
 @pytest.mark.slow
-def test_costs_of_what_ran(smcserve):
+def test_latency_of_what_ran(smcserve):
     ran = smcserve("bench", "-n", 2, "-k", 3, "-f", 2, "-c", 1, "-c", 4, "--rounds", 2)
     assert ran.code == 0
     *_, curves = ran.out.split("draft step ms")
@@ -58,10 +58,10 @@ def test_advice(smcserve, tmp_path, monkeypatch):
         and picture.stat().st_size > 10_000
     )
     found = json.loads(path.read_text())
-    assert found["acceptance"] == {"one": 0.9, "gain": 0.6} and list(found["costs"]) == ["1"]
-    costs = found["costs"]["1"]
-    assert [costs[name]["points"][0][0] for name in ("draft", "target", "alone")] == [1, 6, 1]
-    assert costs["draft"]["points"][-1][0] == costs["alone"]["points"][-1][0] == 2 * 2
+    assert found["acceptance"] == {"one": 0.9, "gain": 0.6} and list(found["latency"]) == ["1"]
+    latency = found["latency"]["1"]
+    assert [latency[name]["points"][0][0] for name in ("draft", "target", "alone")] == [1, 6, 1]
+    assert latency["draft"]["points"][-1][0] == latency["alone"]["points"][-1][0] == 2 * 2
     assert "ns more for every token of context" in " ".join(
         ran.out.split()
     ) and "requests of 300 tokens each" in " ".join(ran.out.split())
@@ -206,12 +206,12 @@ def test_more_gpus_than_there_are(capsys):
             ("--device", "cuda", "--prompts", "--trace", "/tmp/x.json"),
             "--trace /tmp/x.json has no effect with --prompts",
         ),
-        (("--device", "cuda", "--drafting", "costs"), "--drafting costs has no effect without --method exact"),
+        (("--device", "cuda", "--drafting", "adaptive"), "--drafting adaptive has no effect without --method exact"),
         (
-            ("--device", "cuda", "--method", "exact", "--verification", "rejection", "--drafting", "costs"),
-            "--drafting costs has no effect with --verification rejection",
+            ("--device", "cuda", "--method", "exact", "--verification", "rejection", "--drafting", "adaptive"),
+            "--drafting adaptive has no effect with --verification rejection",
         ),
-        (("--method", "exact", "--drafting", "costs"), "--drafting costs has no effect without --device cuda"),
+        (("--method", "exact", "--drafting", "adaptive"), "--drafting adaptive has no effect without --device cuda"),
         (("--device", "cuda", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
         (("--device", "cuda", "--load", "random"), "--load random needs --target and --draft"),
     ],

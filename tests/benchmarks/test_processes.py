@@ -94,7 +94,7 @@ def test_speed_of_models_in_processes_of_their_own():
         ]
         rows.append(ModeTimer(machine, told.append).run(modes[2], problem_load(machine.tokenizer, 2), 3))
         slow_draft, fast = ModelLatency(LatencyCurve(((1, 1.0),))), ModelLatency(LatencyCurve(((1, 1e-3),)))
-        alone = ModeTimer(machine, costs=lambda mode: LatencyModel(slow_draft, fast, fast, 0.0)).run(
+        alone = ModeTimer(machine, latency=lambda mode: LatencyModel(slow_draft, fast, fast, 0.0)).run(
             modes[2], problem_load(machine.tokenizer, 2), 3
         )
         with pytest.raises(ValueError, match="top_p=2"):

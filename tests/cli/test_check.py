@@ -104,7 +104,7 @@ def test_a_probe_says_how_far_it_is(smcserve, brief, monkeypatch):
     assert len(said) == len(lines) and said[0] == "loading both models"
     first = next(number for number, text in enumerate(said) if text.startswith("first look, "))
     assert re.match(r"first look, [1-8] answer tokens of the target: KL \d+\.\d\d nats a token, overlap", said[first])
-    parts = ["first look", "all prompts", "exact decoding: ", "measuring the costs"]
+    parts = ["first look", "all prompts", "exact decoding: ", "timing both models"]
     order = [next(number for number, text in enumerate(said) if text.startswith(part)) for part in parts]
     assert order == sorted(order)
     for part, most in (("target", 24), ("exact", 24), ("smc", 24)):
@@ -118,7 +118,7 @@ def test_seconds_bound_a_probe(smcserve, brief, monkeypatch):
     ran = smcserve("check", "--probe", "--seconds", 10, "--temperature", 2)
     assert ran.code == 0 and "accepted by depth: not measured, there was no time" in ran.out
     assert "SMC: not measured, there was no time" in ran.out and "exact unknown, smc unknown" in ran.out
-    assert "Use method" not in ran.out and "measuring the costs" not in ran.err
+    assert "Use method" not in ran.out and "timing both models" not in ran.err
     positions = int(re.search(r"probe: (\d+) answer tokens", ran.out)[1])
     assert 0 < positions <= 8
     assert "allowed with --probe: at least 10" in smcserve("check", "--probe", "--seconds", 1).err

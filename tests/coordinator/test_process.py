@@ -64,12 +64,12 @@ def test_idle_time_is_no_part_of_the_next_round():
 
 
 def test_latency_model_before_first_request(caplog):
-    """With `drafting="costs"` the coordinator has its latency model and is idle before it serves a request."""
+    """With `drafting="adaptive"` the coordinator has its latency model and is idle before it serves a request."""
     caplog.set_level("INFO", logger="services.coordinator.process")
-    with coordinator(replace(ENGINE, drafting="costs")) as (made, _):
+    with coordinator(replace(ENGINE, drafting="adaptive")) as (made, _):
         engine = made._remote.engine
         (line,) = [
-            record.getMessage() for record in caplog.records if record.getMessage().startswith("measured costs in ")
+            record.getMessage() for record in caplog.records if record.getMessage().startswith("timed the models in ")
         ]
         assert line.endswith(str(engine.latency)) and engine.idle
         assert [part.curve.points[0][0] for part in engine.latency.parts.values()] == [1, ENGINE.target_tokens, 1]

@@ -21,7 +21,7 @@ from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
 from smc.scheduler.round_plan import DraftSize
-from smc.scheduler.tree_policy import CostBasedTreePolicy
+from smc.scheduler.tree_policy import LatencyTreePolicy
 from smc.stops import TokenBytes
 from tests.executor.test_same_answers import assert_same
 from tests.model.tiny import random_decoder, tiny_config
@@ -119,7 +119,7 @@ def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
     """Rounds draft one, two and all three tokens of a block of three, alternating."""
     config, drafted = EngineConfig(form="lockstep", block=3), []
 
-    class InTurn(CostBasedTreePolicy):
+    class InTurn(LatencyTreePolicy):
         def draft_size(self, *_given):
             drafted.append((1, 2, None)[len(drafted) % 3])
             return DraftSize(1, drafted[-1])

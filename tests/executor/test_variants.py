@@ -28,7 +28,7 @@ from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import DraftSize
-from smc.scheduler.tree_policy import CostBasedTreePolicy
+from smc.scheduler.tree_policy import LatencyTreePolicy
 from tests.executor.test_kernels import KERNELS
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.random_requests import some_request
@@ -70,7 +70,7 @@ def firsts(calls: list[Call]) -> list[Call]:
     return [call for number, call in enumerate(calls) if call[0] != "round" or of_kind[call[1][0].kind] == number]
 
 
-class AnySize(CostBasedTreePolicy):
+class AnySize(LatencyTreePolicy):
     """Drafts any size that the latency model might choose."""
 
     def __init__(self, config: EngineConfig) -> None:

@@ -65,7 +65,7 @@ def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
 
 
 @pytest.mark.parametrize(("device", "effort"), [("cpu", BRIEF), ("cuda", THOROUGH)])
-def test_costs_are_timed_where_they_decide(device, effort):
+def test_models_are_timed_where_that_decides(device, effort):
     """Models are timed at start unless drafting is `always`: briefly on CPUs, thoroughly on GPUs."""
 
     def timing(**engine) -> Effort | None:
@@ -73,5 +73,5 @@ def test_costs_are_timed_where_they_decide(device, effort):
         return coordinator_spec(config, config.serving_pair(), Rendezvous("host", 1, 1, "secret", "grpc", 1.0)).timing
 
     assert timing() is effort and timing(drafting="always") is None
-    with pytest.raises(ValueError, match="drafting='never'; allowed: costs, always"):
+    with pytest.raises(ValueError, match="drafting='never'; allowed: adaptive, always"):
         EngineConfig(drafting="never")

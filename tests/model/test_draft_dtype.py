@@ -1,5 +1,5 @@
-"""`--draft-dtype auto`: chooses the type by costs, which are measured once; on a CPU it is the type to which a CPU
-converts all others."""
+"""`--draft-dtype auto`: chooses the type by the time of a step, which is measured once; on a CPU it is the type to
+which a CPU converts all others."""
 
 from __future__ import annotations
 

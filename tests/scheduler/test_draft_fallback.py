@@ -69,7 +69,7 @@ class AnyRows:
         self.rng, self.config = rng, config
 
     def begin(
-        self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, costs: LatencyModel | None
+        self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, latency: LatencyModel | None
     ) -> int:
         return self.rng.choice((0, self.rng.randint(1, tree.most)))
 
@@ -78,7 +78,7 @@ class AnyRows:
         trees: Sequence[TreeRequest],
         waiting: Sequence[TreeRequest],
         beside: OtherLoad,
-        costs: LatencyModel | None,
+        latency: LatencyModel | None,
     ) -> list[int]:
         return [
             self.rng.choice((0, 1, tree.most // 2 or 1, tree.most)) if self.rng.random() < 0.4 else tree.rows
@@ -86,7 +86,7 @@ class AnyRows:
         ]
 
     def draft_size(
-        self, trees: Sequence[TreeRequest], batch_size: int, context: int, costs: LatencyModel | None
+        self, trees: Sequence[TreeRequest], batch_size: int, context: int, latency: LatencyModel | None
     ) -> DraftSize:
         config = self.config
         steps = None if config.lookahead else self.rng.choice((None, *range(1, config.block)))

@@ -11,7 +11,7 @@ import pytest
 
 from smc import demo, local_engine
 from smc.api.engine_config import EngineConfig
-from smc.calibration.latency import ONCE, Effort, cache_directory, cost_key, measure_latency
+from smc.calibration.latency import ONCE, Effort, cache_directory, latency_key, measure_latency
 from smc.local_engine import ModelPair, stored_latency
 from smc.scheduler.engine import Engine
 from smc.scheduler.speculation import LatencyModel
@@ -72,17 +72,17 @@ def test_a_directory_that_cannot_be_written_is_no_error(shipped, measured, tmp_p
     (tmp_path / "smcserve").write_text("a file")
     with caplog.at_level(logging.WARNING):
         assert stored_latency(shipped, MODELS, CONFIG) == measured[0]
-    assert "costs cannot be stored" in caplog.text
+    assert "the latency model cannot be stored" in caplog.text
 
 
-def test_other_files_and_settings_are_other_costs(shipped, tmp_path):
+def test_other_files_and_settings_have_other_latency(shipped, tmp_path):
     models = {ModelRole.TARGET: shipped.target, ModelRole.DRAFT: shipped.draft}
-    key = cost_key(models, MODELS, None, CONFIG)
-    assert key == cost_key(models, MODELS, None, CONFIG) and json.loads(json.dumps(key)) == key
+    key = latency_key(models, MODELS, None, CONFIG)
+    assert key == latency_key(models, MODELS, None, CONFIG) and json.loads(json.dumps(key)) == key
     (tmp_path / "config.json").write_text("{}")
-    assert key != cost_key(models, (demo.TARGET, tmp_path), None, CONFIG)
-    assert key != cost_key(models, MODELS, None, replace(CONFIG, form="lockstep"))
-    assert key != cost_key(models, MODELS, 99, CONFIG)
+    assert key != latency_key(models, (demo.TARGET, tmp_path), None, CONFIG)
+    assert key != latency_key(models, MODELS, None, replace(CONFIG, form="lockstep"))
+    assert key != latency_key(models, MODELS, 99, CONFIG)
 
 
 def test_where_files_are(monkeypatch, tmp_path):

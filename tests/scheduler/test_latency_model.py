@@ -54,17 +54,21 @@ def test_what_is_no_curve(points):
         LatencyCurve(points)
 
 
-def test_costs_travel_as_json():
-    costs = LatencyModel(
+def test_a_latency_model_travels_as_json():
+    latency = LatencyModel(
         ModelLatency(LatencyCurve(((1, 0.001), (64, 0.004))), 1e-8),
         ModelLatency(LatencyCurve(((1, 0.01),))),
         ModelLatency(LatencyCurve(((2, 0.02),)), 3e-8),
         0.0005,
     )
-    assert json.loads(costs.to_json())["draft"] == {"points": [[1, 0.001], [64, 0.004]], "read": 1e-8}
-    assert (costs.draft.at(64, 100), costs.target.at(2, 100), costs.round_overhead) == (0.004 + 1e-6, 0.02, 0.0005)
+    assert json.loads(latency.to_json())["draft"] == {"points": [[1, 0.001], [64, 0.004]], "read": 1e-8}
+    assert (latency.draft.at(64, 100), latency.target.at(2, 100), latency.round_overhead) == (
+        0.004 + 1e-6,
+        0.02,
+        0.0005,
+    )
     with pytest.raises(ValueError, match="round_overhead=-1"):
-        replace(costs, round_overhead=-1)
+        replace(latency, round_overhead=-1)
     for wrong in (-1e-9, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="read="):
             ModelLatency(LatencyCurve(((1, 1.0),)), wrong)
@@ -114,14 +118,14 @@ def test_timed_rounds_are_full(config):
     """Timed rounds run rows of live requests, each with its own pages. On a CPU empty rows are skipped, so empty rounds
     would time nothing."""
     engine, passes = watched(config)
-    costs = measure_latency(engine, Effort(60.0, 8, 1, 0, 4, 100))
+    latency = measure_latency(engine, Effort(60.0, 8, 1, 0, 4, 100))
     k, f, last = config.block, config.branches, config.max_slots
     long, begun = engine.context - 3 * k - 4, k - 1 if config.lookahead else 0
     short = long // 2
-    assert [size for size, _ in costs.draft.curve.points] == sorted({1, f, 8 * f, last * f})
-    assert [size for size, _ in costs.target.curve.points] == [n * config.target_tokens for n in (1, 8, last)]
-    assert [size for size, _ in costs.alone.curve.points] == [1, 8, last]
-    assert costs.round_overhead > 0
+    assert [size for size, _ in latency.draft.curve.points] == sorted({1, f, 8 * f, last * f})
+    assert [size for size, _ in latency.target.curve.points] == [n * config.target_tokens for n in (1, 8, last)]
+    assert [size for size, _ in latency.alone.curve.points] == [1, 8, last]
+    assert latency.round_overhead > 0
     for count in (1, 8, last):
         trees = -(-count // 8)
         assert (count * config.target_tokens, trees * short) in passes["target"] and passes["target"].count(
@@ -143,8 +147,8 @@ def test_reading_is_timed_by_itself(config, monkeypatch):
     clock = Clock()
     monkeypatch.setattr("smc.executor.graph_runner.time", clock)
     engine, _ = watched(config, clock)
-    costs = measure_latency(engine, Effort(60.0, 8, 1, 0, 4, 100))
-    for part in costs.parts.values():
+    latency = measure_latency(engine, Effort(60.0, 8, 1, 0, 4, 100))
+    for part in latency.parts.values():
         assert part.read == pytest.approx(1e-9 * PAGE)
         # In look-ahead, the draft has read most of the block in flight as well.
         assert all(PASS <= 1e9 * seconds <= 1.02 * PASS for _, seconds in part.curve.points)

@@ -22,7 +22,7 @@ from smc.scheduler.tree_policy import (
     FADE,
     MARGIN,
     SURE,
-    CostBasedTreePolicy,
+    LatencyTreePolicy,
     OtherLoad,
     ThroughputForecast,
     TreeRequest,
@@ -91,15 +91,15 @@ def settled(
     config: EngineConfig,
     hazards: list[float],
     beside: OtherLoad = NOBODY,
-    costs: LatencyModel = MADE,
+    latency: LatencyModel = MADE,
     rows: int = 8,
     context: int = SHORT,
 ) -> list[int]:
     """The number of rows of each request once the policy stops changing them; all begin with `rows`."""
-    policy, now = CostBasedTreePolicy(config), [rows] * len(hazards)
+    policy, now = LatencyTreePolicy(config), [rows] * len(hazards)
     for _ in range(3):
         changed = policy.change(
-            [tree(miss_rate, count, context) for miss_rate, count in zip(hazards, now)], [], beside, costs
+            [tree(miss_rate, count, context) for miss_rate, count in zip(hazards, now)], [], beside, latency
         )
         if changed is None:
             return now
@@ -132,7 +132,7 @@ def test_rows_go_to_those_who_make_most_of_them():
 
 def test_a_draft_that_costs_more_than_it_brings_is_not_asked():
     slow = made(draft=(9e-3, 0.0))
-    assert settled(CONFIGS[0], [EASY], costs=slow) == [0] and settled(CONFIGS[0], [EASY], costs=slow, rows=0) == [0]
+    assert settled(CONFIGS[0], [EASY], latency=slow) == [0] and settled(CONFIGS[0], [EASY], latency=slow, rows=0) == [0]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 8])
@@ -143,7 +143,7 @@ def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
 
     def drafted(requests: int, context: int) -> bool:
         return any(
-            settled(EngineConfig(block=5, max_slots=2048), [HARD] * requests, costs=H200, rows=rows, context=context)
+            settled(EngineConfig(block=5, max_slots=2048), [HARD] * requests, latency=H200, rows=rows, context=context)
         )
 
     assert not drafted(256, 30) and not drafted(256, 100)
@@ -157,15 +157,15 @@ def test_unknown_drafts_are_tried(rows):
     token in ten, 128 requests were decoded without it for good, at 165 tokens a second each, though the pair makes a
     third more."""
     config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), Acceptance(MEMORY).miss_rates()[0]
-    assert all(settled(config, [unknown] * 128, costs=ONE_H200, rows=rows))
-    assert all(settled(config, [EASY] * 128, costs=ONE_H200, rows=rows))
-    assert not any(settled(config, [12 * HARD] * 128, costs=ONE_H200, rows=rows))
+    assert all(settled(config, [unknown] * 128, latency=ONE_H200, rows=rows))
+    assert all(settled(config, [EASY] * 128, latency=ONE_H200, rows=rows))
+    assert not any(settled(config, [12 * HARD] * 128, latency=ONE_H200, rows=rows))
 
 
 def test_a_crowd_that_comes_and_goes_settles():
     """Every eight steps one in twenty of 256 requests is replaced, contexts have all lengths, and the miss rates
     vary."""
-    rng, policy = random.Random(5), CostBasedTreePolicy(EngineConfig(block=5, max_slots=2048))
+    rng, policy = random.Random(5), LatencyTreePolicy(EngineConfig(block=5, max_slots=2048))
 
     def another(others: list[TreeRequest]) -> TreeRequest:
         new = tree(HARD * rng.uniform(0.8, 1.4), context=rng.randint(10, 190))
@@ -191,10 +191,10 @@ def test_trees_must_be_sure_to_be_faster_than_plain_decoding(config, promise, go
     """A running tree must promise `SURE` times plain decoding or it is abandoned; a tree that was abandoned must
     promise `MARGIN` times to return."""
     once = ThroughputForecast(config, MADE).speed([tree(EASY, 1)], [1], NOBODY)
-    costs, policy = replace(MADE, alone=ModelLatency(LatencyCurve(((1, promise / once),)))), CostBasedTreePolicy(config)
+    latency, policy = replace(MADE, alone=ModelLatency(LatencyCurve(((1, promise / once),)))), LatencyTreePolicy(config)
     for rows, wanted in ((1, goes_on), (0, begins)):
-        assert policy.change([tree(EASY, rows, most=1)], [], NOBODY, costs) == (None if rows == wanted else [wanted])
-    assert policy.begin(tree(EASY, most=1), [], NOBODY, costs) == goes_on
+        assert policy.change([tree(EASY, rows, most=1)], [], NOBODY, latency) == (None if rows == wanted else [wanted])
+    assert policy.begin(tree(EASY, most=1), [], NOBODY, latency) == goes_on
 
 
 def test_beside_rounds_of_the_target_alone_nothing_is_drafted():
@@ -218,7 +218,7 @@ def test_no_choice_is_slower_than_plain_decoding_and_none_is_flapping(config):
         speed = forecast.speed(trees, rows, beside)
         assert speed >= forecast.speed(trees, [0] * len(trees), beside)
         assert MARGIN * max(speed, 1e-9) >= forecast.speed(trees, [rng.randint(1, 8) for _ in trees], beside)
-        policy, changes = CostBasedTreePolicy(config), 0
+        policy, changes = LatencyTreePolicy(config), 0
         for _ in range(20):
             wavering = [tree(miss_rate * rng.uniform(0.97, 1.03), count) for miss_rate, count in zip(hazards, rows)]
             if (changed := policy.change(wavering, [], beside, MADE)) is not None:
@@ -230,17 +230,17 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
     """A draft that the target waits for drafts no more branches than it must; a draft that waits for the target may
     draft all."""
     config = EngineConfig(block=5, branches=4, max_slots=256)
-    policy, drafts_long = CostBasedTreePolicy(config), made(draft=(0.9e-3, 20e-6))
+    policy, drafts_long = LatencyTreePolicy(config), made(draft=(0.9e-3, 20e-6))
 
     def branches(
-        batch_size: int, context: int, costs: LatencyModel | None, policy: CostBasedTreePolicy = policy
+        batch_size: int, context: int, latency: LatencyModel | None, policy: LatencyTreePolicy = policy
     ) -> int:
-        return policy.draft_size([], batch_size, context, costs).branches
+        return policy.draft_size([], batch_size, context, latency).branches
 
     assert [branches(rows, 0, MADE) for rows in (1, 8, 64)] == [4, 4, 4]
     assert [branches(rows, 0, drafts_long) for rows in (1, 8, 32, 64)] == [4, 4, 1, 1]
     assert branches(64, 0, None) == 4
-    many = CostBasedTreePolicy(replace(config, branches=16))
+    many = LatencyTreePolicy(replace(config, branches=16))
     assert [branches(rows, 0, drafts_long, many) for rows in (1, 4, 8, 16, 64)] == [16, 16, 4, 4, 1]
     # The draft reads the context in every step, the target once.
     draft_reads, target_reads = (
@@ -262,22 +262,22 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
 def test_a_round_in_lockstep_drafts_as_deep_as_pays():
     """A whole block where the draft is good; less where it is often wrong, or wrong further down, or expensive."""
     config = EngineConfig(form="lockstep", block=8, max_slots=256)
-    policy, costs = CostBasedTreePolicy(config), made(round_overhead=0.0)
+    policy, latency = LatencyTreePolicy(config), made(round_overhead=0.0)
 
-    def steps(*miss_rates: float, costs: LatencyModel = costs, rows: int = 8) -> int | None:
-        return policy.draft_size([TreeRequest(8, miss_rates, SHORT, rows)], rows, SHORT, costs).steps
+    def steps(*miss_rates: float, latency: LatencyModel = latency, rows: int = 8) -> int | None:
+        return policy.draft_size([TreeRequest(8, miss_rates, SHORT, rows)], rows, SHORT, latency).steps
 
     assert config.block_levels == (8, 4, 2, 1)
     assert steps(EASY) is None and steps(8 * HARD) == 4 and steps(HOPELESS) == 1
     assert steps(EASY, EASY, 8 * HARD) == 4 and steps(EASY, EASY, HOPELESS) == 2
-    assert steps(8 * HARD, costs=made(draft=(5e-3, 0.0))) == 1
+    assert steps(8 * HARD, latency=made(draft=(5e-3, 0.0))) == 1
     # Without a latency model and in look-ahead: a whole block.
     assert policy.draft_size([tree(HOPELESS, 8)], 8, SHORT, None).steps is None
-    ahead = CostBasedTreePolicy(EngineConfig(block=8, max_slots=256))
+    ahead = LatencyTreePolicy(EngineConfig(block=8, max_slots=256))
     assert ahead.draft_size([tree(HOPELESS, 8)], 8, SHORT, MADE).steps is None
     # Requests share a round: the depth maximises the gain of all together.
     crowd = [TreeRequest(8, (EASY,), SHORT, 2)] * 9 + [TreeRequest(8, (HOPELESS,), SHORT, 2)]
-    assert policy.draft_size(crowd, 20, SHORT, costs).steps is None
+    assert policy.draft_size(crowd, 20, SHORT, latency).steps is None
 
 
 def test_depths_that_are_no_use_are_learnt_one_by_one():
@@ -353,7 +353,7 @@ def test_where_rows_bring_little_many_requests_have_one_each():
 
 
 def test_one_that_arrives_begins_as_suits_those_that_run():
-    policy = CostBasedTreePolicy(CONFIGS[0])
+    policy = LatencyTreePolicy(CONFIGS[0])
     assert policy.begin(tree(EASY), [], NOBODY, MADE) == 8
     assert policy.begin(tree(EASY), [tree(EASY, 0)] * 128, NOBODY, MADE) == 0
     assert policy.begin(tree(EASY), [tree(EASY, 2)] * 16, NOBODY, MADE) > 0
@@ -365,7 +365,7 @@ def test_one_that_arrives_begins_as_suits_those_that_run():
 def test_those_that_wait_for_slots_alone_get_them():
     """Of 16 slots, two requests may use all as long as no request waits; trees shrink to admit waiting requests."""
     policy, trees, waiting = (
-        CostBasedTreePolicy(EngineConfig(block=8, max_slots=16)),
+        LatencyTreePolicy(EngineConfig(block=8, max_slots=16)),
         [tree(EASY, 8)] * 2,
         [tree(EASY)] * 14,
     )
@@ -434,7 +434,7 @@ def test_miss_rates_are_estimated_for_any_tree_size():
 
 
 @pytest.mark.parametrize("form", one_of("lookahead", "lockstep"))
-def test_an_engine_follows_its_costs(form):
+def test_an_engine_follows_its_latency_model(form):
     """One request gets a tree. When many requests arrive, the target decodes alone; when they are gone, the draft is
     used again. Answers stay the same."""
     config = EngineConfig(form=form, block=3, max_slots=256)
@@ -498,7 +498,7 @@ def test_acceptance_decays_per_step(tokens):
     """The decay depends on the number of steps, not on how often the policy is called: with arrivals in every step, it
     is called in every step."""
 
-    class Never(CostBasedTreePolicy):
+    class Never(LatencyTreePolicy):
         def begin(self, *_given):
             return 0
 
@@ -521,8 +521,8 @@ def test_acceptance_decays_per_step(tokens):
 def test_an_engine_says_how_much_is_read():
     """The policy is told the contexts of the requests it decides about, and those of all others."""
 
-    class Listens(CostBasedTreePolicy):
-        def change(self, trees, waiting, beside, costs):
+    class Listens(LatencyTreePolicy):
+        def change(self, trees, waiting, beside, latency):
             asked.append((trees, beside))
 
     asked = []

@@ -22,7 +22,9 @@ def test_json_lines_alone(tmp_path):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert all({"time", "level", "logger"} <= set(line) for line in lines)
     said = [(line.get("process", ""), line["message"]) for line in lines]
-    assert any(process.startswith("smcserve: coordinator pid=") and "measured costs" in text for process, text in said)
+    assert any(
+        process.startswith("smcserve: coordinator pid=") and "timed the models" in text for process, text in said
+    )
     assert any("SIGHUP: draining, as after SIGTERM" in text for _, text in said)
 
 

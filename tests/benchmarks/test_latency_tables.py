@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.reports.speed import MeasuredCosts, costs_of_speeds, curve_tables
+from benchmarks.reports.speed import MeasuredLatency, curve_tables, latency_of_speeds
 from benchmarks.speed import Speed
 
 TIMES = dict.fromkeys(("per_request", "total", "round", "choose", "link", "host", "idle", "floor", "memory"), 1.0)
@@ -28,17 +28,17 @@ DRAFTED = Speed("lockstep", "exact", **SIZES, block=8, rows=8, alone=0.0, tokens
 WIDE = replace(PLAIN, mode="plain-tp", gpus=2, target_gpus=2, target=183.4)
 
 
-def of(seen: list[MeasuredCosts]) -> list[tuple]:
+def of(seen: list[MeasuredLatency]) -> list[tuple]:
     return [sample for each in seen for sample in each.samples()]
 
 
 def test_no_curve_without_drafting():
     """If the latency model turned drafting off, the draft's time is zero, which is no point of a curve."""
-    seen = costs_of_speeds([PLAIN, ALONE], "costs")
+    seen = latency_of_speeds([PLAIN, ALONE], "times")
     assert of(seen) == [("alone", (128, pytest.approx(91.5 / 16)))]
-    assert len(curve_tables(seen)) == 1 and not curve_tables(costs_of_speeds([ALONE], "costs"))
+    assert len(curve_tables(seen)) == 1 and not curve_tables(latency_of_speeds([ALONE], "times"))
 
 
 def test_whole_trees_are_of_a_known_size():
-    assert of(costs_of_speeds([WIDE], "always")) == [("alone", (128, pytest.approx(183.4 / 16)))]
-    assert of(costs_of_speeds([DRAFTED], "always")) == [("draft", (1024, 1.0)), ("target", (9216, 46.0))]
+    assert of(latency_of_speeds([WIDE], "always")) == [("alone", (128, pytest.approx(183.4 / 16)))]
+    assert of(latency_of_speeds([DRAFTED], "always")) == [("draft", (1024, 1.0)), ("target", (9216, 46.0))]
