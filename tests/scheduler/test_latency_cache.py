@@ -64,7 +64,7 @@ def test_a_broken_file_is_replaced(shipped, measured, caplog):
         path.write_text(broken)
         with caplog.at_level(logging.WARNING):
             assert stored_latency(shipped, MODELS, CONFIG) == measured[-1]
-        assert "are measured again" in caplog.text and json.loads(path.read_text())["latency"]
+        assert "are timed again" in caplog.text and json.loads(path.read_text())["latency"]
     assert len(measured) == 4
 
 
