@@ -27,7 +27,9 @@ NONCE_BYTES = PROOF_BYTES = 32
 PROOF_SECONDS = 10.0
 """Time for a connection to prove that it knows the secret."""
 MAX_UNPROVEN = 64
-"""Connections that may be about to prove it; further ones are closed at once."""
+"""Connections that may be about to prove it; for a further one the oldest is closed."""
+ACCEPT_AGAIN_SECONDS = 0.1
+"""Pause after a connection could not be accepted, because the process has as many files or threads as it may have."""
 CHUNK = 1 << 16
 logger = logging.getLogger(__name__)
 
@@ -88,30 +90,56 @@ class Gate:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
-        self._unproven = threading.Semaphore(MAX_UNPROVEN)
+        self._unproven: dict[socket.socket, None] = {}
+        """Connections that have proved nothing yet, the oldest first."""
+        self._guard = threading.Lock()
+        self._closed = threading.Event()
         self._refused = 0
         threading.Thread(target=self._accept, name="gate", daemon=True).start()
 
     def close(self) -> None:
+        self._closed.set()
         # `close` alone would not wake the thread that waits in `accept`.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError:  # closed
-                return
-            if not self._unproven.acquire(blocking=False):
-                connection.close()
+            except OSError:
+                self._closed.wait(ACCEPT_AGAIN_SECONDS)
                 continue
-            threading.Thread(target=self._admit, args=(connection, address[0]), name="gate", daemon=True).start()
+            self._make_room(connection)
+            try:
+                threading.Thread(target=self._admit, args=(connection, address[0]), name="gate", daemon=True).start()
+            except RuntimeError:  # no further thread can be started
+                self._take_out(connection)
+                connection.close()
+                self._closed.wait(ACCEPT_AGAIN_SECONDS)
+
+    def _make_room(self, connection: socket.socket) -> None:
+        """Add an unproven connection. If there are too many, end the oldest: a member proves at once that it knows the
+        secret, so connections that say nothing keep no member out."""
+        with self._guard:
+            if len(self._unproven) >= MAX_UNPROVEN:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._unproven[connection] = None
+
+    def _take_out(self, connection: socket.socket) -> None:
+        with self._guard:
+            self._unproven.pop(connection, None)
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         try:
-            _prove(connection, self._secret, ours="store", theirs="member", timeout=PROOF_SECONDS)
+            try:
+                _prove(connection, self._secret, ours="store", theirs="member", timeout=PROOF_SECONDS)
+            finally:
+                self._take_out(connection)
             inside = socket.create_connection((LOOPBACK, self._leads_to), PROOF_SECONDS)
         except (OSError, LinkError) as error:
             connection.close()
@@ -121,8 +149,6 @@ class Gate:
                     "connections to the worker group's store refused: %d; from %s: %s", self._refused, address, error
                 )
             return
-        finally:
-            self._unproven.release()
         _join(connection, inside)
 
 
