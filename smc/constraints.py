@@ -14,13 +14,11 @@ import llguidance
 import numpy as np
 
 from smc.api.constraint import Constraint, ConstraintRefused
-from smc.grammar.compiler import LIMITS, NotCompiled, compiled
+from smc.grammar.compiler import LIMITS, MOST_COMPILED, NotCompiled, compiled
 from smc.stops import TokenBytes
 
 MOST_KEPT = 256
 """Maximum number of compiled constraints that are kept: the most recently used ones."""
-MOST_COMPILED = 2.0
-"""Maximum seconds for compiling. The library counts steps, not seconds, so the limit is checked afterwards."""
 
 
 class Compiler:

@@ -18,6 +18,7 @@ import numpy as np
 from llguidance import gbnf_to_lark
 
 from smc.api.constraint import Constraint, schema_text
+from smc.grammar import numbers
 from smc.grammar.json_schema import JsonSchema, Unsatisfiable, WideObject
 from smc.grammar.lark import LarkGrammar, TooDeep, may_match_nothing
 
@@ -32,8 +33,16 @@ WHITESPACE = r"\x20|\x0A[\x20\x09]{0,40}"
 ever where they are allowed. A schema can change this (`x-guidance`)."""
 MOST_FORCED, FORCED_SECONDS = 16, 0.1
 """Maximum number of tokens, and seconds, for which the only possible beginning of a text is followed."""
+MOST_COMPILED = 2.0
+"""Maximum seconds for compiling. The library counts steps, not seconds, so the time is checked between its calls."""
 WIDE, TOO_WIDE = 300, 1000
 """Numbers of optional properties in a row: up to the first they can be followed, beyond the second they cannot."""
+MOST_PATTERNS = 250
+"""Maximum number of `patternProperties` of an object: the library needs the third power of the time, 2 to 9 s for
+these."""
+MOST_ODD, MOST_DIVISOR = 150_000, 1 << 20
+"""Maximum sums of the numbers in `multipleOf`, without factors of 2 and 5, and without factors of 10. The library has a
+state for each remainder: about 2 s."""
 MOST_GBNF = 1000
 """Maximum number of rules in GBNF: converting them takes the square of the time, a second for these."""
 ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
@@ -74,16 +83,29 @@ class NotCompiled(ValueError):
         return NotCompiled(f"{NOTHING}: {error}" if isinstance(error, Unsatisfiable) else str(error), rule)
 
 
+class _Clock:
+    """The time that is left for compiling a constraint."""
+
+    def __init__(self) -> None:
+        self._until = time.perf_counter() + MOST_COMPILED
+
+    def check(self) -> None:
+        """Raise NotCompiled if no time is left."""
+        if time.perf_counter() > self._until:
+            raise NotCompiled(f"it takes more than {MOST_COMPILED:g} s to compile")
+
+
 def compiled(
     constraint: Constraint, vocabulary: llguidance.LLTokenizer, limits: llguidance.LLParserLimits
 ) -> llguidance.LLMatcher:
     """Return the matcher of a constraint at its beginning. Raises NotCompiled."""
+    clock = _Clock()
     try:
         if constraint.kind in ("json_schema", "json_object"):
-            cut, matcher = _schema(constraint.text or '{"type": "object"}', vocabulary, limits)
+            cut, matcher = _schema(constraint.text or '{"type": "object"}', vocabulary, limits, clock)
             grammar = _schema_grammar(cut)
         else:
-            grammar = _grammar(constraint)
+            grammar = _grammar(constraint, clock)
             matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
             if matcher.is_error():
                 is_own = constraint.kind == "grammar" and _lark(constraint.text) == constraint.text
@@ -95,10 +117,12 @@ def compiled(
         _check_beginning(tried)
     except ValueError as error:
         raise NotCompiled.of(error) from error
+    except RecursionError as error:
+        raise NotCompiled("it is nested too deeply") from error
     return matcher
 
 
-def _grammar(constraint: Constraint) -> str:
+def _grammar(constraint: Constraint, clock: _Clock) -> str:
     """Convert a constraint to the library's form. Raises ValueError if it is invalid."""
     if constraint.kind == "choice":
         # As one terminal: as alternatives of a rule there would be an item for each.
@@ -114,7 +138,7 @@ def _grammar(constraint: Constraint) -> str:
     except ValueError:  # the library may know more
         return llguidance.grammar_from("lark", text)
     return llguidance.grammar_from(
-        "lark", grammar.without_dead_ends(_is_empty_terminal, partial(_cut_schema, constraint))
+        "lark", grammar.without_dead_ends(partial(_is_empty_terminal, clock), partial(_cut_schema, constraint, clock))
     )
 
 
@@ -133,10 +157,10 @@ def in_ascii(expression: str) -> str:
     return re.sub(r"\\(.)", lambda found: ASCII.get(found[1], found[0]), expression, flags=re.DOTALL)
 
 
-def _cut_schema(constraint: Constraint, rule: str, text: str) -> str:
+def _cut_schema(constraint: Constraint, clock: _Clock, rule: str, text: str) -> str:
     """Return a JSON schema of a grammar without what produces nothing."""
     try:
-        return _schema(text, _bytes(), LIMITS)[0]
+        return _schema(text, _bytes(), LIMITS, clock)[0]
     except ValueError as error:
         if isinstance(error, Unsatisfiable) and rule not in constraint.fields:
             raise  # other texts of the grammar may have no such value
@@ -144,12 +168,14 @@ def _cut_schema(constraint: Constraint, rule: str, text: str) -> str:
 
 
 def _schema(
-    text: str, vocabulary: llguidance.LLTokenizer, limits: llguidance.LLParserLimits
+    text: str, vocabulary: llguidance.LLTokenizer, limits: llguidance.LLParserLimits, clock: _Clock
 ) -> tuple[str, llguidance.LLMatcher]:
     """Return a JSON schema without what produces nothing, and its matcher. Raises ValueError."""
     schema = JsonSchema(text)
     schema.check_numbers()
+    _check_sizes(schema, clock)
     for found in schema.wide_objects(WIDE):
+        clock.check()
         if found.most > TOO_WIDE or not _can_be_followed(found):
             raise ValueError(
                 f"{TOO_COMPLEX}: {found.path} has {found.most} optional properties in a row; make some required, "
@@ -158,9 +184,10 @@ def _schema(
     for name, expression in schema.separators():
         if may_match_nothing(expression) and _is_empty(llguidance.LLMatcher.grammar_from_regex(expression)):
             raise ValueError(f"{name} matches no text")
-    empty = frozenset(one for one in schema.patterns() if may_match_nothing(one) and _is_empty_pattern(one))
+    empty = frozenset(one for one in schema.patterns() if may_match_nothing(one) and _is_empty_pattern(clock, one))
     dead: set[int] = set()
     while True:
+        clock.check()
         document = schema.without_dead_ends(dead, empty)
         cut = text if document is schema.document else schema_text(document)
         matcher = llguidance.LLMatcher(vocabulary, _schema_grammar(cut), log_level=0, limits=limits)
@@ -174,6 +201,22 @@ def _schema(
             words = _in_our_words(error)
             raise Unsatisfiable(words) if error.startswith(UNSATISFIABLE) else ValueError(words)
         dead.add(id(target))
+
+
+def _check_sizes(schema: JsonSchema, clock: _Clock) -> None:
+    """Raise ValueError if the library would work on a schema for minutes, which nothing could stop."""
+    for path, count in schema.pattern_counts():
+        clock.check()
+        if count > MOST_PATTERNS:
+            raise ValueError(f"{TOO_COMPLEX}: {path} has {count} patternProperties; allowed: at most {MOST_PATTERNS}")
+    odd = whole = 0
+    for path, divisor in schema.divisors():
+        clock.check()
+        odd, whole = odd + numbers.without_factors(divisor, 2, 5), whole + divisor
+        if odd > MOST_ODD or whole > MOST_DIVISOR:
+            raise ValueError(
+                f"{TOO_COMPLEX}: multipleOf in {path} has too many remainders; give smaller or rounder numbers"
+            )
 
 
 def _schema_grammar(text: str) -> str:
@@ -212,8 +255,9 @@ def _matcher_of_bytes(grammar: str) -> llguidance.LLMatcher:
     return llguidance.LLMatcher(_bytes(), grammar, log_level=0, limits=LIMITS)
 
 
-def _is_empty_terminal(text: str) -> bool:
+def _is_empty_terminal(clock: _Clock, text: str) -> bool:
     """Return whether a grammar, in Lark's syntax, that is one terminal matches nothing."""
+    clock.check()
     return _is_empty(llguidance.LLMatcher.grammar_from_lark(text))
 
 
@@ -226,8 +270,9 @@ def _is_empty(grammar: str) -> bool:
     return matcher.get_error().startswith(NO_EXTENSION)
 
 
-def _is_empty_pattern(pattern: str) -> bool:
+def _is_empty_pattern(clock: _Clock, pattern: str) -> bool:
     """Return whether no name matches a pattern of `patternProperties`."""
+    clock.check()
     schema = json.dumps({"type": "string", "pattern": pattern})
     error = _matcher_of_bytes(llguidance.LLMatcher.grammar_from_json_schema(schema)).get_error()
     return error.startswith(UNSATISFIABLE)

@@ -8,6 +8,7 @@ arrays and others. A schema allows a class if all its keywords do, which is a pr
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Set
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -111,6 +112,36 @@ class JsonSchema:
         for schema in self._schemas:
             if isinstance(named := schema.get("patternProperties"), dict):
                 yield from named
+
+    def pattern_counts(self) -> Iterator[tuple[str, int]]:
+        """Yield the objects with `patternProperties`, each with their number. Those of `allOf` and `$ref` apply to one
+        object, so they count together."""
+        for schema in self._schemas:
+            if "patternProperties" in schema or "allOf" in schema:
+                named = (one.get("patternProperties") for one in self._together(schema))
+                yield self._paths[id(schema)], sum(len(each) for each in named if isinstance(each, dict))
+
+    def divisors(self) -> Iterator[tuple[str, int]]:
+        """Yield each number that values must be a multiple of, without factors of 10, once, with its place. Several
+        numbers that apply to one value are one: their least common multiple."""
+        found = {1}
+        for schema in self._schemas:
+            if "multipleOf" in schema or "allOf" in schema:
+                number = math.lcm(*(numbers.divisor(one.get("multipleOf")) for one in self._together(schema)))
+                if number not in found:
+                    found.add(number)
+                    yield self._paths[id(schema)], number
+
+    def _together(self, schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield a schema and those that `allOf` and `$ref` apply to the same values."""
+        seen: set[int] = set()
+        waiting: list[Any] = [schema]
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, dict) and id(one) not in seen:
+                seen.add(id(one))
+                yield one
+                waiting += [*_listed(one.get("allOf")), self._targets.get(id(one))]
 
     def separators(self) -> Iterator[tuple[str, str]]:
         """Yield the regular expressions of `x-guidance`, each with its name."""

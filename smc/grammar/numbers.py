@@ -13,8 +13,13 @@ from smc.api.constraint import InexactNumber
 SAFE, LEAST, MOST = 2**53, -(2**63), 2**63 - 1
 """Integers up to `SAFE` are exact as floats; `LEAST` and `MOST` limit integers with bounds. The library calls itself
 without end where `LEAST` is the only integer allowed."""
+MOST_MULTIPLE = 2**32 // 10
+"""The library computes in 32 bits with ten times the digits of a number in `multipleOf`."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-ALLOWED = "integers up to 2^53, and other numbers that 64 bits hold exactly, as a float and as an integer"
+ALLOWED = (
+    "integers up to 2^53, and other numbers that 64 bits hold exactly, as a float and as an integer; in multipleOf "
+    f"digits that make a number below {MOST_MULTIPLE}"
+)
 
 
 def inexact(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -30,8 +35,28 @@ def inexact(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if _is_number(value) and not _is_bound_kept(keyword, value, exclusive is True, types):
             yield keyword, value
     value = schema.get("multipleOf")
-    if _is_number(value) and not _is_written_exactly(value):
+    if _is_number(value) and (not _is_written_exactly(value) or _digits(value) >= MOST_MULTIPLE):
         yield "multipleOf", value
+
+
+def divisor(value: Any) -> int:
+    """Return the digits of a number in `multipleOf` without factors of 10; 1 if it is no number above zero."""
+    if not _is_number(value) or not math.isfinite(value) or value <= 0:
+        return 1
+    return without_factors(_digits(value), 10)
+
+
+def _digits(value: int | float) -> int:
+    """Return the digits of a finite number as an integer, without its sign and point."""
+    return int("".join(map(str, Decimal(repr(value)).as_tuple().digits)))
+
+
+def without_factors(number: int, *factors: int) -> int:
+    """Return a positive number divided by these factors as often as it can be."""
+    for factor in factors:
+        while number % factor == 0:
+            number //= factor
+    return number
 
 
 def literal(value: Any) -> str:

@@ -42,6 +42,7 @@ def refusal(given: dict[str, Any]) -> str:
         ({"type": "number", "maximum": 2**60}, "maximum in #"),  # it would be written 1152921504606847000
         ({"minimum": INT64 - 1}, "minimum in #"),
         ({"type": "integer", "multipleOf": BIG}, "multipleOf in #"),
+        ({"type": "integer", "multipleOf": 10**9}, "multipleOf in #"),  # nothing would be allowed
         ({"enum": [UINT64]}, "enum in #"),
         ({"type": "integer", "const": 1e20}, "const in #"),
         ({"type": "integer", "const": 10**20}, "const in #"),
@@ -199,3 +200,55 @@ def test_large_constraints_are_checked_in_time():
         begin = time.process_time()
         compiler().check(Constraint(kind, text))
         assert time.process_time() - begin < 1.5, kind
+
+
+DEFINED = [{"$ref": f"#/$defs/p{number}"} for number in range(400)]
+NOTHING = {f"p{number}": {"type": "integer", "minimum": 2, "maximum": 1} for number in range(400)}
+PATTERNS: dict[str, Any] = {f"^[^a]{number}$": {} for number in range(400)}
+WITHIN: list[dict[str, Any]] = [{"multipleOf": 1009}, {"$ref": "#/$defs/a"}, {"allOf": [{"multipleOf": 1019}]}]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"json_schema": {"anyOf": [*DEFINED, {"type": "null"}], "$defs": NOTHING}}, "more than 2 s"),
+        (
+            {"grammar": "\n".join(f"A{n}: /a/ & /b{n}/" for n in range(900)) + '\nstart: "x"\n'},
+            "more than 2 s",
+        ),
+        ({"json_schema": {"type": "object", "patternProperties": PATTERNS}}, "# has 400 patternProperties"),
+        (
+            {"json_schema": {"allOf": [{"patternProperties": dict([one])} for one in PATTERNS.items()]}},
+            "# has 400 patternProperties",
+        ),
+        ({"json_schema": {"type": "integer", "multipleOf": 1234567}}, "multipleOf in # has too many remainders"),
+        ({"json_schema": {"type": "number", "multipleOf": 4194304}}, "multipleOf in # has too many remainders"),
+        (
+            {"json_schema": {"allOf": WITHIN, "type": "integer", "$defs": {"a": {"multipleOf": 1013}}}},
+            "multipleOf in # has too many remainders",
+        ),
+        (
+            {"json_schema": {"items": {"anyOf": [{"multipleOf": 9001 + 10 * n} for n in range(40)]}}},
+            "has too many remainders",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_library_would_work_on_for_minutes_is_refused_soon(given: dict, why: str):
+    begin = time.process_time()
+    assert why in refusal(given)
+    assert time.process_time() - begin < 8
+
+
+@pytest.mark.parametrize("number", [0.01, 0.25, 1, 7, 12.5, 60, 86400, 9973, 3600000, 2**20, 429 * 10**6])
+def test_numbers_of_which_values_are_multiples(number: float):
+    schema = {"type": "number", "multipleOf": number}
+    assert allows({"json_schema": schema}, f"{number:.12g}")
+    assert number < 0.1 or not allows({"json_schema": schema}, f"{number - 0.125:.12g}")
+
+
+def test_schemas_nested_too_deeply_are_refused():
+    """Taking out a part that nothing satisfies needs a deeper stack than reading the schema."""
+    dead = '{"$ref": "#/$defs/a"}'
+    text = f'{{"anyOf": [{dead}, ' * 450 + "true" + "]}" * 449 + f'], "$defs": {{"a": {dead}}}}}'
+    assert "constraint.json_schema: it is nested too deeply" in refusal({"json_schema": text})
