@@ -74,6 +74,13 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _list(value: Any) -> list[Any]:
+    """Return a value that must be a list: everything that has parts is sent as one."""
+    if type(value) is not list:
+        raise TypeError(f"{value!r:.80} came, not a list")
+    return value
+
+
 def _plain(value: Any) -> Any:
     """Return a NumPy number as the number that MessagePack knows."""
     if isinstance(value, np.generic):
@@ -132,7 +139,9 @@ def _write_array(array: np.ndarray) -> list[Any]:
 
 
 def _read_array(value: Any) -> np.ndarray:
-    number, data, *shape = value
+    number, data, *shape = _list(value)
+    if type(data) is not bytes or not all(type(size) is int and size >= 0 for size in (number, *shape)):
+        raise TypeError(f"{value!r:.80} came, not an array")
     array = np.frombuffer(bytearray(data), ARRAY_TYPES[number])  # writable, as torch wants it
     return array.reshape(shape) if shape else array
 
@@ -142,7 +151,7 @@ def _sequence(origin: type, arguments: tuple[Any, ...]) -> _Form:
         forms = [_form(argument) for argument in arguments]
 
         def read_all(values: Any) -> tuple[Any, ...]:
-            return tuple(form.read(value) for form, value in zip(forms, values, strict=True))
+            return tuple(form.read(value) for form, value in zip(forms, _list(values), strict=True))
 
         text = f"tuple[{','.join(form.text for form in forms)}]"
         if all(form.write is _same for form in forms):
@@ -153,11 +162,11 @@ def _sequence(origin: type, arguments: tuple[Any, ...]) -> _Form:
     in_order = sorted if origin is frozenset else _same
     write = in_order if item.write is _same else lambda values: [item.write(value) for value in in_order(values)]
     if not _is_scalar(arguments[0]):
-        return _Form(text, write, lambda values: origin(map(item.read, values)))
+        return _Form(text, write, lambda values: origin(map(item.read, _list(values))))
     accepted = _accepted(arguments[0])
 
     def read_scalars(values: Any) -> Any:  # of a prompt there may be a hundred thousand
-        if not accepted.issuperset(map(type, values)):
+        if not accepted.issuperset(map(type, _list(values))):
             raise TypeError(f"{values!r:.80} came, not a {text}")
         return origin(values)
 
@@ -166,11 +175,16 @@ def _sequence(origin: type, arguments: tuple[Any, ...]) -> _Form:
 
 def _mapping(key_kind: Any, value_kind: Any) -> _Form:
     key, value = _form(key_kind), _form(value_kind)
-    return _Form(
-        f"dict[{key.text},{value.text}]",
-        lambda held: {key.write(name): value.write(item) for name, item in held.items()},
-        lambda held: {key.read(name): value.read(item) for name, item in held.items()},
-    )
+
+    def read(held: Any) -> dict[Any, Any]:
+        if type(held) is not dict:
+            raise TypeError(f"{held!r:.80} came, not a mapping")
+        return {key.read(name): value.read(item) for name, item in held.items()}
+
+    def write(held: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {key.write(name): value.write(item) for name, item in held.items()}
+
+    return _Form(f"dict[{key.text},{value.text}]", write, read)
 
 
 def _union(kinds: tuple[Any, ...]) -> _Form:
@@ -200,6 +214,8 @@ def _union(kinds: tuple[Any, ...]) -> _Form:
     def read(value: Any) -> Any:
         if isinstance(value, list):
             number, content = value
+            if type(number) is not int or number < 0:
+                raise TypeError(f"{number!r:.80} came, not the number of a type")
             return forms[number].read(content)
         if type(value) not in accepted:
             raise TypeError(f"{value!r:.80} came, not one of {text:.200}")
@@ -241,7 +257,7 @@ def _record(kind: type, types: dict[str, Any]) -> _Form:
         return [getattr(value, name) if write is None else write(getattr(value, name)) for name, write in pairs]
 
     def read(values: Any) -> Any:
-        found = {name: form.read(value) for name, form, value in zip(names, forms, values, strict=True)}
+        found = {name: form.read(value) for name, form, value in zip(names, forms, _list(values), strict=True)}
         if axes:
             _check_axes(kind, axes, found)
         return kind(**found)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_type_hints
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -375,6 +376,36 @@ def test_damaged_messages_are_refused():
     for size in range(len(data)):
         with pytest.raises(LinkError):
             HELD.decode(data[:size])
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (3, "12"),
+        (3, b"12"),
+        (3, {4: 5}),
+        (4, [["five", 6.0]]),
+        (4, None),
+        (5, [6, 1 << 60]),  # a number in place of the bytes: their size
+        (5, [6, [0] * 8]),
+        (5, [-1, bytes(8)]),
+        (5, [6, bytes(8), -1]),
+        (5, [6, bytes(8), 1.0]),
+        (6, [-1, []]),
+        (6, [True, []]),
+        (6, [0, [], 1]),
+    ],
+)
+def test_content_of_another_form_is_refused(at: int, value: Any):
+    """Whatever a sender writes: it becomes nothing else, takes no memory of its choosing, and raises LinkError."""
+    names = ("number", "share", "name", "ids", "counts", "one_A")
+    types = get_type_hints(Held)
+    codec = Codec(make_dataclass("Content", [*((name, types[name]) for name in names), ("choice", Ping | Pong)]))
+    content: list[Any] = [1, 2.0, None, [4], {"five": 6.0}, [6, bytes(8)], [0, []]]
+    assert codec.decode(codec.hash + msgpack.packb(content)).ids == (4,)
+    content[at] = value
+    with pytest.raises(LinkError):
+        codec.decode(codec.hash + msgpack.packb(content))
 
 
 def test_another_build_is_refused():
