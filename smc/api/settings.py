@@ -139,9 +139,17 @@ class Holds:
         return value
 
 
+class HoldsNumber(Holds):
+    """A check of a number. An integer beyond 64 bits, which messages cannot hold, is stored as a float."""
+
+    def __call__(self, name: str, value: Any) -> Any:
+        found = super().__call__(name, value)
+        return found if abs(found) < 2**63 else float(found)
+
+
 def number(holds: Callable[[Any], bool], allowed: str) -> Check:
     """Make a check that accepts a finite number for which `holds` is true."""
-    return Holds(
+    return HoldsNumber(
         lambda value: is_number(value) and holds(value),
         allowed,
         lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),

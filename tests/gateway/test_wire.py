@@ -107,6 +107,12 @@ def test_settings_round_trip(settings, logprobs, particles, prompt):
     assert REQUESTS.decode(REQUESTS.encode(Submission(request))) == Submission(request)
 
 
+def test_a_number_written_as_a_large_integer_round_trips():
+    """A body may hold 10^30 where a number is due; messages hold integers of 64 bits."""
+    request = Request("7", (1,), SamplingParams(time_budget=10**30))
+    assert REQUESTS.decode(REQUESTS.encode(Submission(request))) == Submission(request)
+
+
 def sent(message):
     return type(message).FromString(message.SerializeToString())
 
