@@ -27,7 +27,7 @@ SLOW = 1.0
 """Seconds that the slow model takes for a prompt."""
 
 
-@pytest.fixture(scope="module", params=["lookahead", "lockstep"])
+@pytest.fixture(scope="module", params=["lookahead", pytest.param("lockstep", marks=pytest.mark.slow)])
 def engine(request):
     """An engine over a link to both models, which run in threads."""
     engine = EngineConfig(block=3, **({"branches": 2} if request.param == "lookahead" else {"form": "lockstep"}))
