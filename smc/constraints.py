@@ -29,7 +29,8 @@ class Compiler:
         self.vocab = len(token_bytes.offset_V) - 1
         self._seconds: list[float] = []
         self._hits = 0
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        """Of what is kept, held for a moment; and of the library, held while a constraint is compiled."""
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher | NotCompiled] = OrderedDict()
 
@@ -54,7 +55,7 @@ class Compiler:
 
     def warm(self) -> None:
         """Read the vocabulary, which takes half a second for 50,000 tokens."""
-        with self._lock:
+        with self._compiling:
             self._vocabulary()
 
     def take_counts(self) -> tuple[list[float], int]:
@@ -70,19 +71,26 @@ class Compiler:
             raise constraint.refused("the model has no token that ends texts; leave it out")
         if constraint.after is not None and constraint.after >= self.vocab:
             raise ConstraintRefused(f"after={constraint.after}; allowed: 0..{self.vocab - 1}")
-        with self._lock:
-            found = self._compiled(constraint)
+        found = self._known(constraint)
+        if found is None:
+            with self._compiling:
+                found = self._known(constraint) or self._compiled(constraint)
         if isinstance(found, NotCompiled):
             raise constraint.refused(found.why, found.rule) from found
         return found
 
+    def _known(self, constraint: Constraint) -> llguidance.LLMatcher | NotCompiled | None:
+        """Return what compiling the constraint has given; None: it is not kept. Does not wait for others that are
+        compiled meanwhile."""
+        with self._lock:
+            found = self._kept.get((constraint.kind, constraint.text))
+            if found is not None:
+                self._kept.move_to_end((constraint.kind, constraint.text))
+                self._hits += 1
+            return found
+
     def _compiled(self, constraint: Constraint) -> llguidance.LLMatcher | NotCompiled:
-        """Return the constraint's matcher at its beginning, or why it is refused."""
-        key = (constraint.kind, constraint.text)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            self._hits += 1
-            return self._kept[key]
+        """Compile a constraint: return its matcher at its beginning, or why it is refused."""
         vocabulary, begin = self._vocabulary(), time.perf_counter()
         found: llguidance.LLMatcher | NotCompiled
         try:
@@ -94,9 +102,10 @@ class Compiler:
         if seconds > MOST_COMPILED:
             found = NotCompiled(f"it took {seconds:.1f} s to compile, more than {MOST_COMPILED:g} s")
         self._seconds.append(seconds)
-        while len(self._kept) >= MOST_KEPT:
-            self._kept.popitem(last=False)
-        self._kept[key] = found
+        with self._lock:
+            while len(self._kept) >= MOST_KEPT:
+                self._kept.popitem(last=False)
+            self._kept[constraint.kind, constraint.text] = found
         return found
 
     def _vocabulary(self) -> llguidance.LLTokenizer:
