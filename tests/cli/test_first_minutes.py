@@ -14,6 +14,7 @@ from services.backend import StartProgress
 from smc import demo
 from smc.model.tokenizer import Tokenizer
 from smc.terminal import number
+from tests.cli.test_pipes import COMMAND, piped
 from tests.loadtest.made import made_run, record
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +58,12 @@ def test_the_file_of_requests_that_the_readme_names_is_there():
 
 
 @pytest.mark.slow
-def test_the_readmes_line_of_a_batch_works(smcserve, tmp_path):
+@pytest.mark.xdist_group("ray")
+def test_the_readmes_line_of_a_batch_works(tmp_path):
+    """In a process of its own: this one may be connected to the cluster that other tests share."""
     (name,) = re.findall(r"`smcserve batch (\S+) answers\.jsonl`", README)
-    ran = smcserve("batch", ROOT / name, tmp_path / "answers.jsonl")
-    assert ran.code == 0, ran.err
+    ran = piped(*COMMAND, "batch", ROOT / name, tmp_path / "answers.jsonl")
+    assert ran.returncode == 0, ran.stderr
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert all(answer["error"] is None and answer["response"]["status_code"] == 200 for answer in answers)
     assert [len(answer["response"]["body"]["choices"]) for answer in answers] == [1, 1, 2]
