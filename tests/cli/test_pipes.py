@@ -81,7 +81,6 @@ def test_every_command_prints_through_the_same_two_consoles():
     [
         ["check"],
         ["bench", "--concurrency", "1", "--rounds", "1"],
-        pytest.param(["eval", "--problems", "1", "--only", "exact lockstep N=4 K=5"], marks=pytest.mark.slow),
         pytest.param(["demo", "--problems", "1"], marks=pytest.mark.slow),
     ],
     ids=lambda words: words[0],
