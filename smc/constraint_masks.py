@@ -8,7 +8,8 @@ A constraint that cannot be followed any further has failed: its request ends, a
 The library cannot be interrupted, and one of its calls may take seconds. So its calls run in other threads, without the
 interpreter's lock, and a wait for them has a limit. Usually one thread computes the masks of all requests. If it takes
 too long, its work is abandoned, and every request is computed again in a thread of its own. Those that take more than
-their share of processor time there fail; the others are not affected.
+their share of processor time there fail; the others are not affected, nor does a busy machine let any fail. The wait is
+short because at most one request whose masks may take long takes part in a round (`smc.scheduler.mask_turns`).
 
 Axes: L tokens of an answer, W words of 32 tokens each, R rows."""
 
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
@@ -46,9 +47,11 @@ take long, and if many do."""
 ALL_SECONDS = 0.3
 """Maximum seconds of processor time for masks that are computed alone, in a round at one model, divided among the
 requests that take long."""
-WAIT_SECONDS = 1.0
-"""Maximum seconds that a round waits at one model for masks that are computed alone: a busy machine may give them
-little processor time."""
+WAIT_SECONDS = 5.0
+"""Maximum seconds that a round waits at one model for masks that are computed alone. Only a machine that gives them
+hardly any processor time lets them take so long."""
+STUCK_SECONDS = 0.2
+"""Maximum seconds that a round waits at one model for masks that wait for the work of a request that has failed."""
 REQUEST_SECONDS = 10.0
 """Maximum seconds of processor time that the masks of a request may take at one model. Masks that are computed together
 with those of others do not count."""
@@ -206,6 +209,7 @@ def check_end(compiler: Compiler, constraint: Constraint, tokens: Sequence[int],
         return
     if Follower(StopMachine.of((), (), (), constraint), compiler).ends(np.array(tokens)) is False:
         raise ConstraintFailed(f"constraint: the answer ended where the {constraint.kind} does not allow an end")
+
 
 
 class _Reader:
@@ -487,15 +491,12 @@ class MaskWriter:
         self._helper: ThreadPoolExecutor | None = None
         self._helper_threads: tuple[int, ...] = ()
         """Native id of the helper's thread."""
+        self._abandoned: list[_Abandoned] = []
         self.begin_round()
 
     def begin_round(self) -> None:
         """Renew the budget."""
         self._together, self._wait_left = 0.0, WAIT_SECONDS
-        self._abandoned: tuple[int, ...] = ()
-        """Threads of this round's abandoned work, by their native ids."""
-        self._abandoned_seconds = 0.0
-        """Their processor time when it was abandoned."""
         self._seconds: dict[Follower, float] = {}
         """Processor time of this round that the masks of each follower took alone."""
 
@@ -535,15 +536,17 @@ class MaskWriter:
             self._helper_threads = (self._helper.submit(threading.get_native_id).result(),)
         began = time.monotonic()
         try:
-            self._helper.submit(drive.run).result(left)
+            work = self._helper.submit(drive.run)
+            work.result(left)
         except TimeoutError:
             drive.abandoned = True
+            starts = tuple(follower.start for follower, _ in needed if follower.start is not None)
+            threads = (*_shared_executor()[1], *self._helper_threads)
+            self._abandoned.append(_Abandoned(starts, work.done, threads, failed=False))
             for follower, _ in needed:
                 follower.restart()
             self._helper.shutdown(wait=False)
             self._helper, self._memory_RW = None, self._memory_RW[:0].copy()
-            self._abandoned = (*_shared_executor()[1], *self._helper_threads)
-            self._abandoned_seconds = sum(map(_processor_seconds, self._abandoned))
             _shared_executor.cache_clear()
             return False
         finally:
@@ -589,20 +592,27 @@ class MaskWriter:
         deadline = began + self._wait_left
         running = works
         while running := [one for one in running if not one[2].wait(POLL_SECONDS / len(running))]:
-            share = min(ROUND_SECONDS, max(LEAST_SECONDS, ALL_SECONDS / len(running)))
+            slow = sum(work.seconds() > LEAST_SECONDS for *_, work, _ in running)
+            share = min(ROUND_SECONDS, max(LEAST_SECONDS, ALL_SECONDS / max(slow, 1)))
             used: defaultdict[int, float] = defaultdict(float)
             sizes = Counter(id(follower.start) for follower, *_ in running)
             for follower, _, work, _ in running:
                 used[id(follower.start)] += work.seconds()
             # Matchers of one constraint wait for each other in the library, also for those of abandoned work.
             most = {key: max(ROUND_SECONDS, LEAST_SECONDS * size) for key, size in sizes.items()}
-            abandoned = self._abandoned_for()
+            self._abandoned = [one for one in self._abandoned if not one.has_ended()]
+            now = time.monotonic()
             for follower, _, work, _ in running:
                 own, key = work.seconds(), id(follower.start)
-                others = abandoned if sizes[key] > 1 or own < BLOCKED_SECONDS else 0.0
-                is_late = used[key] + others > most[key] or time.monotonic() > deadline
+                ahead = [one for one in self._abandoned if key in one.keys]
+                is_blocked = own < BLOCKED_SECONDS
+                others = sum(one.seconds() for one in ahead) if sizes[key] > 1 or is_blocked else 0.0
+                is_stuck = is_blocked and now > began + STUCK_SECONDS and any(one.failed for one in ahead)
+                is_late = used[key] + others > most[key] or is_stuck or now > deadline
                 if own > self._left(follower, share) or is_late:
                     work.abandon()
+                    assert follower.start is not None, "a constraint that has not failed"
+                    self._abandoned.append(_Abandoned((follower.start,), work.has_ended, (), failed=True))
                     follower.fail(_too_slow(follower.seconds + own))
             running = [one for one in running if one[0].failure is None]
         for follower, paths, work, found_RW in works:
@@ -613,10 +623,6 @@ class MaskWriter:
                     masks_RW[path.row : path.row + path.masks] = found_RW[row : row + path.masks]
                     row += path.masks
         self._wait_left = deadline - time.monotonic()
-
-    def _abandoned_for(self) -> float:
-        """Processor time of the abandoned work of this round since it was abandoned."""
-        return sum(map(_processor_seconds, self._abandoned)) - self._abandoned_seconds
 
     def _left(self, follower: Follower, share: float) -> float:
         """Seconds of processor time that the masks of a request may take now. `share`: its share of the round."""
@@ -633,6 +639,28 @@ def _too_slow(seconds: float) -> str:
     return f"takes too much time {limit}; simplify it"
 
 
+class _Abandoned:
+    """Work whose results are not needed any more, but which has not ended: a call of the library cannot be stopped."""
+
+    def __init__(
+        self,
+        starts: tuple[llguidance.LLMatcher, ...],
+        has_ended: Callable[[], bool],
+        threads: tuple[int, ...],
+        *,
+        failed: bool,
+    ) -> None:
+        """`starts`: matchers of its constraints at their beginnings; `threads`: native ids of those whose processor
+        time counts for these constraints; `failed`: its request has failed."""
+        self._starts, self.has_ended, self._threads, self.failed = starts, has_ended, threads, failed
+        self.keys = frozenset(map(id, starts))
+        self._before = sum(map(_processor_seconds, threads))
+
+    def seconds(self) -> float:
+        """Return the processor time since it was abandoned."""
+        return max(sum(map(_processor_seconds, self._threads)) - self._before, 0.0)
+
+
 class _Work:
     """Work in a thread of its own, and in that of its executor."""
 
@@ -643,6 +671,9 @@ class _Work:
         self._threads = list(executor_threads)
         self._seconds = 0.0
         threading.Thread(target=self._run, name="masks of one request", daemon=True).start()
+
+    def has_ended(self) -> bool:
+        return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
         """Wait at most `seconds` until the work has ended. Return whether it has. Raises its error."""

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -33,13 +34,14 @@ from smc.executor.model_runner import RoundExecutor, RoundOutcome
 from smc.memory.kv_cache import KVCacheManager
 from smc.round.plan import Program
 from smc.round.tensors import Lineage, ObservedDraws, RoundResult
+from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import Decoding, RoundFacts
 from smc.scheduler.round_plan import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import Acceptance, DraftExponents
 from smc.scheduler.stats import EngineStats
-from smc.types import ModelRole
+from smc.types import ModelRole, is_mask_span
 
 WINDOW = 64
 """Number of tokens that are compared at a time, however long ago particles agreed."""
@@ -111,11 +113,13 @@ class RoundScheduler:
         decoding: Decoding,
         width: int,
         micro_batches: int,
+        turns: MaskTurns,
         decide: DecideSize | None = None,
     ) -> None:
-        """`micro_batches`: their number. `width`, `decide`: see `RoundPlanner`."""
+        """`micro_batches`: their number. `turns`: shared by all rounds of an engine. `width`, `decide`: see
+        `RoundPlanner`."""
         self.config, self.slots, self.memory, self.executor, self.decoding = config, slots, memory, executor, decoding
-        self._planner = RoundPlanner(config, slots, decoding, width, decide)
+        self._planner, self._turns = RoundPlanner(config, slots, decoding, width, decide), turns
         self._members: list[list[SequenceGroup]] = [[] for _ in range(micro_batches)]
         self._in_flight: list[InFlightStep | None] = [None] * micro_batches
         self._stats = EngineStats()
@@ -157,6 +161,12 @@ class RoundScheduler:
             self._read(step)
         return [step.pending for step in steps]
 
+    def constrained(self) -> Iterator[SequenceGroup]:
+        """Yield the constrained requests that another round is useful for."""
+        for group in chain.from_iterable(self._members):
+            if group.params.constraint is not None and self._wants_round(group):
+                yield group
+
     def take_stats(self) -> EngineStats:
         """Return the statistics of its rounds since the last call."""
         stats, self._stats = self._stats, EngineStats()
@@ -177,7 +187,7 @@ class RoundScheduler:
 
     def _launch(self, members: list[SequenceGroup], allocate: AllocatePages) -> InFlightStep | None:
         """Launch a round of those requests of a micro-batch that get pages for it; None: there are none."""
-        given = allocate([group for group in members if self._wants_round(group)])
+        given = allocate([group for group in members if self._turns.allows(group) and self._wants_round(group)])
         if not given:
             return None
         begin = time.perf_counter()
@@ -212,7 +222,9 @@ class RoundScheduler:
         if current:
             self._record(step, outcome, np.array(current))
         if any(group.params.masked for group in step.population.groups):
-            self._stats.count_masks(step.pending.spans())
+            masks = [end - begin for name, (begin, end) in step.pending.spans().items() if is_mask_span(name)]
+            self._stats.count_masks(masks)
+            self._turns.learn(step.population.groups, 1e-9 * sum(masks))
         self.last = step.pending
 
     def _record(self, step: InFlightStep, outcome: RoundOutcome, current_G: np.ndarray) -> None:

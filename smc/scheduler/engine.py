@@ -30,6 +30,7 @@ from smc.scheduler.admission import DuplicateRequest, NoDraft, check_queue
 from smc.scheduler.capacity import PageForecast, check_fits
 from smc.scheduler.decode import RoundScheduler
 from smc.scheduler.detokenizer import StopRules
+from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import PROGRAMS, Decoding, decoding_of, program_of
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
@@ -80,6 +81,7 @@ class Engine:
         self.prefill = PrefillManager(
             config, self.slots, self.memory, self.forecast, workers, executor, TokenBytes.of(tokenizer)
         )
+        self._turns = MaskTurns()
         rounds = {program: self._round_scheduler(program) for program in PROGRAMS}
         self.registry = RequestRegistry(self.slots, self.prefill, rounds)
         self.fallback = DraftFallback(self.registry, self.prefill)
@@ -105,6 +107,7 @@ class Engine:
             PROGRAMS[program],
             width=config.width(self.context),
             micro_batches=config.micro_batches if is_pair else 1,
+            turns=self._turns,
             decide=decide if is_pair else None,
         )
 
@@ -196,6 +199,7 @@ class Engine:
     def _run_decode_step(self) -> list[Pending[RoundOutcome]]:
         """Launch rounds of all running requests. Return the rounds whose results were read."""
         programs = self.registry.rounds.values()
+        self._turns.begin_step(group for rounds in programs for group in rounds.constrained())
         return [outcome for rounds in programs for outcome in rounds.step(self.preemption.allocate)]
 
     def _process_results(self, rounds: list[Pending[RoundOutcome]]) -> None:

@@ -5,7 +5,7 @@ coordinator's monotonic clock."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,9 +121,9 @@ class EngineStats:
     spec_alone_rounds: int = 0
     """Rounds of requests of exact decoding in which nothing was drafted."""
 
-    def count_masks(self, spans: Mapping[str, tuple[int, int]]) -> None:
-        """Record the durations of masks among the spans of a round (begin and end in nanoseconds)."""
-        self.mask_seconds += [1e-9 * (end - begin) for name, (begin, end) in spans.items() if is_mask_span(name)]
+    def count_masks(self, nanoseconds: Iterable[int]) -> None:
+        """Record the durations of a round's masks, at each model that computed any."""
+        self.mask_seconds += [1e-9 * duration for duration in nanoseconds]
         del self.mask_seconds[:-MOST_SAMPLES]
 
     def count_round(self, ess_share: float | None, lag: int, resampled: bool, collapsed: bool) -> None:

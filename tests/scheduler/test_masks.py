@@ -252,6 +252,38 @@ def test_slow_masks_fail_without_others_and_in_time():
     assert all(follower.failure is None for follower in quick)
 
 
+class Starved:
+    """Threads of the library that a busy machine gives no processor time for a while."""
+
+    def __init__(self, executor: llguidance.LLExecutor, seconds: float) -> None:
+        self._executor, self._seconds = executor, seconds
+
+    def unsafe_compute_mask_ptr(self, *arguments) -> None:
+        time.sleep(self._seconds)
+        self._executor.unsafe_compute_mask_ptr(*arguments)
+
+    def consume_token_par(self, reads: list) -> list[bool]:
+        return self._executor.consume_token_par(reads)
+
+
+def test_a_busy_machine_lets_no_constraint_fail(monkeypatch):
+    """Only processor time counts: masks that take two seconds without using any are computed."""
+    compiler, new = compiler_of(), constraint_masks._new_executor
+
+    def starved(count: int) -> tuple[Starved, tuple[int, ...]]:
+        executor, threads = new(count)
+        return Starved(executor, 2.0), threads
+
+    monkeypatch.setattr(constraint_masks, "_new_executor", starved)
+    follower = Follower(machine_of("choices"), compiler)
+    follower.alone = True
+    masks_RW = np.zeros((1, compiler.words), dtype=np.int32)
+    path = MaskPath(np.array([IDS[b"a"]]), 1, 0, 1)
+    MaskWriter(compiler).write([(follower, [path])], masks_RW)
+    assert follower.failure is None
+    assert (opened(masks_RW, VOCAB) == plain(compiler, machine_of("choices"), path)).all()
+
+
 LIMITED = 'start: item*\nitem: "a" | "b" | item item\n'
 DEAD_END = 'start: "a" "b" x | "a" "a"\nx: x "c"\n'
 SLOW = "start: e\ne: " + " | ".join(" ".join(["e"] * k) for k in range(2, 40)) + " | /[a-z]/\n"
