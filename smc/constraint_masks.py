@@ -26,6 +26,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ import llguidance
 import numpy as np
 
 from smc.api.constraint import Constraint, ConstraintFailed
-from smc.api.request import FinishReason
+from smc.api.request import Answer, FinishReason
 from smc.bad_words import BadWords
 from smc.constraints import Compiler
 from smc.stops import StopMachine
@@ -210,6 +211,19 @@ def check_end(compiler: Compiler, constraint: Constraint, tokens: Sequence[int],
     if Follower(StopMachine.of((), (), (), constraint), compiler).ends(np.array(tokens)) is False:
         raise ConstraintFailed(f"constraint: the answer ended where the {constraint.kind} does not allow an end")
 
+
+def check_particles(compiler: Compiler, constraint: Constraint, answer: Answer) -> Answer:
+    """Return an answer whose particles that ended where the constraint does not allow an end count as cut off: their
+    finish reason is `LENGTH`."""
+    checked = []
+    for particle in answer.particles or ():
+        try:
+            check_end(compiler, constraint, particle.tokens, particle.finish_reason)
+        except ConstraintFailed:
+            checked.append(replace(particle, finish_reason=FinishReason.LENGTH))
+        else:
+            checked.append(particle)
+    return replace(answer, particles=tuple(checked)) if checked else answer
 
 
 class _Reader:

@@ -150,7 +150,8 @@ class BatchRunner:
     async def _answer(self, line: Line, requests: Sequence[Request], cost: int) -> dict[str, Any]:
         try:
             answers = await self._answers(requests)
-            await asyncio.to_thread(self._check_ends, requests, answers)
+            if any(request.params.constraint for request in requests):
+                answers = await asyncio.to_thread(self._check_ends, requests, answers)
             return answered(line, requests, answers, self._pair, self._fingerprint, int(time.time()))
         except ServiceLost:
             raise
@@ -161,18 +162,20 @@ class BatchRunner:
             async with self._freed:
                 self._freed.notify_all()
 
-    def _check_ends(self, requests: Sequence[Request], answers: Sequence[Answer]) -> None:
-        """Raise ConstraintFailed if an answer ended where its constraint does not allow an end."""
-        constraints = [request.params.constraint for request in requests]
-        if any(constraints):
-            from smc.constraint_masks import check_end  # imports torch
-            from smc.constraints import Compiler
-            from smc.stops import TokenBytes
+    def _check_ends(self, requests: Sequence[Request], answers: list[Answer]) -> list[Answer]:
+        """Raise ConstraintFailed if an answer ended where its constraint does not allow an end. Return the answers,
+        with particles that end wrongly marked."""
+        from smc.constraint_masks import check_end, check_particles  # imports torch
+        from smc.constraints import Compiler
+        from smc.stops import TokenBytes
 
-            compiler = Compiler.of(TokenBytes.of(self._pair.tokenizer))
-            for constraint, answer in zip(constraints, answers):
-                if constraint is not None:
-                    check_end(compiler, constraint, answer.tokens, answer.finish_reason)
+        compiler, checked = Compiler.of(TokenBytes.of(self._pair.tokenizer)), []
+        for request, answer in zip(requests, answers):
+            if (constraint := request.params.constraint) is not None:
+                check_end(compiler, constraint, answer.tokens, answer.finish_reason)
+                answer = check_particles(compiler, constraint, answer)
+            checked.append(answer)
+        return checked
 
     async def _answers(self, requests: Sequence[Request]) -> list[Answer]:
         """Return all answers. On the first error the other requests are cancelled, and the error is raised."""

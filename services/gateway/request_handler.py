@@ -438,18 +438,19 @@ class RequestHandler:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiling, self._compile, list(constraints))
 
-    async def _check_end(self, request: Request, answer: Answer) -> None:
+    async def _check_end(self, request: Request, answer: Answer) -> Answer:
         """Raise ConstraintFailed, and count it, if an answer ended by itself although its constraint does not allow
-        it."""
+        it. Return the answer, with particles that end wrongly marked."""
         constraint = request.params.constraint
         if constraint is None:
-            return
-        from smc.constraint_masks import check_end  # imports torch
+            return answer
+        from smc.constraint_masks import check_end, check_particles  # imports torch
 
+        check = asyncio.get_running_loop().run_in_executor
+        given = (self._compiler(), constraint)
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._checking, check_end, self._compiler(), constraint, answer.tokens, answer.finish_reason
-            )
+            await check(self._checking, check_end, *given, answer.tokens, answer.finish_reason)
+            return await check(self._checking, check_particles, *given, answer)
         except ConstraintFailed:
             logger.error(
                 "the answer of request %s ended where its constraint does not allow an end", request.request_id
@@ -487,7 +488,7 @@ class RequestHandler:
         async with aclosing(merged(sources)) as updates:
             async for index, output in updates:
                 if output.answer is not None:
-                    await self._check_end(requests[index], output.answer)
+                    output = replace(output, answer=await self._check_end(requests[index], output.answer))
                 records[index].count(len(requests[index].prompt), len(output.tokens))
                 yield index, output
                 if output.answer is not None:

@@ -15,7 +15,7 @@ import torch
 from smc.algorithm.selection import final_draw
 from smc.api.constraint import ConstraintFailed
 from smc.api.request import Answer, FinishReason, Output, Particle
-from smc.constraint_masks import check_end
+from smc.constraint_masks import check_end, check_particles
 from smc.constraints import Compiler
 from smc.philox import Purpose, uniforms
 from smc.scheduler.capacity import PageForecast
@@ -218,6 +218,8 @@ class ResultReporter:
         elif group.error:
             self._prefill.prefixes.forget_prompt(group)
         answer = make_answer(group, self._slots, reason, particle, tokens, self._scores)
+        if self._constraints is not None and group.params.constraint is not None:
+            answer = check_particles(self._constraints, group.params.constraint, answer)
         if tokens and group.is_rescored and reason in (None, FinishReason.TIME_BUDGET):
             self._registry.rescore(group, answer)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,8 @@ from services.backend import RequestFailed, Unavailable
 from services.batch import runner as module
 from services.batch.lines import RequestReader
 from services.batch.runner import BatchRunner, Limit, ServiceLost
+from smc.api.constraint import ConstraintFailed
+from smc.api.request import FinishReason
 from smc.scheduler.admission import QueueFull
 from tests.batch.asking import PRINT, answer_of, chat, decode_at_once, line
 
@@ -145,3 +148,20 @@ def test_a_full_disk_ends_the_run(pair):
 
     with pytest.raises(OSError, match="No space left"):
         run(pair, [line(chat(f"{i}"), i) for i in range(1, 50)], decode_at_once, Limit(2), write)
+
+
+def test_a_constraint_that_fails_ends_its_line_alone(pair):
+    """With the caller's error, whether it fails while the answer is decoded or the answer ends wrongly."""
+    constraint = {"structured_outputs": {"regex": "[0-9]{3}"}}
+
+    async def decode(request):
+        if request.request_id == "1":
+            raise ConstraintFailed("constraint: the regex takes too much time for a few tokens; simplify it")
+        return replace(answer_of(request), tokens=(), finish_reason=FinishReason.EOS)
+
+    lines = [line(chat(f"{i}", **(constraint if i < 3 else {})), i) for i in range(1, 4)]
+    slow, wrong, other = run(pair, lines, decode, Limit(3))
+    assert slow["error"]["code"] == wrong["error"]["code"] == "constraint"
+    assert "takes too much time" in slow["error"]["message"]
+    assert "where the regex does not allow an end" in wrong["error"]["message"]
+    assert other["error"] is None

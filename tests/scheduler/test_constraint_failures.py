@@ -7,10 +7,12 @@ import time
 
 import pytest
 
-from smc import demo
+from smc import constraint_masks, demo
+from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, FinishReason, Request
 from smc.api.sampling_params import SamplingParams
+from smc.constraint_masks import check_particles
 from smc.constraints import Compiler
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
@@ -27,8 +29,8 @@ METHODS = {
 }
 FORMS = [EngineConfig(form="lockstep", block=5), EngineConfig(form="lookahead", block=5, branches=2)]
 MOST = 4.0
-"""How much longer the pauses of another request may be on a busy machine, in seconds: on any machine, a round waits at
-most `WAIT_SECONDS` for slow masks at each model. On a quiet one it waits about a quarter of a second."""
+"""How much longer the pauses of another request may be on a busy machine, in seconds. On a quiet one a round waits
+about a quarter of a second for slow masks at each model."""
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,41 @@ def test_a_constraint_that_fails_ends_its_request_alone(pair: ModelPair, config:
         assert "NaN" not in answer.error
     alone = run(local_engine(pair, config), [beside])
     assert found["beside"][0].tokens == alone["beside"][0].tokens
+
+
+@pytest.mark.parametrize("config", FORMS, ids=lambda config: config.form)
+def test_a_wrong_end_is_an_error_in_every_method(pair: ModelPair, config: EngineConfig, monkeypatch):
+    """The library is made to allow only the end of the answer, after any text."""
+    write = constraint_masks._MaskEnds.write
+
+    def ended(ends: constraint_masks._MaskEnds) -> None:
+        ends.complete += ends.computed
+        write(ends)
+
+    monkeypatch.setattr(constraint_masks._MaskEnds, "write", ended)
+    engine = local_engine(pair, config)
+    requests = [asked(pair, name, constraint={"regex": "[0-9]{9}"}, **params) for name, params in METHODS.items()]
+    for name, (answer,) in run(engine, requests).items():
+        assert answer.finish_reason is FinishReason.ERROR, (name, answer.text)
+        assert answer.caller_error
+        assert "where the regex does not allow an end" in answer.error
+
+
+def test_a_particle_with_a_wrong_end_is_not_reported_as_ended(pair: ModelPair):
+    compiler = Compiler.of(TokenBytes.of(pair.tokenizer))
+    numbers = {"constraint": {"regex": "[0-9]{1,4}"}, "temperature": 2.0, "ess_threshold": 0.0}
+    asks = asked(pair, "a", particles=8, return_particles=True, population="independent", **numbers)
+    (answer,) = run(local_engine(pair), [asks])["a"]
+    ended = [particle for particle in answer.particles if particle.finish_reason is FinishReason.EOS]
+    right = ended[0].text
+    assert any(particle.text != right for particle in ended), "the test needs different particles"
+    checked = check_particles(compiler, Constraint.of({"choice": [right]}), answer)
+    assert [(one.tokens, one.weight) for one in checked.particles] == [
+        (one.tokens, one.weight) for one in answer.particles
+    ]
+    for before, after in zip(answer.particles, checked.particles):
+        is_wrong = before.finish_reason is FinishReason.EOS and before.text != right
+        assert after.finish_reason is (FinishReason.LENGTH if is_wrong else before.finish_reason)
 
 
 @pytest.mark.parametrize("constraint", SLOW.values(), ids=SLOW)
