@@ -30,7 +30,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from services.errors import TooLarge, status_of
-from smc.api.constraint import ConstraintRefused, json_float
+from smc.api.constraint import ConstraintFailed, ConstraintRefused, json_float
 from smc.api.limits import PromptTooLong
 from smc.api.sampling_params import SETTINGS
 from smc.scheduler.admission import DuplicateRequest
@@ -198,6 +198,8 @@ def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
     message = str(error)
     if isinstance(error, ConstraintRefused):
         return BadRequest(message, error.field)
+    if isinstance(error, ConstraintFailed):
+        return BadRequest(message, error.param)
     first = _FIRST_WORD.match(message)
     param = first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None
     return BadRequest(message, param, code=CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 
+import numpy as np
 import pytest
 
 from services.client import Client, ServiceError
@@ -13,7 +16,7 @@ from services.openai.messages_api import MESSAGES
 from services.openai.responses_api import RESPONSES
 from smc.api.request import Answer
 from tests.gateway.harness import Service, local_answer
-from tests.openai.asking import QUESTIONS, chat, is_error, post, user
+from tests.openai.asking import QUESTIONS, Said, chat, connect, is_error, post, user
 
 SCHEMA = {
     "type": "object",
@@ -122,6 +125,35 @@ def test_what_nothing_satisfies_is_the_caller_s_error_in_every_api(service: Serv
         client.generate("x", constraint={"regex": "[a&&b]"})
     assert caught.value.code.name == "INVALID_ARGUMENT"
     assert counted() == (before[0] + len(asked) + 2, before[1])
+
+
+SLOW = "start: e\ne: " + " | ".join(" ".join(["e"] * k) for k in range(2, 40)) + " | /[^#]/\n"
+"""A grammar that can be read in so many ways that its masks soon take seconds."""
+
+
+def test_a_constraint_that_becomes_slow_ends_its_call_and_no_other(service: Service):
+    """16 answers at once, beside a stream: the call gets 400 with the caller's field, and the stream all its tokens.
+    Its longest pause is compared with the usual one, and with that of a busy machine."""
+    counted = {"status": "INTERNAL", "finish_reason": "none"}
+    failed = service.metric("smc_requests_total", **counted)
+    refused: list[Said] = []
+    asks = threading.Thread(
+        target=lambda: refused.append(post(service, chat("x", n=16, structured_outputs={"grammar": SLOW})))
+    )
+    connection, times = connect(service), []
+    body = json.loads(chat(QUESTIONS[0], stream=True, max_tokens=300, ignore_eos=True, method="exact", seed=1))
+    connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
+    for line in connection.getresponse():
+        if b'"content"' in line:
+            times.append(time.monotonic())
+            if len(times) == 5:
+                asks.start()
+    connection.close()
+    asks.join()
+    is_error(refused[0], 400, "invalid", "takes too much time", param="structured_outputs.grammar")
+    assert service.metric("smc_requests_total", **counted) == failed
+    pauses = np.diff(times)
+    assert max(pauses) < 4 + 20 * np.median(pauses)
 
 
 def test_what_happened_is_counted(service: Service):
