@@ -44,14 +44,14 @@ def known(exposition) -> tuple[promql.Exported, list[promql.Checked]]:
 
 @pytest.fixture(scope="module")
 def prometheus(group, tmp_path_factory) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes the service while two callers keep it lightly loaded."""
+    """A Prometheus that scrapes the service while a caller keeps it lightly loaded."""
     running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{group.service.gateway.metrics_port}")
     enough = threading.Event()
 
     def load() -> None:
         with group.client() as client:
             seed = 0
-            while not enough.is_set():
+            while not enough.wait(0.5):
                 ask(client, seed := seed + 1)
 
     caller = threading.Thread(target=load)
