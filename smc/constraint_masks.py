@@ -8,8 +8,8 @@ A constraint that cannot be followed any further has failed: its request ends, a
 The library cannot be interrupted, and one of its calls may take seconds. So its calls run in other threads, without the
 interpreter's lock, and a wait for them has a limit. Usually one thread computes the masks of all requests. If it takes
 too long, its work is abandoned, and every request is computed again in a thread of its own. Those that take more than
-their share of processor time there fail; the others are not affected, nor does a busy machine let any fail. The wait is
-short because at most one request whose masks may take long takes part in a round (`smc.scheduler.mask_turns`).
+their share of processor time there fail; the others are not affected. At most one request whose masks may take long
+takes part in a round (`smc.scheduler.mask_turns`).
 
 Axes: L tokens of an answer, W words of 32 tokens each, R rows."""
 
@@ -48,9 +48,9 @@ take long, and if many do."""
 ALL_SECONDS = 0.3
 """Maximum seconds of processor time for masks that are computed alone, in a round at one model, divided among the
 requests that take long."""
-WAIT_SECONDS = 5.0
-"""Maximum seconds that a round waits at one model for masks that are computed alone. Only a machine that gives them
-hardly any processor time lets them take so long."""
+WAIT_SECONDS = 1.0
+"""Maximum seconds that a round waits at one model for masks that are computed alone: a busy machine may give them
+little processor time."""
 STUCK_SECONDS = 0.2
 """Maximum seconds that a round waits at one model for masks that wait for the work of a request that has failed."""
 REQUEST_SECONDS = 10.0
@@ -58,8 +58,6 @@ REQUEST_SECONDS = 10.0
 with those of others do not count."""
 END_SECONDS = 1.0
 """Maximum seconds for the last check of an answer's end."""
-BLOCKED_SECONDS = 0.002
-"""Work that has taken less processor time may wait for abandoned work with the same constraint."""
 CHEAP_SECONDS = 0.01
 """Masks of a request that take less in a call are computed together with those of others again."""
 POLL_SECONDS = 0.005
@@ -619,9 +617,8 @@ class MaskWriter:
             for follower, _, work, _ in running:
                 own, key = work.seconds(), id(follower.start)
                 ahead = [one for one in self._abandoned if key in one.keys]
-                is_blocked = own < BLOCKED_SECONDS
-                others = sum(one.seconds() for one in ahead) if sizes[key] > 1 or is_blocked else 0.0
-                is_stuck = is_blocked and now > began + STUCK_SECONDS and any(one.failed for one in ahead)
+                others = sum(one.seconds() for one in ahead)
+                is_stuck = now > began + STUCK_SECONDS and any(one.failed for one in ahead)
                 is_late = used[key] + others > most[key] or is_stuck or now > deadline
                 if own > self._left(follower, share) or is_late:
                     work.abandon()

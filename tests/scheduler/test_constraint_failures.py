@@ -151,7 +151,8 @@ def test_others_do_not_wait_for_slow_constraints(pair: ModelPair, constraint: di
     usual, answers = longest({"regex": "[0-9 +=]{1,40}"})
     assert not any(answer.error for answer in answers.values())
     gap, answers = longest(constraint)
-    assert len(answers) == 16 and all(answer.caller_error for answer in answers.values())
+    assert len(answers) == 16 and any(answer.caller_error for answer in answers.values())
+    assert all(answer.caller_error or answer.finish_reason is FinishReason.EOS for answer in answers.values())
     assert gap < MOST + 3 * usual
 
 
