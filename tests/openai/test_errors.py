@@ -20,7 +20,7 @@ from services.openai.server import DIALECTS
 from services.pb import generation_pb2 as pb
 from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import serving, until
-from tests.openai import test_bodies, test_endings, test_hosts
+from tests.openai import test_bodies, test_constraints, test_endings, test_hosts
 from tests.openai.asking import LONG, Said, ask, chat, connect, is_error, post, user
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +28,7 @@ ROWS = {
     "the header `Host`": "test_other_names_are_refused",
     "the request cannot be read": "test_what_is_no_json",
     "a field is wrong": "test_a_field_that_is_wrong",
+    "the [constraint]": "test_a_constraint_that_becomes_slow_ends_its_call_and_no_other",
     "`request_id` belongs": "test_an_id_in_use",
     "the service asks for bearer tokens": "test_tokens",
     "the queue is full": "test_a_full_queue",
@@ -60,10 +61,8 @@ def test_every_row_of_the_table_has_a_test():
     for status, row in rows:
         (known,) = [beginning for beginning in (*ROWS, *ONLY_GRPC) if row.startswith(beginning)]
         assert (not re.search(r"\d{3}|reset|refused", status)) == (known in ONLY_GRPC), row
-    assert (
-        set(ROWS.values())
-        <= globals().keys() | vars(test_bodies).keys() | vars(test_endings).keys() | vars(test_hosts).keys()
-    )
+    elsewhere = (test_bodies, test_constraints, test_endings, test_hosts)
+    assert set(ROWS.values()) <= globals().keys() | {name for module in elsewhere for name in vars(module)}
     said = {int(code) for status, _ in rows for code in re.findall(r"\d{3}", status)}
     assert {status for status, _ in HTTP.values()} | {404, 405, 415} == said
 

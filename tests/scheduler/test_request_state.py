@@ -39,7 +39,7 @@ def group_in(state: RequestState, **params) -> SequenceGroup:
     elif state is not WAITING:
         group.admit(np.arange(2), 1.0)
         if state is not PREFILL:
-            group.run(2.0)
+            group.run(2.0, {})
         if state is PREEMPTED:
             release_and_preempt(group)
         elif state is RESCORING:
@@ -62,7 +62,7 @@ def release_and_redraw(group: SequenceGroup) -> None:
 
 MOVES: dict[str, tuple[Callable[[SequenceGroup], None], dict[RequestState, RequestState]]] = {
     "admit": (lambda group: group.admit(np.arange(2), 3.0), {WAITING: PREFILL, PREEMPTED: PREFILL}),
-    "run": (lambda group: group.run(3.0), {PREFILL: RUNNING}),
+    "run": (lambda group: group.run(3.0, {}), {PREFILL: RUNNING}),
     "preempt": (release_and_preempt, {PREFILL: WAITING, RUNNING: PREEMPTED}),
     "redraw": (release_and_redraw, {RUNNING: WAITING}),
     "switch": (lambda group: group.switch(TARGET_ALONE, 1, checkpoint(1), np.arange(1)), {RUNNING: PREFILL}),

@@ -89,7 +89,7 @@ def test_constrained_answers(service, client):
 def test_what_is_refused_keeps_its_words(service, client):
     for settings, message in (
         ({"frequency_penalty": 2.5}, "frequency_penalty: .*2.5"),
-        ({"extra_body": {"regex": "("}}, "the regex is refused"),
+        ({"extra_body": {"regex": "("}}, "regex: unclosed group"),
         ({"max_tokens": 600}, "exceeds the context of 512"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):

@@ -468,7 +468,9 @@ function measure(answer, begin, first, end) {
 // Show which field an error is about.
 function pointTo(error) {
   if (error.status === 401) return askForToken();
-  const id = { response_format: "format-text", structured_outputs: "format-text", constraint: "format-text" }[error.param];
+  // A field within another one is named by its path, such as `constraint.json_schema`.
+  const field = (error.param ?? "").split(/[.[]/)[0];
+  const id = { response_format: "format-text", structured_outputs: "format-text", constraint: "format-text" }[field];
   const input = $(id ?? `setting-${error.param}`) ?? $(error.param);
   if (!input || !$("fields").contains(input)) return;
   openSettings(true);
