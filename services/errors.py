@@ -44,7 +44,7 @@ class DeadlineExceeded(RuntimeError):
     """The caller's own deadline has passed."""
 
 
-_LONG_WORD = re.compile(rf"(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}(?<!;)")
+_LONG_WORD = re.compile(rf"(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}(\S)")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def status_of(error: Exception) -> Status:
 def shortened(message: str) -> str:
     """Return `message` with long names and values cut off. If it is still too long for a status, cut out its middle,
     which holds a value that the caller sent."""
-    message = _LONG_WORD.sub(r"\1..", message)
+    message = _LONG_WORD.sub(lambda word: f"{word[1]}..{word[2] if word[2] in ',;:' else ''}", message)
     data = message.encode(errors="backslashreplace")
     if len(data) <= MAX_MESSAGE:
         return data.decode()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.errors import shortened
 from services.pb import generation_pb2 as pb
 from services.protobuf import RETRY_TRAILER
 from smc.api.engine_config import EngineConfig
@@ -324,3 +326,11 @@ def test_a_request_that_does_not_arrive(pair):
             list(send(iter(())))
         never.set()
         assert service.metric("smc_requests_rejected_total", code="RESOURCE_EXHAUSTED", cause="slow_sender") == 1
+
+
+def test_long_words_are_cut_in_no_time():
+    """Messages are cut in the loop that serves all callers; the mark that ends a value stays."""
+    begin = time.thread_time()
+    assert shortened(f"model={'a' * 999}; allowed: b").endswith("a..; allowed: b")
+    assert len(shortened(f"model='a {';' * 100_000} b'; allowed: c")) < 200
+    assert time.thread_time() - begin < 0.5
