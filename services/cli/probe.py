@@ -83,7 +83,8 @@ def health(config: GatewayConfig) -> str:
     Only the process on this machine is asked, so its certificate is not checked. With mutual TLS, or TLS without HTTP,
     no answer can be had from the APIs: the gauge of the metrics port counts, or without one that a TLS connection is
     accepted."""
-    host = EVERY_NETWORK.get(config.host, config.host)
+    bare = config.host.strip("[]")  # a host may be given as it stands in addresses: [::1]
+    host = EVERY_NETWORK.get(bare, bare)
     readable = config.tls is None or not (config.tls_client_ca or not config.http_port)
     if readable and config.http_port:
         return _ask_http(host, config.http_port, config.tls is not None)

@@ -82,12 +82,11 @@ def test_the_shipped_arguments(pair, tmp_path):
         assert check(proc, service) == "/health answers 200"
 
 
-def test_without_http(pair, tmp_path):
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "[::]"])
+def test_without_http(pair, tmp_path, host):
     (port,) = free_ports(1)
-    with (
-        serving(pair, port=port) as service,
-        container(tmp_path, "smcserve", "serve", "--no-http", "--port", port) as proc,
-    ):
+    words = ("smcserve", "serve", "--no-http", "--host", host, "--port", port)
+    with serving(pair, host=host, port=port) as service, container(tmp_path, *words) as proc:
         assert check(proc, service) == "gRPC health is SERVING"
 
 
