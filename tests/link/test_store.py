@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +118,9 @@ def test_another_process_cannot_use_a_tunnel(server, network):
     """A tunnel's port of the loopback interface takes a connection of its own process only."""
     assert not stores._is_ours(1, server.port)
     port = stores._tunnel(network, server.port, SECRET, 20.0)
+    knock = f"import socket; print(socket.create_connection(('127.0.0.1', {port})).recv(1))"
+    stranger = subprocess.run([sys.executable, "-c", knock], capture_output=True, text=True, timeout=60, check=True)
+    assert stranger.stdout == "b''\n", "the connection is closed"
     with socket.create_connection(("127.0.0.1", port)) as mine:
         assert stores._is_ours(mine.getsockname()[1], port)
 
