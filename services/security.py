@@ -115,7 +115,7 @@ class AllowedHosts:
         """Return why a request with these `Host` headers is refused; None: it is allowed."""
         for host in () if self._any else given:
             name = _without_port(host)
-            if name not in self._known and not (is_loopback(name) and self._known & {"localhost"}):
+            if name not in self._known and not (is_loopback(name) and "localhost" in self._known):
                 shown = host if len(host) <= MAX_SHOWN else f"{host[:MAX_SHOWN]}.."
                 return (
                     f"host={shown!r} is not a name of this service; allowed: {', '.join(self._names)}; another name is "

@@ -23,8 +23,9 @@ def batch(arguments: BatchOptions) -> int:
     from services.batch.run import BatchRun, Stopped
     from services.batch.runner import ServiceLost
     from services.launch.config import WorkerGroupError
+    from services.launch.logs import TEXT
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=TEXT)
     given = options.values_of(arguments)
     config = BatchConfig(**fields_of(BatchConfig, given))
     output = config.output if is_url(config.output) else str(Path(config.output).resolve())

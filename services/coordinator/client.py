@@ -17,8 +17,8 @@ from typing import Protocol
 import grpc
 
 from services.backend import RequestFailed, Unavailable
-from services.coordinator.messages import REQUESTS, STEPS, Abort, EngineStep, Submission
-from services.link.streams import ATTACH, OPTIONS, PROOF_KEY, proof
+from services.coordinator.messages import REQUESTS, SERVICE, STEPS, Abort, EngineStep, Submission
+from services.link.streams import OPTIONS, PROOF_KEY, proof
 from smc.api.constraint import FIELD, ConstraintFailed
 from smc.api.request import Answer, Output, Request
 
@@ -168,7 +168,7 @@ class CoordinatorClient(Dispatcher):
         self.interrupted: list[Request] = []
         """Requests that were in flight when the coordinator was lost."""
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
-        attach = self._channel.stream_stream(ATTACH)
+        attach = self._channel.stream_stream(f"/{SERVICE}/Attach")
         self._call = attach(self._messages(), metadata=((PROOF_KEY, proof(secret, address)),), wait_for_ready=True)
         self._reader = asyncio.create_task(self._read())
 

@@ -16,6 +16,8 @@ from smc.api.request import Output, Request
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.stats import EngineStats, RoundTimes
 
+SERVICE = "smc.internal.Coordinator"
+
 
 @dataclass(frozen=True)
 class Abort:

@@ -10,14 +10,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
 
 from services.backend import RequestFailed, Unavailable
-from services.coordinator.messages import REQUESTS, STEPS, EngineStep, RefusedRequest, Submission
-from services.link.streams import ATTACH, OPTIONS, is_proven
+from services.coordinator.messages import REQUESTS, SERVICE, STEPS, EngineStep, RefusedRequest, Submission
+from services.link.streams import is_proven, stream_server
 from smc.api.request import Output, Request
 from smc.executor.messages import ModelLost
 from smc.scheduler.admission import NoDraft, QueueFull
@@ -188,11 +188,7 @@ class CoordinatorServer:
         self._secret, self._loop = secret, loop
         self._outbox: queue.SimpleQueue[EngineStep | None] | None = None
         self._turn = threading.Lock()
-        self._server = grpc.server(ThreadPoolExecutor(4, "attach"), options=OPTIONS)
-        service, _, method = ATTACH[1:].partition("/")
-        handlers = {method: grpc.stream_stream_rpc_method_handler(self.Attach)}
-        self._server.add_registered_method_handlers(service, handlers)
-        self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
+        self._server, self.address = stream_server(host, 4, SERVICE, {"Attach": self.Attach})
         self._server.start()
 
     def deliver(self, step: EngineStep) -> None:

@@ -4,6 +4,7 @@ An end carries bytes; `services.link.messages` says what they mean. Every wait h
 
 from __future__ import annotations
 
+import hmac
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ def first_line(error: BaseException) -> str:
 def failure_text(error: Exception) -> str:
     """Return the text by which a worker's failure is reported to the other processes."""
     return f"{type(error).__name__}: {error}"
+
+
+def keyed_hash(secret: str, what: bytes) -> bytes:
+    """Return a hash of `what` that only those who know the worker group's secret can compute."""
+    return hmac.digest(secret.encode(), what, "sha256")
 
 
 class End(Protocol):

@@ -93,7 +93,7 @@ def _form(kind: Any) -> _Form:
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
         return _union(get_args(kind))
-    if origin in (bool, int, float, str, bytes, NoneType):
+    if _is_scalar(origin):
         return _scalar(origin)
     if origin is np.ndarray:
         return _Form("array", _write_array, _read_array)

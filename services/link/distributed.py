@@ -26,14 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link.base import CLOSE_SECONDS, LinkError, first_line
-from services.link.store import GroupStore
+from services.link.base import CLOSE_SECONDS, LinkError, first_line, keyed_hash
+from services.link.store import NONCE_BYTES, GroupStore, family_of
 from services.security import is_loopback
 
 FRAME = 8192
 """Bytes of a frame; the first 8 hold the message's size. A round of one request with N = 8 fits."""
 _HEAD = 8
-NONCE_BYTES = 32
 _KEPT = 64
 """Maximum number of sends in progress, whose buffers are kept: a buffer that is released before it has been received is
 lost silently."""
@@ -73,7 +72,7 @@ def _prove_membership(group: dist.ProcessGroup, secret: str, name: str, limit: t
     nonces = _exchanged(group, dict.fromkeys(others, nonce), limit)
 
     def proof(sender: int, receiver: int, nonces: bytes) -> bytes:
-        return hmac.digest(secret.encode(), f"{name} {sender} {receiver} ".encode() + nonces, "sha256")
+        return keyed_hash(secret, f"{name} {sender} {receiver} ".encode() + nonces)
 
     proofs = _exchanged(group, {other: proof(rank, other, nonces[other] + nonce) for other in others}, limit)
     for other in others:
@@ -97,7 +96,7 @@ def _exchanged(group: dist.ProcessGroup, sent: dict[int, bytes], limit: timedelt
 
 def _address_towards(host: str) -> str:
     """Return this machine's address on the network over which it reaches `host`. Nothing is sent."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return probe.getsockname()[0]
 

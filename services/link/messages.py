@@ -66,10 +66,6 @@ class MemoryUse:
 
     device_bytes: int
     """Maximum bytes of the device's memory that were in use; 0 on a CPU."""
-    recorded_rounds: int
-    """Kinds of rounds that are recorded."""
-    recorded_bytes: int
-    """Bytes of the device's memory that these recordings take."""
 
 
 @dataclass(frozen=True)

@@ -60,27 +60,26 @@ class RemotePending(Generic[Result]):
 
     worker: RemoteWorker
     sequence: int
-    _received: tuple[Result, dict[str, tuple[int, int]], dict[int, str]] | None = None
+    _response: WorkResponse | None = None
 
     def result(self) -> Result:
         """Wait for the result. Raises LinkError or ModelLost if the worker is gone, silent for too long, or has
         failed."""
-        return self._receive()[0]
+        return cast(Result, self._receive().result)
 
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return the work that the worker did for this result: name -> begin and end in nanoseconds of this process's
         clock. A model's pass has the name of its role. Call it after `result`."""
-        return self._receive()[1]
+        return self.worker.spans(self._receive())
 
     def failures(self) -> dict[int, str]:
         """See `smc.executor.messages.Pending.failures`."""
-        return self._receive()[2]
+        return self._receive().failures
 
-    def _receive(self) -> tuple[Result, dict[str, tuple[int, int]], dict[int, str]]:
-        if self._received is None:
-            response = self.worker.response(self.sequence)
-            self._received = cast(Result, response.result), self.worker.spans(response), response.failures
-        return self._received
+    def _receive(self) -> WorkResponse:
+        if self._response is None:
+            self._response = self.worker.response(self.sequence)
+        return self._response
 
 
 class RemoteWorker:

@@ -19,7 +19,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from services.link.base import LinkError, first_line
+from services.link.base import LinkError, first_line, keyed_hash
 from services.security import is_loopback
 
 LOOPBACK = "127.0.0.1"
@@ -32,6 +32,11 @@ ACCEPT_AGAIN_SECONDS = 0.1
 """Pause after a connection could not be accepted, because the process has as many files or threads as it may have."""
 CHUNK = 1 << 16
 logger = logging.getLogger(__name__)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of a numeric address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class GroupStore(dist.TCPStore):
@@ -87,8 +92,7 @@ class Gate:
     def __init__(self, host: str, secret: str, port: int) -> None:
         """`port`: where connections lead to."""
         self._secret, self._leads_to = secret, port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = socket.create_server((host, 0), family=family_of(host))
         self.port: int = self._listener.getsockname()[1]
         self._unproven: dict[socket.socket, None] = {}
         """Connections that have proved nothing yet, the oldest first."""
@@ -203,7 +207,7 @@ def _prove(connection: socket.socket, secret: str, *, ours: str, theirs: str, ti
 
 
 def _proof(secret: str, side: str, nonces: bytes) -> bytes:
-    return hmac.digest(secret.encode(), side.encode() + nonces, "sha256")
+    return keyed_hash(secret, side.encode() + nonces)
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:

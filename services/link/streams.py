@@ -9,12 +9,13 @@ from __future__ import annotations
 import hmac
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 
-from services.link.base import CLOSE_SECONDS, LinkError
+from services.link.base import CLOSE_SECONDS, LinkError, keyed_hash
 
 OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -31,19 +32,28 @@ OPTIONS = (
 )
 PROOF_KEY = "smc-group-proof"
 SERVICE = "smc.internal.Worker"
-ATTACH = "/smc.internal.Coordinator/Attach"
-"""The stream between gateway and coordinator."""
 
 
 def proof(secret: str, what: str) -> str:
     """Return a proof that the sender of `what` knows the worker group's secret. It does not reveal the secret, and is
     valid for `what` only."""
-    return hmac.new(secret.encode(), what.encode(), "sha256").hexdigest()
+    return keyed_hash(secret, what.encode()).hex()
 
 
 def is_proven(metadata: Iterable[tuple[str, str | bytes]], secret: str, address: str) -> bool:
     """Return whether a call's metadata proves that it comes from the worker group and is meant for this address."""
     return hmac.compare_digest(str(dict(metadata).get(PROOF_KEY, "")), proof(secret, address))
+
+
+def stream_server(
+    host: str, threads: int, service: str, streams: Mapping[str, Callable[..., Any]]
+) -> tuple[grpc.Server, str]:
+    """Make a server at any free port of `host`, and return it with its address; start it once the address is known to
+    its streams. `streams`: by name of the method, bytes in both directions."""
+    server = grpc.server(ThreadPoolExecutor(threads, service), options=OPTIONS)
+    handlers = {name: grpc.stream_stream_rpc_method_handler(stream) for name, stream in streams.items()}
+    server.add_registered_method_handlers(service, handlers)
+    return server, f"{host}:{server.add_insecure_port(f'{host}:0')}"
 
 
 class StreamEnd:
@@ -104,10 +114,7 @@ class StreamServer:
         self._secret = secret
         self.coordinator, self.peer = StreamEnd(), StreamEnd()
         # Work and Exchange each hold a thread for as long as they run; the third thread refuses other callers.
-        self._server = grpc.server(ThreadPoolExecutor(3, "link"), options=OPTIONS)
-        streams = {name: grpc.stream_stream_rpc_method_handler(getattr(self, name)) for name in ("Work", "Exchange")}
-        self._server.add_registered_method_handlers(SERVICE, streams)
-        self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
+        self._server, self.address = stream_server(host, 3, SERVICE, {"Work": self.Work, "Exchange": self.Exchange})
         self._server.start()
 
     def Work(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:

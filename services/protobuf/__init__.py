@@ -1,4 +1,4 @@
-"""Converts between the protobuf messages that processes exchange and the library's types. Knows nothing about servers
+"""Converts between the public API's protobuf messages and the library's types. Knows nothing about servers
 or channels."""
 
 RETRY_TRAILER = "grpc-retry-pushback-ms"

@@ -178,7 +178,7 @@ def _given(message: Any, name: str) -> Any:
     return getattr(message, name)
 
 
-def to_finish(answer: Answer, *, statistics: bool = True) -> pb.Finish:
+def to_finish(answer: Answer, *, statistics: bool) -> pb.Finish:
     """Return the message that ends an answer. `statistics`: include them. The API has none for plain decoding."""
     finish = pb.Finish(
         reason=FINISH_REASONS.get(answer.finish_reason.value, pb.FINISH_REASON_UNSPECIFIED),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.link.base import LinkError, PeerEnd
 from services.link.connect import Rendezvous, leader_ends, peer_end
+from services.link.store import GroupStore
 from services.workers.rank import Rank, TensorParallel, follow, lead
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE
@@ -184,18 +185,19 @@ def load_rank(spec: RankSpec) -> Loaded:
     """Load the shard of a rank. Connects to the other ranks of the model, and waits for them."""
     torch.set_num_threads(spec.threads)
     device, shard, group = torch.device(spec.device), spec.shard, None
+    store = spec.rendezvous.store()
     if shard.degree > 1:
         name = spec.rendezvous.name(f"{spec.role}/ranks")
         group = TensorParallel(spec.rendezvous.store(), name, shard.rank, shard.degree, device, spec.timeout)
-    report = _load_reporter(spec)
-    model = spec.source.load(dtype=DTYPES[_dtype(spec)], device=device, shard=shard, reduce=group, progress=report)
+    report, dtype = _load_reporter(spec, store), DTYPES[_dtype(spec, store)]
+    model = spec.source.load(dtype=dtype, device=device, shard=shard, reduce=group, progress=report)
     report(1.0)
     return Loaded(model, group, spec.draft_vocab.head(model) if spec.draft_vocab else None)
 
 
-def _load_reporter(spec: RankSpec) -> Callable[[float], None]:
+def _load_reporter(spec: RankSpec, store: GroupStore) -> Callable[[float], None]:
     """Return a function that reports the loaded share (0 to 1) of a rank's weights to the supervisor."""
-    store, name, last = spec.rendezvous.store(), spec.rendezvous.loaded(spec.role, spec.shard.rank), -1
+    name, last = spec.rendezvous.loaded(spec.role, spec.shard.rank), -1
 
     def report(share: float) -> None:
         nonlocal last
@@ -207,11 +209,11 @@ def _load_reporter(spec: RankSpec) -> Callable[[float], None]:
     return report
 
 
-def _dtype(spec: RankSpec) -> str:
+def _dtype(spec: RankSpec, store: GroupStore) -> str:
     """Return the name of the data type. For `auto` the first rank chooses it for all ranks of the model."""
     if spec.dtype != AUTO_DTYPE:
         return spec.dtype
-    store, name = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.role}/dtype")
+    name = spec.rendezvous.name(f"{spec.role}/dtype")
     if spec.shard.rank == 0:
         store.set(name, draft_dtype(spec.source, spec.device, spec.dtype, spec.shard))
     return store.get(name).decode()
@@ -223,11 +225,12 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     loaded = loaded or load_rank(spec)
     model, group = loaded.model, loaded.group
     device, leads = torch.device(spec.device), spec.shard.rank == 0
+    store = spec.rendezvous.store()
     worker = ModelWorker(
         spec.role,
         model,
         width=spec.engine.width(spec.context),
-        pages=agree_on_pages(spec, model),
+        pages=agree_on_pages(spec, model, store),
         vocab_size=spec.vocab_size,
         token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()),
         draft_head=loaded.draft_head,
@@ -238,7 +241,6 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     threading.Thread(target=Compiler.of(worker.token_bytes).warm, name="vocabulary", daemon=True).start()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    store = spec.rendezvous.store()
     ends = leader_ends(spec.rendezvous, store, spec.role, host, spec.between) if leads else None
     ops = ops_for(device)
     stages = ops.stage_runner(device)
@@ -267,10 +269,10 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
             ends.close()
 
 
-def agree_on_pages(spec: RankSpec, model: Decoder) -> int:
+def agree_on_pages(spec: RankSpec, model: Decoder, store: GroupStore) -> int:
     """Return the number of pages in the pool: as many as every rank of the model has memory for. The leader reports it
     to the coordinator."""
-    store, name, weight = spec.rendezvous.store(), spec.rendezvous.name(f"{spec.role}/pages"), model.embed.weight
+    name, weight = spec.rendezvous.name(f"{spec.role}/pages"), model.embed.weight
     room = None
     if weight.device.type == "cuda":
         roles = ModelRole if spec.shares_gpu else (spec.role,)

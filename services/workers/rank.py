@@ -321,9 +321,8 @@ class Rank:
         return respond
 
     def _status(self) -> MemoryUse:
-        device, stages = self.worker.device, self.side.stages
-        device_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        return MemoryUse(device_bytes, stages.recorded_keys, stages.recorded_bytes)
+        device = self.worker.device
+        return MemoryUse(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
 
     def _reconnect(self, command: Reconnect) -> ReconnectResult:
         if self._reconnect_to is None:

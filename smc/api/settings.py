@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-MODELS, ENGINE, CLUSTER, LISTEN, SECURITY, BATCH = (
-    *("Models", "Engine", "Cluster", "Network and APIs", "Security and limits", "Batch"),
-)
+MODELS, ENGINE, CLUSTER, BATCH = "Models", "Engine", "Cluster", "Batch"
+LISTEN, SECURITY = "Network and APIs", "Security and limits"
 """Panels: headings under which `--help` and configuration files list options."""
 Check = Callable[[str, Any], Any]
 """Maps a field's name and value to the value that is stored. Raises ValueError naming the field, the value and what is
@@ -57,17 +56,9 @@ class Option:
 
     def text(self, default: Any) -> str:
         """Return the help with the field's default."""
-        if (
-            "Default: " in self.help
-            or default is None
-            or default == ()
-            or isinstance(default, bool)
-            or default is MISSING
-        ):
+        if "Default: " in self.help or default in (None, ()) or isinstance(default, bool):
             return self.help
-        return (
-            f"{self.help} Default: {default:g}." if isinstance(default, float) else f"{self.help} Default: {default}."
-        )
+        return f"{self.help} Default: {f'{default:g}' if isinstance(default, float) else default}."
 
 
 @dataclass(frozen=True)

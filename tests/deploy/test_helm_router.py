@@ -3,11 +3,9 @@ load."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ import pytest
 from services.metrics import Metrics
 from tests.deploy.binaries import binary
 from tests.deploy.chart import all_of_kind, of_kind, render, templates
+from tests.ports import free_ports
 
 # A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
@@ -124,12 +123,6 @@ def test_the_router_starts_with_its_keys(tmp_path):
         process.terminate()
         process.wait(60)
     assert not [key for key in keys.values() if key in log.read_text()]
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 def status(port: int, path: str, key: str, data: bytes | None) -> int:

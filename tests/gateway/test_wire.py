@@ -285,7 +285,7 @@ def test_outputs_round_trip(output):
 @given(outputs().filter(lambda o: o.answer and o.answer.finish_reason.value in FINISH_REASONS))
 def test_the_end_of_an_answer_round_trips(output):
     answer = output.answer
-    finish = sent(to_finish(answer))
+    finish = sent(to_finish(answer, statistics=True))
     assert (finish.usage.completion_tokens, finish.usage.cached_tokens) == (len(answer.tokens), answer.cached_tokens)
     assert repr(tuple(finish.logprobs)) == repr(answer.logprobs or ())  # NaN included
     assert not to_finish(answer, statistics=False).HasField("statistics")

@@ -27,7 +27,7 @@ from tests.scheduler.test_kv_follows import mixed_requests
 
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
-def test_answers_do_not_depend_on_cohorts(config):
+def test_answers_do_not_depend_on_micro_batches(config):
     requests = mixed_requests(9, random.Random(3))
     together, apart = (answers(local_engine(tiny_pair(), replace(config, micro_batches=n)), requests) for n in (1, 3))
     for request_id, one in together.items():
