@@ -7,7 +7,6 @@ configuration classes; this file knows nothing about them, nor about commands, f
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -164,7 +163,7 @@ def at_least(low: int) -> Check:
 
 def seconds(least: float) -> Check:
     """Make a check that accepts a finite number of seconds, at least `least`."""
-    return number(lambda value: least <= value < math.inf, f"at least {least:g} seconds")
+    return number(lambda value: value >= least, f"at least {least:g} seconds")
 
 
 def above_zero(most: float) -> Check:
