@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 MAX_BYTES = 64 << 10
-"""Maximum bytes of a constraint's text; compiling it takes at most a quarter of a second."""
+"""Maximum bytes of a constraint's text."""
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 SCOPES = ("token", "answer")
 FIELD = "constraint"

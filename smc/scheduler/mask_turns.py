@@ -22,7 +22,7 @@ SLOW_SECONDS = 0.1
 SLOW_ROUNDS = 8
 """Number of quick rounds after which masks that were slow are quick again."""
 MOST_KEPT = 1024
-"""Maximum number of constraints that are known: those that were used last."""
+"""Maximum number of constraints that are known: those whose number was set last."""
 
 
 class MaskTurns:
