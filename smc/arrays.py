@@ -100,3 +100,10 @@ def contiguous(values: Arrays) -> Arrays:
 def offsets(count_R: np.ndarray) -> np.ndarray:
     """Return 0, 1, .. within each of R rows of `count` entries, row after row."""
     return np.arange(count_R.sum()) - np.repeat(np.cumsum(count_R) - count_R, count_R)
+
+
+def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
+    """Number of leading tokens that two sequences have in common."""
+    size = min(len(one_L), len(other_L))
+    different = np.flatnonzero(one_L[:size] != other_L[:size])
+    return int(different[0]) if len(different) else size

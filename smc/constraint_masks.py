@@ -1,8 +1,7 @@
 """Masks of the tokens that may follow the answers of running requests: a `Follower` for each request, and a
 `MaskWriter` that computes the masks of many requests within a budget of time.
 
-For each answer a follower returns to the beginning that the answer shares with the previous one and continues from
-there, so positions of a tree cost little in the right order. Knows nothing about models, slots and rounds.
+Knows nothing about models, slots and rounds, nor how an answer is read (`smc.mask_reader`).
 
 A constraint that cannot be followed any further has failed: its request ends, and no further mask is computed for it.
 The library cannot be interrupted, and one of its calls may take seconds. So its calls run in other threads, without the
@@ -17,26 +16,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import llguidance
 import numpy as np
 
 from smc.api.constraint import Constraint, ConstraintFailed
 from smc.api.request import Answer, FinishReason
-from smc.bad_words import BadWords
 from smc.constraints import Compiler
+from smc.mask_reader import AnswerReader, Calls, Chain, MaskEnds, MaskPath, Read
 from smc.stops import StopMachine
 
 SHARED_SECONDS, SHARED_SECONDS_EACH = 0.05, 0.01
@@ -64,88 +60,10 @@ POLL_SECONDS = 0.005
 """Time between two looks at the processor time of a thread."""
 MOST_THREADS = 4
 """Maximum number of threads that compute the masks of all requests."""
-NEVER = sys.maxsize
-"""Position of a token that an answer does not contain."""
 LEAST_PRIORITY = 19
 """Priority of threads whose work was abandoned, as in `nice`."""
 THREAD_CLOCK = 6
 """Kind of Linux clocks that count the processor time of one thread."""
-logger = logging.getLogger(__name__)
-
-
-class MaskPath(NamedTuple):
-    """Masks along an answer, to be written to consecutive rows."""
-
-    answer_L: np.ndarray
-    """Tokens of the answer, int64."""
-    first: int
-    """Number of tokens before the first mask; before each further mask there is one more."""
-    row: int
-    """Row of the first mask."""
-    masks: int
-    """Number of masks."""
-
-
-class _Chain(NamedTuple):
-    """Masks that the library computes: at the matcher's position, and after each of these tokens up to one that is not
-    allowed. The matcher then returns to its position."""
-
-    matcher: llguidance.LLMatcher
-    row: int
-    tokens: list[int]
-
-
-class _Read(NamedTuple):
-    """Let the matcher read a token. The result says whether it did; if not, the matcher can no longer be used."""
-
-    matcher: llguidance.LLMatcher
-    token: int
-
-
-_Calls = Generator[_Chain | _Read, bool, None]
-
-
-class _MaskEnds:
-    """Collects what is written after the library has computed its masks, for all rows at once: whether answers may end,
-    bad words, and masks copied from other rows."""
-
-    def __init__(self, compiler: Compiler, masks_RW: np.ndarray) -> None:
-        self._vocab, self._eos_ids, self.masks_RW = compiler.vocab, compiler.eos_ids, masks_RW
-        self.computed: list[range] = []
-        """Rows computed by the library, which reports by an additional token whether the answer may end."""
-        self.open: list[range] = []
-        """Rows of answers that must not end."""
-        self.complete: list[range] = []
-        """Rows of answers that may only end."""
-        self.copies: list[tuple[int, int, int]] = []
-        """First row, number of rows, and first row to copy from, which may be a copy itself."""
-        self.bad_words: list[tuple[_Reader, MaskPath, range]] = []
-        """Rows of a path from which bad words are removed."""
-
-    def allows(self, row: int, token: int) -> bool:
-        """Whether the library's mask in a row allows a token."""
-        return bool(self.masks_RW[row, token // 32] >> token % 32 & 1)
-
-    def write(self) -> None:
-        masks_RW = self.masks_RW
-        words_RW = masks_RW.view(np.uint32)
-        computed, complete = _flat(self.computed), _flat(self.complete)
-        may_end = words_RW[computed, self._vocab // 32] >> (self._vocab % 32) & 1
-        words_RW[complete] = 0
-        for row_R, is_allowed in ((computed, may_end), (_flat(self.open), 0), (complete, 1)):
-            for token in self._eos_ids.tolist() if len(row_R) else ():
-                word, bit = token // 32, np.uint32(1 << token % 32)
-                held_R = words_RW[row_R, word]
-                words_RW[row_R, word] = np.where(is_allowed, held_R | bit, held_R & ~bit)
-        for reader, path, rows in self.bad_words:
-            reader.take_out(path, rows, masks_RW)
-        for row, count, source in self.copies:
-            masks_RW[row : row + count] = masks_RW[source : source + count]
-
-
-def _flat(ranges: list[range]) -> np.ndarray:
-    """All rows of the ranges, int64."""
-    return np.fromiter(itertools.chain.from_iterable(ranges), np.int64)
 
 
 class Follower:
@@ -162,7 +80,7 @@ class Follower:
         """Time that its masks took alone."""
         self.start = None if machine.constraint is None else compiler.start(machine.constraint)
         """The matcher at the beginning, which requests with the same constraint share."""
-        self.reader = _Reader(self.start, machine, compiler)
+        self.reader = AnswerReader(self.start, machine, compiler)
 
     @staticmethod
     def of(machine: StopMachine, compiler: Compiler) -> Follower:
@@ -181,7 +99,7 @@ class Follower:
 
     def restart(self) -> None:
         """Leave the reader to a thread that may still use it."""
-        self.reader = _Reader(self.start, self._machine, self._compiler)
+        self.reader = AnswerReader(self.start, self._machine, self._compiler)
 
     def fail(self, why: str) -> None:
         """Let the constraint fail. Its matcher is released."""
@@ -190,13 +108,12 @@ class Follower:
         self.start = None
         self.restart()
 
-    def ends(self, answer_L: np.ndarray, seconds: float = END_SECONDS) -> bool | None:
-        """Return whether an answer may end here; None if that is not known after `seconds`. The answer may include the
-        token that ends it."""
-        ends = _MaskEnds(self._compiler, np.zeros((1, self._compiler.words), dtype=np.int32))
-        drive = _Drive(
-            [self.reader.read_all(answer_L, ends)], ends, _shared_executor()[0], until=time.monotonic() + seconds
-        )
+    def ends(self, answer_L: np.ndarray) -> bool | None:
+        """Return whether an answer may end here; None if that is not known after `END_SECONDS`. The answer may include
+        the token that ends it."""
+        ends = MaskEnds(self._compiler, np.zeros((1, self._compiler.words), dtype=np.int32))
+        until = time.monotonic() + END_SECONDS
+        drive = _Drive([self.reader.read_all(answer_L, ends)], ends, _shared_executor()[0], until=until)
         drive.run()
         return None if drive.abandoned else self.reader.accepts
 
@@ -206,7 +123,8 @@ def check_end(compiler: Compiler, constraint: Constraint, tokens: Sequence[int],
     last check of every answer; masks ensure it already."""
     if reason is not FinishReason.EOS:
         return
-    if Follower(StopMachine.of((), (), (), constraint), compiler).ends(np.array(tokens)) is False:
+    # A constraint that is refused now was accepted when its request came: then nothing is known against the end.
+    if Follower.of(StopMachine.of((), (), (), constraint), compiler).ends(np.array(tokens)) is False:
         raise ConstraintFailed(f"constraint: the answer ended where the {constraint.kind} does not allow an end")
 
 
@@ -224,190 +142,10 @@ def check_particles(compiler: Compiler, constraint: Constraint, answer: Answer) 
     return replace(answer, particles=tuple(checked)) if checked else answer
 
 
-class _Reader:
-    """Reads answers to one request, and finds the library's calls that tell which tokens may follow."""
-
-    def __init__(self, start: llguidance.LLMatcher | None, machine: StopMachine, compiler: Compiler) -> None:
-        """`start`: matcher of the constraint at its beginning, shared with other readers; None without a
-        constraint."""
-        self._start = start
-        self._bad_words = BadWords.of(machine.bad_words, compiler.token_bytes) if machine.bad_words else None
-        self._after = None if machine.constraint is None else machine.constraint.after
-        self._vocab, self._eos_ids = compiler.vocab, frozenset(compiler.eos_ids.tolist())
-        self.failure: str | None = None
-        """Why the constraint cannot be followed any further."""
-        self.accepts = True
-        """After `read_all`: whether the answer may end."""
-        self._matcher = None if start is None else start.deep_copy()
-        self._answer_L = np.zeros(0, dtype=np.int64)
-        """Tokens of the last answer."""
-        self._begin = 0 if self._after is None else NEVER
-        """Number of its tokens before the constrained text."""
-        self._end = NEVER
-        """Number of its tokens before the first token that ends the text."""
-        self._held = 0
-        """Number of tokens of its text that the matcher has read."""
-        self._refused = NEVER
-        """Number of its tokens before the first one that is known not to be allowed."""
-
-    def walk(self, paths: Sequence[MaskPath], ends: _MaskEnds, scratch: int) -> _Calls:
-        """Yield the calls of the library, and record in `ends` what else is to be written. Answers are sorted so that
-        those with equal beginnings are neighbours: masks after common tokens are computed once. `scratch`: a row that
-        may be written."""
-        before: MaskPath | None = None
-        for path in sorted(paths, key=lambda path: path.answer_L.tobytes()) if len(paths) > 1 else paths:
-            same = self._take(path.answer_L)
-            copied = 0 if before is None else self._copied(before, path, same)
-            if before is not None and copied:
-                ends.copies.append((path.row, copied, before.row + path.first - before.first))
-            if self._bad_words is not None:
-                ends.bad_words.append((self, path, range(path.row + copied, path.row + path.masks)))
-            before = path
-            if self._matcher is not None and copied < path.masks:
-                yield from self._compute(self._matcher, path, copied, ends, scratch)
-                if self.failure is not None:
-                    return
-
-    def read_all(self, answer_L: np.ndarray, ends: _MaskEnds) -> _Calls:
-        """Yield the calls that read a whole answer, and set `accepts`."""
-        self._take(answer_L[~np.isin(answer_L, list(self._eos_ids))])
-        if self._matcher is None:
-            return
-        size = len(self._answer_L)
-        is_read = self._begin <= size and (yield from self._read(size, ends, 0))
-        self.accepts = is_read and self._matcher.is_accepting()
-
-    def _copied(self, before: MaskPath, path: MaskPath, same: int) -> int:
-        """Number of leading masks of a path that equal those of the path before. `same`: tokens common to their
-        answers."""
-        first = path.first
-        if before.first > first:
-            return 0
-        last = min(same, before.first + before.masks - 1, first + path.masks - 1)
-        if before.first < first:
-            # Masks after the end depend on where a path begins, if its text is not allowed.
-            last = min(last, self._end)
-        return max(last - first + 1, 0)
-
-    def _compute(
-        self, matcher: llguidance.LLMatcher, path: MaskPath, copied: int, ends: _MaskEnds, scratch: int
-    ) -> _Calls:
-        """Yield the calls for the masks of a path that are not copied."""
-        answer_L, first, row, count = path
-        begin, end, shift = self._begin, min(self._end, len(answer_L)), row - first
-        after, last = first + copied, first + count - 1
-        if after < begin:
-            ends.open.append(range(after + shift, min(begin, last + 1) + shift))
-            after = begin
-        until = min(last, end)
-        if after <= until:
-            if not (yield from self._read(after, ends, scratch)):
-                return
-            tokens = answer_L[after:until].tolist()
-            assert self._matcher is not None, "read just now"
-            yield _Chain(self._matcher, after + shift, tokens)
-            if self._matcher.is_error():
-                self._fail(self._matcher)
-                return
-            ends.computed.append(range(after + shift, until + 1 + shift))
-            allowed = (i for i, token in enumerate(tokens, after) if not ends.allows(i + shift, token))
-            self._refused = min(self._refused, next(allowed, NEVER))
-            after = until + 1
-        if after <= last and (first > end or (yield from self._read(end, ends, scratch))):
-            ends.complete.append(range(after + shift, last + 1 + shift))
-
-    def take_out(self, path: MaskPath, rows: range, masks_RW: np.ndarray) -> None:
-        """Forbid tokens that would complete a bad word, unless the constraint then allows no token at all."""
-        assert self._bad_words is not None, "called only with bad words"
-        bad, size = self._bad_words, path.first + rows.start - path.row
-        answer = path.answer_L.tolist()
-        state, is_free = bad.state_after(answer[:size])
-        for row in rows:
-            self._forbid(bad.forbidden(state), masks_RW[row])
-            if row + 1 < rows.stop:
-                if is_free:
-                    state, is_free = bad.next_state(state, answer[size])
-                size += 1
-                if not is_free:
-                    state, is_free = bad.state_after(answer[:size])
-
-    def _forbid(self, forbidden_W: np.ndarray, mask_W: np.ndarray) -> None:
-        bits_W = mask_W.view(np.uint32)
-        left_W = bits_W & ~forbidden_W
-        last = left_W[-1] & np.uint32((1 << self._vocab % 32) - 1)  # without the library's own end token
-        if left_W[:-1].any() or last:
-            bits_W[:] = left_W
-
-    def _take(self, answer_L: np.ndarray) -> int:
-        """Switch to another answer, and go back to the tokens that it shares with the last one. Return their number."""
-        last_L = self._answer_L
-        size = min(len(last_L), len(answer_L))
-        differs_L = last_L[:size] != answer_L[:size]
-        same = int(differs_L.argmax()) if size else 0
-        if size and not differs_L[same]:
-            same = size
-        self._answer_L = answer_L
-        new = answer_L[same:].tolist()
-        if self._after is not None and self._begin > same:
-            self._begin = same + new.index(self._after) + 1 if self._after in new else NEVER
-        if self._end >= same:
-            ended = (t for t, token in enumerate(new, same) if token in self._eos_ids and t >= self._begin)
-            self._end = next(ended, NEVER)
-        if self._refused >= same:
-            self._refused = NEVER
-        if self._held > max(same - self._begin, 0):
-            self._go_back(max(same - self._begin, 0))
-        return same
-
-    def _read(self, size: int, ends: _MaskEnds, scratch: int) -> Generator[_Chain | _Read, bool, bool]:
-        """Move the matcher to the position after `size` tokens of the answer. Return whether the text is allowed so
-        far."""
-        if size > self._refused:
-            return False
-        size -= self._begin
-        if size < self._held:
-            self._go_back(size)
-        for token in self._answer_L[self._begin + self._held : self._begin + size].tolist():
-            assert self._matcher is not None, "a constraint that has not failed"
-            if not (yield _Read(self._matcher, token)):
-                yield from self._explain(token, ends, scratch)
-                return False
-            self._held += 1
-        return True
-
-    def _explain(self, token: int, ends: _MaskEnds, scratch: int) -> _Calls:
-        """Find out why the matcher did not read a token: it is not allowed there, or the constraint has failed. A
-        matcher that has not read a token is of no further use, so another one reads the tokens before it."""
-        assert self._start is not None and self._matcher is not None, "a constraint that has not failed"
-        broken, self._matcher = self._matcher, self._start.deep_copy()
-        for earlier in self._answer_L[self._begin : self._begin + self._held].tolist():
-            if not (yield _Read(self._matcher, earlier)):
-                self._fail(self._matcher)
-                return
-        yield _Chain(self._matcher, scratch, [])
-        if self._matcher.is_error():
-            self._fail(self._matcher)
-        elif token < self._vocab and ends.allows(scratch, token):
-            self._fail(broken)
-        else:
-            self._refused = self._begin + self._held
-
-    def _fail(self, matcher: llguidance.LLMatcher) -> None:
-        self.failure, self._matcher = _reason(matcher.get_error(), len(self._answer_L)), None
-
-    def _go_back(self, held: int) -> None:
-        assert self._matcher is not None, "a constraint that has not failed"
-        self._matcher.rollback(self._held - held)
-        self._held = held
-
-
-def _reason(error: str, size: int) -> str:
-    """Return why a constraint failed at an answer of `size` tokens, from the library's message."""
-    if error.startswith("NoExtension"):
-        return f"allows nothing after {size} tokens of the answer; change it so that each alternative can be completed"
-    logger.info("a constraint failed after %d tokens: %s", size, error.partition("\n")[0])
-    why = "allows too many alternatives" if "items" in error else "became too complex to be followed"
-    return f"{why} after {size} tokens of the answer; simplify it"
+def check_answer(compiler: Compiler, constraint: Constraint, answer: Answer) -> Answer:
+    """Check the end of an answer as `check_end` does, and return it as `check_particles` does."""
+    check_end(compiler, constraint, answer.tokens, answer.finish_reason)
+    return check_particles(compiler, constraint, answer)
 
 
 class _Drive:
@@ -415,8 +153,8 @@ class _Drive:
 
     def __init__(
         self,
-        walks: Iterable[_Calls],
-        ends: _MaskEnds,
+        walks: Iterable[Calls],
+        ends: MaskEnds,
         executor: llguidance.LLExecutor,
         *,
         single: bool = False,
@@ -435,7 +173,7 @@ class _Drive:
 
     def run(self) -> None:
         """Carry out all calls, then write the rest of the masks."""
-        found: list[tuple[_Calls, _Chain | _Read]] = []
+        found: list[tuple[Calls, Chain | Read]] = []
         for walk in self._walks:
             _advance(walk, None, found)
         while found and not self.abandoned:
@@ -443,8 +181,8 @@ class _Drive:
                 self.abandoned = True
                 return
             calls, found = found, []
-            reads = [(walk, call) for walk, call in calls if isinstance(call, _Read)]
-            chains = [(walk, call) for walk, call in calls if isinstance(call, _Chain)]
+            reads = [(walk, call) for walk, call in calls if isinstance(call, Read)]
+            chains = [(walk, call) for walk, call in calls if isinstance(call, Chain)]
             results = self._read([(call.matcher, call.token) for _, call in reads]) if reads else []
             if chains:
                 self._compute([call for _, call in chains])
@@ -460,7 +198,7 @@ class _Drive:
             self._idle = self._idle or [(_broken_matcher().deep_copy(), 0)]
         return self._executor.consume_token_par(reads + self._idle)[: len(reads)]
 
-    def _compute(self, chains: list[_Chain]) -> None:
+    def _compute(self, chains: list[Chain]) -> None:
         if self._single:
             for chain in chains:
                 self._compute_singly(chain)
@@ -472,7 +210,7 @@ class _Drive:
         if longer:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(longer, self._address, *self._shape)
 
-    def _compute_singly(self, chain: _Chain) -> None:
+    def _compute_singly(self, chain: Chain) -> None:
         matcher, row, read = chain.matcher, chain.row, 0
         self._executor.unsafe_compute_mask_ptr([(matcher, row)], self._address, *self._shape)
         for token in chain.tokens:
@@ -486,7 +224,7 @@ class _Drive:
             matcher.rollback(read)
 
 
-def _advance(walk: _Calls, result: bool | None, found: list[tuple[_Calls, _Chain | _Read]]) -> None:
+def _advance(walk: Calls, result: bool | None, found: list[tuple[Calls, Chain | Read]]) -> None:
     """Give a walk the result of its last call, and add its next call to `found`, if it has one."""
     try:
         found.append((walk, next(walk) if result is None else walk.send(result)))
@@ -569,7 +307,7 @@ class MaskWriter:
 
     def _write_now(self, needed: list[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
         """Write masks of requests without a constraint, whose rows need no call of the library."""
-        ends = _MaskEnds(self._compiler, masks_RW)
+        ends = MaskEnds(self._compiler, masks_RW)
         _Drive([follower.reader.walk(paths, ends, 0) for follower, paths in needed], ends, _shared_executor()[0]).run()
 
     def _drive(
@@ -578,7 +316,8 @@ class MaskWriter:
         rows: int,
         memory_RW: np.ndarray,
         executor: llguidance.LLExecutor,
-        **more: bool,
+        *,
+        single: bool = False,
     ) -> tuple[_Drive, np.ndarray]:
         """Return the work for these masks, and the memory that it writes: `rows` rows, and a further one for each
         request."""
@@ -586,9 +325,9 @@ class MaskWriter:
         if len(memory_RW) < total:
             memory_RW = np.empty((total, self._compiler.words), dtype=np.int32)
         memory_RW[:total] = -1
-        ends = _MaskEnds(self._compiler, memory_RW)
+        ends = MaskEnds(self._compiler, memory_RW)
         walks = [follower.reader.walk(paths, ends, rows + i) for i, (follower, paths) in enumerate(needed)]
-        return _Drive(walks, ends, executor, **more), memory_RW
+        return _Drive(walks, ends, executor, single=single), memory_RW
 
     def _write_alone(self, needed: list[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
         """Compute the masks of each request in a thread of its own. Those that take too long fail."""
@@ -604,26 +343,26 @@ class MaskWriter:
         deadline = began + self._wait_left
         running = works
         while running := [one for one in running if not one[2].wait(POLL_SECONDS / len(running))]:
-            slow = sum(work.seconds() > LEAST_SECONDS for *_, work, _ in running)
-            share = min(ROUND_SECONDS, max(LEAST_SECONDS, ALL_SECONDS / max(slow, 1)))
-            used: defaultdict[int, float] = defaultdict(float)
-            sizes = Counter(id(follower.start) for follower, *_ in running)
-            for follower, _, work, _ in running:
-                used[id(follower.start)] += work.seconds()
+            took = [work.seconds() for *_, work, _ in running]
+            share = min(ROUND_SECONDS, max(LEAST_SECONDS, ALL_SECONDS / max(sum(s > LEAST_SECONDS for s in took), 1)))
+            used: defaultdict[llguidance.LLMatcher | None, float] = defaultdict(float)
+            sizes = Counter(follower.start for follower, *_ in running)
+            for (follower, *_), seconds in zip(running, took):
+                used[follower.start] += seconds
             # Matchers of one constraint wait for each other in the library, also for those of abandoned work.
-            most = {key: max(ROUND_SECONDS, LEAST_SECONDS * size) for key, size in sizes.items()}
+            most = {start: max(ROUND_SECONDS, LEAST_SECONDS * size) for start, size in sizes.items()}
             self._abandoned = [one for one in self._abandoned if not one.has_ended()]
             now = time.monotonic()
-            for follower, _, work, _ in running:
-                own, key = work.seconds(), id(follower.start)
-                ahead = [one for one in self._abandoned if key in one.keys]
+            for (follower, _, work, _), own in zip(running, took):
+                start = follower.start
+                ahead = [one for one in self._abandoned if start in one.starts]
                 others = sum(one.seconds() for one in ahead)
                 is_stuck = now > began + STUCK_SECONDS and any(one.failed for one in ahead)
-                is_late = used[key] + others > most[key] or is_stuck or now > deadline
+                is_late = used[start] + others > most[start] or is_stuck or now > deadline
                 if own > self._left(follower, share) or is_late:
                     work.abandon()
-                    assert follower.start is not None, "a constraint that has not failed"
-                    self._abandoned.append(_Abandoned((follower.start,), work.has_ended, (), failed=True))
+                    assert start is not None, "a constraint that has not failed"
+                    self._abandoned.append(_Abandoned((start,), work.has_ended, (), failed=True))
                     follower.fail(_too_slow(follower.seconds + own))
             running = [one for one in running if one[0].failure is None]
         for follower, paths, work, found_RW in works:
@@ -663,8 +402,7 @@ class _Abandoned:
     ) -> None:
         """`starts`: matchers of its constraints at their beginnings; `threads`: native ids of those whose processor
         time counts for these constraints; `failed`: its request has failed."""
-        self._starts, self.has_ended, self._threads, self.failed = starts, has_ended, threads, failed
-        self.keys = frozenset(map(id, starts))
+        self.starts, self.has_ended, self._threads, self.failed = frozenset(starts), has_ended, threads, failed
         self._before = sum(map(_processor_seconds, threads))
 
     def seconds(self) -> float:

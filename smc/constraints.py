@@ -1,5 +1,6 @@
 """Compiles constraints for the tokens of a vocabulary, with the library llguidance, which only this file,
-`smc.constraint_masks` and `smc.grammar.compiler` import. Knows nothing about answers, models and rounds."""
+`smc.mask_reader`, `smc.constraint_masks` and `smc.grammar.compiler` import. Knows nothing about answers, models and
+rounds."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ LIBRARY = [
         "smc.grammar",
         "smc.constraints",
         "smc.constraint_masks",
+        "smc.mask_reader",
         "smc.potentials",
     ),
     ("smc.round",),

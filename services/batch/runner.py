@@ -165,15 +165,14 @@ class BatchRunner:
     def _check_ends(self, requests: Sequence[Request], answers: list[Answer]) -> list[Answer]:
         """Raise ConstraintFailed if an answer ended where its constraint does not allow an end. Return the answers,
         with particles that end wrongly marked."""
-        from smc.constraint_masks import check_end, check_particles  # imports torch
+        from smc.constraint_masks import check_answer  # imports torch
         from smc.constraints import Compiler
         from smc.stops import TokenBytes
 
         compiler, checked = Compiler.of(TokenBytes.of(self._pair.tokenizer)), []
         for request, answer in zip(requests, answers):
             if (constraint := request.params.constraint) is not None:
-                check_end(compiler, constraint, answer.tokens, answer.finish_reason)
-                answer = check_particles(compiler, constraint, answer)
+                answer = check_answer(compiler, constraint, answer)
             checked.append(answer)
         return checked
 

@@ -444,13 +444,11 @@ class RequestHandler:
         constraint = request.params.constraint
         if constraint is None:
             return answer
-        from smc.constraint_masks import check_end, check_particles  # imports torch
+        from smc.constraint_masks import check_answer  # imports torch
 
         check = asyncio.get_running_loop().run_in_executor
-        given = (self._compiler(), constraint)
         try:
-            await check(self._checking, check_end, *given, answer.tokens, answer.finish_reason)
-            return await check(self._checking, check_particles, *given, answer)
+            return await check(self._checking, check_answer, self._compiler(), constraint, answer)
         except ConstraintFailed:
             logger.error(
                 "the answer of request %s ended where its constraint does not allow an end", request.request_id

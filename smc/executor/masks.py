@@ -1,8 +1,9 @@
 """Masks of constrained requests: which tokens may follow each row, computed on the host while a model runs.
 
 A model's stage is divided. The tokens that it is going to run are copied to the host, and the pass is queued. The host
-computes masks from the tokens (`smc.constraints`) and copies them to the device, where drawing and scoring wait for
-them. A row's tokens are read from its pages (`smc.executor.state`), so they follow its block table wherever that goes.
+computes masks from the tokens (`smc.constraint_masks`) and copies them to the device, where drawing and scoring wait
+for them. A row's tokens are read from its pages (`smc.executor.state`), so they follow its block table wherever that
+goes.
 
 Every method draws from p(x | allowed): the target's distribution p without the forbidden tokens, renormalised. A
 population whose distribution is that of whole answers given the constraint (`by_answer`) multiplies its weights at
@@ -25,11 +26,12 @@ import torch
 from torch import Tensor
 
 from smc.arrays import to_device
-from smc.constraint_masks import Follower, MaskPath, MaskWriter
+from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.graph_runner import Spans, StageRunner
 from smc.executor.state import PageTokens
+from smc.mask_reader import MaskPath
 from smc.round.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
 from smc.round.slots import SlotState
 from smc.round.tensors import Blocks, TokenTree

@@ -21,7 +21,7 @@ from smc.algorithm.resampling import Spans
 from smc.arrays import offsets, to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
-from smc.constraint_masks import Follower, MaskPath, MaskWriter
+from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import AsyncResult, StageRunner
@@ -30,6 +30,7 @@ from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsS
 from smc.executor.ops import RoundOps
 from smc.executor.sampling import Sampling
 from smc.executor.state import LogitBiases, add_biases, repeated, width_of
+from smc.mask_reader import MaskPath
 from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable

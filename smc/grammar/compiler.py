@@ -38,11 +38,11 @@ MOST_COMPILED = 2.0
 WIDE, TOO_WIDE = 300, 1000
 """Numbers of optional properties in a row: up to the first they can be followed, beyond the second they cannot."""
 MOST_PATTERNS = 250
-"""Maximum number of `patternProperties` of an object: the library needs the third power of the time, 2 to 9 s for
+"""Maximum number of `patternProperties` of an object: the library needs the third power of the time, 1 to 3 s for
 these."""
 MOST_ODD, MOST_DIVISOR = 150_000, 1 << 20
 """Maximum sums of the numbers in `multipleOf`, without factors of 2 and 5, and without factors of 10. The library has a
-state for each remainder: about 2 s."""
+state for each remainder: about a second."""
 MOST_GBNF = 1000
 """Maximum number of rules in GBNF: converting them takes the square of the time, a second for these."""
 ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}

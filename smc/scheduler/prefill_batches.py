@@ -15,6 +15,7 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Alternatives, Answer, PromptToken
+from smc.arrays import common_length
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
@@ -280,13 +281,6 @@ def count_pages(sequences: Sequence[np.ndarray]) -> int:
     for i, tokens_L in enumerate(sequences):
         total += len(tokens_L) - max([0, *(common_length(tokens_L, other) for other in sequences[:i])])
     return total
-
-
-def common_length(one_L: np.ndarray, other_L: np.ndarray) -> int:
-    """Number of leading tokens that two sequences have in common."""
-    size = min(len(one_L), len(other_L))
-    different = np.flatnonzero(one_L[:size] != other_L[:size])
-    return int(different[0]) if len(different) else size
 
 
 def prefill_step(jobs: list[PrefillJob], worker: Worker, role: ModelRole, chunk: int) -> list[Chunk]:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
+from smc.arrays import common_length
 from smc.executor.messages import Stream
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE, OutOfPages
 from smc.scheduler.methods import Decoding
-from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow, common_length
+from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.types import ModelRole

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from smc.api.constraint import Constraint
-from smc.constraint_masks import Follower, MaskPath, MaskWriter
+from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
+from smc.mask_reader import MaskPath
 from smc.stops import StopMachine, TokenBytes
 
 END = 256

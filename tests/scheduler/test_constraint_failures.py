@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from smc import constraint_masks, demo
-from smc.api.constraint import Constraint
+from smc import constraints, demo, mask_reader
+from smc.api.constraint import Constraint, ConstraintFailed
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, FinishReason, Request
 from smc.api.sampling_params import SamplingParams
-from smc.constraint_masks import check_particles
+from smc.constraint_masks import check_end, check_particles
 from smc.constraints import Compiler
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
@@ -106,13 +106,13 @@ def test_a_constraint_that_fails_ends_its_request_alone(pair: ModelPair, config:
 @pytest.mark.parametrize("config", FORMS, ids=lambda config: config.form)
 def test_a_wrong_end_is_an_error_in_every_method(pair: ModelPair, config: EngineConfig, monkeypatch):
     """The library is made to allow only the end of the answer, after any text."""
-    write = constraint_masks._MaskEnds.write
+    write = mask_reader.MaskEnds.write
 
-    def ended(ends: constraint_masks._MaskEnds) -> None:
+    def ended(ends: mask_reader.MaskEnds) -> None:
         ends.complete += ends.computed
         write(ends)
 
-    monkeypatch.setattr(constraint_masks._MaskEnds, "write", ended)
+    monkeypatch.setattr(mask_reader.MaskEnds, "write", ended)
     engine = local_engine(pair, config)
     requests = [asked(pair, name, constraint={"regex": "[0-9]{9}"}, **params) for name, params in METHODS.items()]
     for name, (answer,) in run(engine, requests).items():
@@ -175,3 +175,15 @@ def test_a_finished_constraint_ends_an_answer_before_min_tokens(pair: ModelPair,
         assert answer.finish_reason is FinishReason.EOS
         assert re.fullmatch(cases[request.request_id.split("/")[0]][1], answer.text)
         assert len(answer.tokens) < 12
+
+
+def test_a_constraint_that_is_refused_at_the_end_harms_nothing(pair: ModelPair, monkeypatch):
+    """A compiled constraint may be forgotten while its request runs, and be refused when it is compiled again, because
+    the machine is busy then. Nothing is known against the answer's end."""
+    compiler = Compiler(TokenBytes.of(pair.tokenizer))
+    constraint = Constraint.of({"choice": ["1"]})
+    tokens = pair.tokenizer.encode("2")
+    with pytest.raises(ConstraintFailed):
+        check_end(compiler, constraint, tokens, FinishReason.EOS)
+    monkeypatch.setattr(constraints, "MOST_COMPILED", -1.0)
+    check_end(Compiler(TokenBytes.of(pair.tokenizer)), constraint, tokens, FinishReason.EOS)

@@ -12,8 +12,9 @@ import pytest
 
 from smc import constraint_masks, constraints
 from smc.api.constraint import Constraint
-from smc.constraint_masks import Follower, MaskPath, MaskWriter
+from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
+from smc.mask_reader import MaskPath
 from smc.stops import StopMachine, TokenBytes
 
 TEXTS = [bytes([byte]) for byte in range(32, 127)] + [b'"a', b'":', b"ab", b"abc", b"12", b'", "', b"true", b"\n"]
