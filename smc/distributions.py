@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.arrays import map_tensors, to_device
+from smc.arrays import Room, map_tensors, to_device
 from smc.types import Array
 
 _CPU = torch.device("cpu")
@@ -76,6 +76,13 @@ class DistributionSpec(NamedTuple, Generic[Array]):
         }
         active = Processors(sum(one for one, is_used in used.items() if is_used))
         return DistributionSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active)
+
+    @staticmethod
+    def allocate(room: Room, rows: int, active: Processors) -> DistributionSpec[Tensor]:
+        """Return memory for as many rows."""
+        return DistributionSpec(
+            room.floats(rows), room.longs(rows), room.floats(rows), room.floats(rows), room.floats(rows), active
+        )
 
     @staticmethod
     def plain(rows: int, device: torch.device) -> DistributionSpec[Tensor]:

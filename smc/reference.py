@@ -96,15 +96,14 @@ class Reference(ABC):
             self.round()
         return self.answer().tokens[len(self.task.prompt) :]
 
-    def round(self) -> tuple[list[Row], list[Row], Any]:
-        """Run a round. Returns the blocks, the rows and what verification found."""
+    def round(self) -> None:
+        """Run a round."""
         self.rounds += 1
         self.particles = [replace(row, root=len(row.tokens)) for row in self.particles]
         rows = self.draft()
         blocks = self.particles if self.lookahead else rows
         verified = self.verify(blocks)
         self.particles = self.placed(self.select(rows, verified))
-        return blocks, rows, verified
 
     @abstractmethod
     def first(self) -> list[Row]:
@@ -426,10 +425,8 @@ class SmcIndependent(Reference):
     def chosen(self, candidates: list[Row]) -> list[Row]:
         """Resample all candidates if the effective sample size of the particles is low. Otherwise each particle keeps
         one of its branches, drawn by weight, with the weight of all of them."""
-        n, families = (
-            self.task.particles,
-            [[row for row in candidates if row.slot == root.slot] for root in self.particles],
-        )
+        n = self.task.particles
+        families = [[row for row in candidates if row.slot == root.slot] for root in self.particles]
         masses = [logsumexp([row.mass for row in family]) for family in families]
         ess = 1 / sum(math.exp(2 * (mass - logsumexp(masses))) for mass in masses)
         if ess < self.task.ess_threshold * n * (1 - EQUAL):

@@ -76,7 +76,7 @@ CURVES_LEGEND = (
     "times by these rounds, at their contexts: milliseconds of a draft step by rows, of a target pass by positions, "
     "and of a target pass in plain decoding by sequences."
 )
-COST_COLUMNS = {
+LATENCY_COLUMNS = {
     "draft": ("rows", "draft step ms"),
     "target": ("positions", "target pass ms"),
     "alone": ("sequences", "alone ms"),
@@ -362,7 +362,7 @@ def _round_columns(*headers: str) -> Table:
 
 @dataclass(frozen=True)
 class MeasuredLatency:
-    """The costs in a measured line of a table, in milliseconds."""
+    """The times in a measured line of a table, in milliseconds."""
 
     on: str
     """Name of the GPUs or the link that run the target."""
@@ -388,7 +388,7 @@ class MeasuredLatency:
 
 
 def latency_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredLatency]:
-    """Return the costs in measured speeds. `drafting`: that of `EngineConfig`; with `costs`, lines of exact decoding
+    """Return the times in measured speeds. `drafting`: that of `EngineConfig`; with `adaptive`, lines of exact decoding
     are left out, since the numbers of rows varied."""
     return [
         MeasuredLatency(
@@ -402,7 +402,7 @@ def latency_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredLate
 
 
 def latency_of_rounds(rows: Sequence[RoundTime | ProcessRoundTime]) -> list[MeasuredLatency]:
-    """Return the costs in times measured on a CPU."""
+    """Return the times measured on a CPU."""
     names = ("requests", "particles", "branches", "block", "form", "draft", "target")
     return [
         MeasuredLatency(on=getattr(row, "link", ""), **{name: getattr(row, name) for name in names}) for row in rows
@@ -410,7 +410,7 @@ def latency_of_rounds(rows: Sequence[RoundTime | ProcessRoundTime]) -> list[Meas
 
 
 def curve_tables(measured: Sequence[MeasuredLatency]) -> list[Table]:
-    """Return one table for every value of `MeasuredCosts.on`."""
+    """Return one table for every value of `MeasuredLatency.on`."""
     return [
         _measured_table([each for each in measured if each.on == on], on)
         for on in dict.fromkeys(each.on for each in measured)
@@ -441,9 +441,9 @@ def _curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str
         caption=caption,
         title_justify="left",
     )
-    found = {name: points[name] for name in COST_COLUMNS if points.get(name)}
+    found = {name: points[name] for name in LATENCY_COLUMNS if points.get(name)}
     for name in found:
-        for header in COST_COLUMNS[name]:
+        for header in LATENCY_COLUMNS[name]:
             table.add_column(header, justify="right", no_wrap=True)
     for row in zip_longest(*found.values()):
         cells = (("", "") if point is None else (f"{point[0]:,}", f"{point[1]:.2f}") for point in row)

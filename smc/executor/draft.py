@@ -64,7 +64,7 @@ def begin(
     # Entries past the pending tokens are overwritten later.
     state.table_SL[slot_A[:, None], held_A[:, None] + torch.arange(queries, device=state.device)] = pages_AP
     tokens_AP = state.pending_SQ[slot_A, :queries]
-    index_A = torch.arange(len(slot_A), device=state.device)
+    index_A = plan.index_of_rows(1)
     zero_A = torch.zeros_like(index_A)
     # Pending tokens are known not to end the answer.
     text_A = grow(

@@ -150,7 +150,7 @@ def keep_nodes(
     slot_A, row_A, count_A = plan.arrays.slot_A, choice.row_A, choice.count_A
     offset_A = state.logw_S[slot_A[choice.ancestor_A]]
     tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SDC.shape[2]
-    index_A = torch.arange(len(slot_A), device=slot_A.device)
+    index_A = plan.index_of_rows(1)
     is_before_AA = index_A < index_A[:, None]
     shares_AA = (
         (plan.arrays.group_A == plan.arrays.group_A[:, None]) & choice.alive_A & plan.has_kind(PopulationKind.BEST)
@@ -220,7 +220,7 @@ def with_inner_nodes(
         return torch.cat((first_A[:, None], inner_AD.to(first_A.dtype)), 1).flatten()
 
     inner_AD = torch.zeros_like(nodes.text_SD[slot_A])
-    rows_H = torch.arange(len(slot_A), device=slot_A.device).repeat_interleave(k)
+    rows_H = plan.index_of_rows(k)
     nodes_as_rows = TokenTree(
         root_X=tree.root_X.repeat_interleave(k),
         tokens_XK=tree.tokens_XK[rows_H],

@@ -154,7 +154,7 @@ class Finalizer:
         longest does, followed by the target's next token."""
         plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
         best_A, right_A = matched
-        any_A = plan.any_of_group(taken.alive_A[None], plan.arrays.group_A)[0][plan.arrays.group_A]
+        any_A = plan.any_of_group(taken.alive_A)[plan.arrays.group_A]
         misses_A = is_exact_A & ~any_A & (plan.arrays.size_G > 0)[plan.arrays.group_A]
         ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
         index_A = torch.arange(len(best_A), device=best_A.device)
@@ -239,7 +239,7 @@ class Finalizer:
             grown_AQ = blocks.tokens_AQ[taken.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
-        has_bonus_G = plan.any_of_group((has_bonus_A & choice.alive_A)[None], plan.arrays.group_A)[0]
+        has_bonus_G = plan.any_of_group(has_bonus_A & choice.alive_A)
         run_A = torch.minimum(self.scored.blocks.run_A[taken.block_A], kept_A)
         return RoundResult(
             ancestor_A=choice.ancestor_A,

@@ -23,7 +23,7 @@ from smc.round.plan import IN_FLIGHT
 
 Event = int | torch.cuda.Event
 """A point in a device's work; on a CPU, nanoseconds of the monotonic clock."""
-Spans = dict[str, tuple[Event, Event]]
+TimeSpans = dict[str, tuple[Event, Event]]
 Failures = Mapping[int, str]
 """Why constraints cannot be followed any further, by group of a round or by row of prompts."""
 NO_FAILURES: Failures = MappingProxyType({})
@@ -37,7 +37,7 @@ MOST_BYTES = 3 << 30
 class AsyncResult:
     """A NamedTuple of tensors that is being copied to the host, where it has NumPy arrays."""
 
-    def __init__(self, result: Any, arrived: Event, spans: Spans, failures: Failures = NO_FAILURES) -> None:
+    def __init__(self, result: Any, arrived: Event, spans: TimeSpans, failures: Failures = NO_FAILURES) -> None:
         self._result, self._arrived, self._at = result, arrived, 0
         self._spans, self._failures = spans, failures
 
@@ -124,7 +124,7 @@ class StageRunner:
         """Return the other model's tensor on this device; in rounds of one key it is always the same tensor."""
         return tensor
 
-    def read(self, key: Hashable, result: Any, spans: Spans, failures: Failures = NO_FAILURES) -> AsyncResult:
+    def read(self, key: Hashable, result: Any, spans: TimeSpans, failures: Failures = NO_FAILURES) -> AsyncResult:
         """Start copying a NamedTuple of tensors to the host."""
         return AsyncResult(result, self.event(), spans, failures)
 
@@ -216,7 +216,7 @@ class GraphRunner(StageRunner):
         here = self.keep(key, f"copy of {name}", lambda: torch.empty_like(tensor, device=self.device))
         return here.copy_(tensor, non_blocking=True)
 
-    def read(self, key: Hashable, result: Any, spans: Spans, failures: Failures = NO_FAILURES) -> AsyncResult:
+    def read(self, key: Hashable, result: Any, spans: TimeSpans, failures: Failures = NO_FAILURES) -> AsyncResult:
         def pinned() -> Any:
             return map_tensors(lambda here: torch.empty(here.shape, dtype=here.dtype, pin_memory=True), result)
 

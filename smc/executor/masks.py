@@ -29,7 +29,7 @@ from smc.arrays import to_device
 from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
 from smc.distributions import Distributions, DistributionSpec
-from smc.executor.graph_runner import Spans, StageRunner
+from smc.executor.graph_runner import StageRunner, TimeSpans
 from smc.executor.state import PageTokens
 from smc.mask_reader import MaskPath
 from smc.round.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
@@ -126,7 +126,7 @@ class TokenMasks:
         found, self._failures = self._failures, {}
         return found
 
-    def take_span(self, role: ModelRole) -> Spans:
+    def take_span(self, role: ModelRole) -> TimeSpans:
         """Return the time that all masks since the last call took together, as one span that starts when the last mask
         did."""
         began, took, self._nanoseconds = self._began, self._nanoseconds, 0

@@ -25,7 +25,7 @@ from smc.api.engine_config import EngineConfig
 from smc.arrays import to_device
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
-from smc.executor.graph_runner import AsyncResult, Event, Spans, StageRunner
+from smc.executor.graph_runner import AsyncResult, Event, StageRunner, TimeSpans
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import TokenMasks
 from smc.executor.messages import Pending
@@ -205,7 +205,7 @@ class ModelRunner:
             ended = stages.event()
             return self._read(plan.kind, result, {self.worker.name: (began, ended)})
 
-    def _read(self, key: Hashable, result: RoundResult[Tensor] | DraftReport[Tensor], spans: Spans) -> AsyncResult:
+    def _read(self, key: Hashable, result: RoundResult[Tensor] | DraftReport[Tensor], spans: TimeSpans) -> AsyncResult:
         """Start copying a round's result to the host, with what is known of its masks."""
         masks = self._masks
         return self.stages.read(key, result, spans | masks.take_span(self.worker.name), masks.take_failures())
@@ -242,9 +242,9 @@ class ModelRunner:
     def _end_alone(self, plan: RoundPlan[Tensor], grown: GrownRows) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.arrays.slot_A
         tree = grown.tree
-        index_A = torch.arange(len(slot_A), device=slot_A.device)
+        index_A = plan.index_of_rows(1)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
-        choice = RoundChoice.allocate(len(slot_A), slot_A.device).write(
+        choice = RoundChoice(
             ancestor_A=index_A,
             row_A=index_A,
             count_A=tree.count_X,
@@ -254,11 +254,12 @@ class ModelRunner:
             ended_A=tree.ended_X,
             text_A=tree.text_X,
             mass_A=zero_A.double(),
+            message=torch.empty(0, dtype=torch.uint8, device=slot_A.device),  # not sent
         )
         lineage = drafter.follow(plan, grown, choice).lineage
         logq_AK = tree.logq_XK
         exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
-        nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1)[None], plan.arrays.group_A)[0]
+        nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1))
         zero_G = torch.zeros_like(plan.arrays.threshold_G)
         never_G = zero_G > 0
         return RoundResult(

@@ -1,5 +1,5 @@
 """Sampling from logits, with fixed shapes: draws and log-probabilities. This is the reference in plain torch; GPUs use
-`smc.executor.triton_ops`.
+`smc.executor.triton_sampling`.
 
 `HeadSampling` is for the proposals of a draft whose head has rows for M tokens of V. No other code turns the head's
 columns into tokens.

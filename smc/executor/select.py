@@ -161,7 +161,7 @@ class CandidateScorer:
         column_Q = torch.arange(scored.nan_AQ.shape[1], device=index_X.device)
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
-        target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A[None], plan.arrays.group_A)[0], nan_2G[0])
+        target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A), nan_2G[0])
         likelihood_X = self.drafted.share_X.double().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         return (
             torch.where(is_exact_X, likelihood_X, weight_X),
@@ -199,4 +199,4 @@ class CandidateScorer:
 
     def _of_group(self, mask_NX: Tensor) -> Tensor:
         """Return whether masks hold anywhere in a group, bool [N, G]."""
-        return self.plan.any_of_group(mask_NX, self.group_X)
+        return self.plan.any_of_groups(mask_NX, self.group_X)

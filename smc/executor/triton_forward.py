@@ -246,9 +246,6 @@ class PromptOps(LayerOps):
         assert isinstance(x, Tensor)
         return layer.sum(grouped(x, module) if module.has_grouped_product(x) else module(x))
 
-    def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
-        return layer.sum(self.product(x_TK, matrix))
-
 
 def weight_of(norm: RMSNorm | None) -> Tensor | None:
     return None if norm is None else norm.weight

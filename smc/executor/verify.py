@@ -89,7 +89,7 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted
     count_A, ended_A = 1 + drafted.count_X.long(), drafted.ended_X
     if plan.kind.has_exact:
         # If the draft proposes nothing, for example because it returns NaN, the block is the seed alone.
-        nothing_G = plan.is_exact_G & ~plan.any_of_group(alive_A[None], plan.arrays.group_A)[0]
+        nothing_G = plan.is_exact_G & ~plan.any_of_group(alive_A)
         lone_A = nothing_G[plan.arrays.group_A] & state.alive_S[plan.arrays.slot_A]
         root_A, slot_A = (
             torch.where(lone_A, plan.index_of_rows(1), root_A),

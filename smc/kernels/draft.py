@@ -93,14 +93,7 @@ def begin(
         round_S=room.longs(rows),
         seed_G=room.longs(groups),
         round_G=room.longs(groups),
-        distribution=DistributionSpec(
-            temperature_R=room.floats(rows),
-            top_k_R=room.longs(rows),
-            top_p_R=room.floats(rows),
-            min_p_R=room.floats(rows),
-            alpha_R=room.floats(rows),
-            active=distribution.active,
-        ),
+        distribution=DistributionSpec.allocate(room, rows, distribution.active),
     )
     group_R = room.ints(batch_size)
     out = DraftInputs(
@@ -184,8 +177,8 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
     """See `smc.executor.draft.reparent`."""
     rows, pages = plan.arrays.branch_pages_XB.shape
     tokens, room = tree.tokens_XK.shape[1], Room(state.device)
-    slot_X, tail_X, start_X, count_X = (room.ints(rows) for _ in LastTokens._fields)
-    out = TokenTree.allocate(room, rows, tokens, pages)._replace(run=LastTokens(slot_X, tail_X, start_X, count_X))
+    run = LastTokens(*(room.ints(rows) for _ in LastTokens._fields))
+    out = TokenTree.allocate(room, rows, tokens, pages)._replace(run=run)
     strides = TreeStrides(tree.tokens_XK.stride(0), tree.logq_XK.stride(0), tree.tail_XB.stride(0))
     own, chosen = more.own, more.chosen
     _reparent[(triton.cdiv(rows, TREE_ROWS),)](
@@ -199,7 +192,7 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
 
 
 class TreeStrides(NamedTuple):
-    """Row strides of a `TreeTensors`."""
+    """Row strides of a `TokenTree`."""
 
     tokens: int
     logq: int

@@ -17,7 +17,7 @@ from smc.algorithm.expansion import PopulationKind, SelectedTrees
 from smc.algorithm.selection import PREFIX_POSITION, Selection
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import Room, contiguous
-from smc.kernels.launch import Sizes, one_variant, own_indices, programs
+from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.select import draw_uniforms
 from smc.kernels.stops import DONE, after, after_all
 from smc.round.tensors import Candidates, Lineage, RoundChoice, RoundResult, ScoreInputs
@@ -61,7 +61,7 @@ def finalize(
     )
     _finalize[(programs(batch_size, groups),)](
         plan, state, verified, drafted, contiguous(inputs.target), candidates, contiguous(inputs.matched),
-        contiguous(own), contiguous(trees), choice, result, Sizes(batch_size, groups, rows),
+        contiguous(own), contiguous(trees), choice, result, groups, batch_size,
         F=rows // batch_size, K=block, Q=q, C=candidates.candidate_tokens.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=inputs.lookahead, num_warps=4,
     )  # fmt: skip
@@ -70,12 +70,12 @@ def finalize(
 
 @one_variant()
 def _finalize(
-    plan, slots, verified, drafted, target, candidates, matched, own, trees, choice, out, sizes,
+    plan, slots, verified, drafted, target, candidates, matched, own, trees, choice, out, groups, batch_size,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     blocks = verified.blocks
-    index, exists, group, is_group = own_indices(plan.first_G, plan.size_G, sizes.groups, sizes.batch_size, BLOCK_N)
+    index, exists, group, is_group = own_indices(plan.first_G, plan.size_G, groups, batch_size, BLOCK_N)
     kind = tl.load(plan.kind_G + tl.load(plan.group_A + index, mask=exists, other=0), mask=exists, other=0)
     row, ancestor, alive = tl.zeros_like(index), tl.zeros_like(index), tl.zeros_like(index) != 0
     bonus, logw, misses = tl.full((BLOCK_N,), -1, tl.int64), tl.full((BLOCK_N,), NONE, tl.float64), alive

@@ -81,7 +81,7 @@ class RowSpans(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The rows of each group, as in `smc.executor.forward.Rows`."""
+    """The rows of each group, as in `smc.round.tensors.Rows`."""
 
     group_R: Tensor
     first_G: Tensor

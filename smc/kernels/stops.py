@@ -8,7 +8,7 @@ import triton.language as tl
 
 from smc import stops
 
-DONE, STATES = tl.constexpr(stops.DONE), tl.constexpr(stops.MAX_STATES)
+START, DONE, STATES = tl.constexpr(stops.START), tl.constexpr(stops.DONE), tl.constexpr(stops.MAX_STATES)
 ENDS_EARLY = tl.constexpr(stops.ENDS_EARLY)
 
 
@@ -43,4 +43,4 @@ def after(state, token, entry, going, early, tables):
         byte = tl.load(tables.data_B + begin + i, mask=i < size, other=0)
         next_at = tables.next_EXB + (entry * STATES + state) * 256 + byte
         state = tl.where(i < size, tl.load(next_at, mask=i < size, other=0).to(tl.int32), state)
-    return tl.where(going & early & (stops_by != ENDS_EARLY) & (state == DONE), 0, state)
+    return tl.where(going & early & (stops_by != ENDS_EARLY) & (state == DONE), START, state)

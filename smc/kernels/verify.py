@@ -23,7 +23,7 @@ from smc.algorithm.verification import Matches
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import Room, contiguous
 from smc.distributions import DistributionSpec
-from smc.kernels.launch import Sizes, one_variant, own_indices, programs
+from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.sampling import exponentials
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.round.draws import DrawKeys
@@ -75,22 +75,14 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
             queries=q,
             contexts=plan.kind.contexts,
         ),
-        distribution_T=DistributionSpec(
-            temperature_R=room.floats(tokens),
-            top_k_R=room.longs(tokens),
-            top_p_R=room.floats(tokens),
-            min_p_R=room.floats(tokens),
-            alpha_R=room.floats(tokens),
-            active=given.active,
-        ),
+        distribution_T=DistributionSpec.allocate(room, tokens, given.active),
         label_T=room.ints(tokens),
         keys=DrawKeys(room.longs(tokens), none_T, none_T[:, None], room.longs(tokens), Purpose.TARGET),
         last_A=room.longs(batch_size),
     )
-    # In lockstep there is one row a batch index.
     _lay_out[(programs(batch_size, groups),)](
         arrays, given, state, state.pending_SQ.stride(0), logq_SQ, logq_SQ.stride(0), drafted, out,
-        Sizes(batch_size, groups, batch_size), K=q if drafted is None else drafted.block, Q=q,
+        groups, batch_size, K=q if drafted is None else drafted.block, Q=q,
         BLOCK_N=MAX_PARTICLES, BLOCK_Q=triton.next_power_of_2(q), EXACT=plan.kind.has_exact, num_warps=4,
     )  # fmt: skip
     return out
@@ -160,11 +152,10 @@ def verify_chains(
 
 @one_variant()
 def _lay_out(
-    plan, distribution, slots, pending_stride, logq_SQ, logq_stride, drafted, out, sizes,
+    plan, distribution, slots, pending_stride, logq_SQ, logq_stride, drafted, out, groups, batch_size,
     K: tl.constexpr, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    batch_size = sizes.batch_size
-    index, exists, _, is_group = own_indices(plan.first_G, plan.size_G, sizes.groups, batch_size, BLOCK_N)
+    index, exists, _, is_group = own_indices(plan.first_G, plan.size_G, groups, batch_size, BLOCK_N)
     group = tl.load(plan.group_A + index, mask=exists, other=0)
     own = tl.load(plan.slot_A + index, mask=exists, other=0)
     origin, slot, lone = index, own, index < 0

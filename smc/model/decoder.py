@@ -337,9 +337,9 @@ class LayerOps(ABC):
     def experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
         """Return the output of experts, as `summed` does."""
 
-    @abstractmethod
     def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
         """Return `product`, summed over all ranks."""
+        return layer.sum(self.product(x_TK, matrix))
 
 
 AttendLayer = Callable[[Layer, Tensor, Tensor | None], Tensor]
@@ -402,9 +402,6 @@ class TorchLayerOps(LayerOps):
 
     def experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
         return layer.sum(module(x))
-
-    def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
-        return layer.sum(self.product(x_TK, matrix))
 
 
 def attend_rotated(rope_T2D: Tensor, attend: Attend) -> AttendLayer:

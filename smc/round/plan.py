@@ -231,7 +231,7 @@ class RoundArrays(NamedTuple, Generic[Array]):
     kind_G: Array
     """int32 `smc.algorithm.expansion.PopulationKind`: how the group is continued."""
     scheme_G: Array
-    """int32 index of `smc.algorithm.resampling.SCHEME_NAMES`."""
+    """int32 index of `smc.api.limits.SCHEME_NAMES`."""
     chain_C: Array
     """int64 batch indices of groups whose rows are chains, group after group; padded by repeating the first one."""
     distribution_C: Array
@@ -328,8 +328,12 @@ class RoundPlan(Generic[Array]):
         slot_A = self.arrays.slot_A
         return torch.arange(len(slot_A), device=slot_A.device).repeat_interleave(width)
 
-    def any_of_group(self: RoundPlan[Tensor], mask_XR: Tensor, group_R: Tensor) -> Tensor:
-        """Return whether a mask holds anywhere in a group, bool [X, G]; `group_R` is the group of every entry."""
+    def any_of_group(self: RoundPlan[Tensor], mask_A: Tensor) -> Tensor:
+        """Return whether a mask holds anywhere in a group, bool [G]."""
+        return self.any_of_groups(mask_A[None], self.arrays.group_A)[0]
+
+    def any_of_groups(self: RoundPlan[Tensor], mask_XR: Tensor, group_R: Tensor) -> Tensor:
+        """Return whether masks hold anywhere in a group, bool [X, G]; `group_R` is the group of every entry."""
         counts_XG = torch.zeros(len(mask_XR), len(self.arrays.first_G), device=mask_XR.device)
         return counts_XG.index_add(1, group_R, mask_XR.float()) > 0
 

@@ -48,11 +48,7 @@ def drawn(
 
 def moved(value: object) -> object:
     """Return a copy of `value` on the device of the kernels."""
-    if isinstance(value, tuple | torch.Tensor):
-        return map_tensors(lambda tensor: tensor.to(DEVICE), value)
-    return type(value)(
-        **{name: moved(each) if isinstance(each, torch.Tensor) else each for name, each in vars(value).items()}
-    )
+    return map_tensors(lambda tensor: tensor.to(DEVICE), value)
 
 
 SHAPES = [(40, 1, torch.float32), (300, 4, torch.bfloat16), (5000, 2, torch.float32)]
