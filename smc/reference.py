@@ -96,14 +96,15 @@ class Reference(ABC):
             self.round()
         return self.answer().tokens[len(self.task.prompt) :]
 
-    def round(self) -> None:
-        """Run a round."""
+    def round(self) -> tuple[list[Row], list[Row], Any]:
+        """Run a round. Returns the blocks, the rows and what verification found."""
         self.rounds += 1
         self.particles = [replace(row, root=len(row.tokens)) for row in self.particles]
         rows = self.draft()
         blocks = self.particles if self.lookahead else rows
         verified = self.verify(blocks)
         self.particles = self.placed(self.select(rows, verified))
+        return blocks, rows, verified
 
     @abstractmethod
     def first(self) -> list[Row]:
