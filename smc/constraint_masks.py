@@ -41,7 +41,7 @@ addition for each request."""
 ROUND_SECONDS, LEAST_SECONDS = 0.15, 0.03
 """Maximum seconds of processor time that the masks of one request may take in a round at one model: if few requests
 take long, and if many do."""
-ALL_SECONDS = 0.3
+ALL_SECONDS = 0.2
 """Maximum seconds of processor time for masks that are computed alone, in a round at one model, divided among the
 requests that take long."""
 WAIT_SECONDS = 1.0

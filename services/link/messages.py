@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from services.link.base import LinkError
 from services.link.codec import Codec
+from smc.api.constraint import Constraint
 from smc.executor.messages import PromptBatch, PromptResult
 from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.round.tensors import DraftReport, RoundResult
@@ -38,8 +39,15 @@ class Reconnect:
     """Time limit until the other leader has connected."""
 
 
-Command = Ping | MemoryQuery | Stop | Reconnect | PromptBatch | SequenceHandoff | RoundPlan
-SILENT = (SequenceHandoff, Stop)
+@dataclass(frozen=True)
+class Compile:
+    """Makes the leader compile a constraint beside its other work. Responses say how many it has compiled."""
+
+    constraint: Constraint
+
+
+Command = Ping | MemoryQuery | Stop | Reconnect | Compile | PromptBatch | SequenceHandoff | RoundPlan
+SILENT = (SequenceHandoff, Compile, Stop)
 """Commands that have no response."""
 
 
@@ -102,6 +110,8 @@ class WorkResponse:
     for the other model. See `smc.executor.messages.Pending.spans`."""
     failures: dict[int, str] = field(default_factory=dict)
     """Why constraints cannot be followed any further, see `smc.executor.messages.Pending.failures`."""
+    compiled: int = 0
+    """Number of `Compile` commands that have been carried out so far."""
 
 
 @dataclass(frozen=True)

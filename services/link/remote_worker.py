@@ -5,6 +5,7 @@ A result is read when the engine asks for it; the begin and end times that the w
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -17,6 +18,7 @@ from services.link.messages import (
     RESPONSES,
     SILENT,
     Command,
+    Compile,
     Failure,
     MemoryQuery,
     MemoryUse,
@@ -28,6 +30,8 @@ from services.link.messages import (
     WorkResponse,
     check_incarnation,
 )
+from smc.api.constraint import Constraint
+from smc.constraints import MOST_KEPT
 from smc.executor.messages import ModelLost, PromptBatch, PromptResult
 from smc.executor.model_runner import LocalRound
 from smc.round.plan import Program, RoundPlan, SequenceHandoff
@@ -110,9 +114,28 @@ class RemoteWorker:
         self._awaited = 0
         """Sequence number of the response that is awaited now."""
         self._clock_offset_ns = 0
+        self._compiled = 0
+        """Number of constraints that the worker has compiled."""
+        self._numbers: OrderedDict[Constraint, int] = OrderedDict()
+        """Numbers of the constraints that the worker keeps."""
+        self._asked = 0
 
     def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
         return self._ask(batch)
+
+    def compile(self, constraint: Constraint) -> int:
+        if constraint not in self._numbers:
+            self._asked += 1
+            self._numbers[constraint] = self._asked
+            self._send(Compile(constraint))
+            while len(self._numbers) > MOST_KEPT:
+                self._numbers.popitem(last=False)
+        self._numbers.move_to_end(constraint)
+        return self._numbers[constraint]
+
+    def has_compiled(self, number: int) -> bool:
+        """Whether a constraint is known to have been compiled, or refused; True, too, if the worker is lost."""
+        return self._compiled >= number or self.lost
 
     def join(self, group: SequenceHandoff) -> None:
         self._send(group)
@@ -199,6 +222,7 @@ class RemoteWorker:
         for sequence in [s for s in self._arrived if s not in self._pending and s != self._awaited]:
             del self._arrived[sequence]
         self._unanswered -= 1
+        self._compiled = max(self._compiled, response.compiled)
         for name, span in self.spans(response).items():
             self.timeline.worked(self.role, name, *span)
 

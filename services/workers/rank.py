@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from services.link.distributed import FRAME, frames, make_group, message_in
 from services.link.messages import (
     REQUESTS,
     RESPONSES,
+    Compile,
     Failure,
     MemoryQuery,
     MemoryUse,
@@ -42,6 +45,7 @@ from services.link.messages import (
     check_incarnation,
 )
 from services.link.store import GroupStore
+from smc.api.constraint import Constraint
 from smc.executor.messages import PromptBatch
 from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.worker import ModelWorker
@@ -268,6 +272,8 @@ class Rank:
         leaders only."""
         self.worker, self.side, self.incarnation, self.timeout = worker, side, incarnation, timeout
         self._reconnect_to = reconnect
+        self._compiling = ThreadPoolExecutor(1, "compile")
+        self._compiled = 0
 
     def carry_out(self, request: WorkRequest, answers: ResponseSender | None = None) -> None:
         """Execute a command, and pass its response, if it has one, to `answers`. Raises LinkError for a message of
@@ -278,6 +284,10 @@ class Rank:
         match command:
             case SequenceHandoff():
                 self.side.join(command)
+                return
+            case Compile():
+                if answers is not None:  # only leaders compute masks
+                    self._compiling.submit(self._compile, command.constraint)
                 return
             case RoundPlan():
                 respond = self._round(request.sequence, command)
@@ -295,8 +305,19 @@ class Rank:
             answers.put(request.sequence, respond)
 
     def _at_once(self, sequence: int, begin: int, result: Result) -> Respond:
-        response = WorkResponse(self.incarnation, sequence, result, begin, time.monotonic_ns())
+        response = self._response(sequence, result, begin, time.monotonic_ns())
         return lambda: response
+
+    def _compile(self, constraint: Constraint) -> None:
+        try:
+            self.worker.compile(constraint)
+        except Exception:  # its request fails when its first mask is needed
+            logger.exception("a constraint could not be compiled")
+        finally:
+            self._compiled += 1
+
+    def _response(self, sequence: int, result: Result, begin: int, end: int, **details: Any) -> WorkResponse:
+        return WorkResponse(self.incarnation, sequence, result, begin, end, compiled=self._compiled, **details)
 
     def _round(self, sequence: int, plan: RoundPlan) -> Respond:
         pending = self.side.round(plan)
@@ -305,7 +326,7 @@ class Rank:
             result = pending.result()
             work = pending.spans()
             begin, end = min(begin for begin, _ in work.values()), max(end for _, end in work.values())
-            return WorkResponse(self.incarnation, sequence, result, begin, end, work, dict(pending.failures()))
+            return self._response(sequence, result, begin, end, work=work, failures=dict(pending.failures()))
 
         return respond
 
@@ -316,7 +337,7 @@ class Rank:
             result = pending.result()
             ((begin, end),) = pending.spans().values()
             failures = dict(pending.failures())
-            return WorkResponse(self.incarnation, sequence, result, begin, end, failures=failures)
+            return self._response(sequence, result, begin, end, failures=failures)
 
         return respond
 

@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
 from smc.philox import Purpose
 from smc.stops import StopMachine
@@ -177,3 +178,16 @@ class Worker(Protocol):
     """One model with its KV memory. Calls are carried out in order."""
 
     def run_prompts(self, batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]: ...
+
+    def compile(self, constraint: Constraint) -> int:
+        """Begin to compile a constraint beside other work, so that no prompt or round has to wait for it. Returns the
+        number to ask for with `has_compiled`."""
+        ...
+
+    def has_compiled(self, number: int) -> bool:
+        """Whether a constraint is known to have been compiled, or refused."""
+        ...
+
+    def keep_alive(self, silence: float) -> None:
+        """Let a worker that has had nothing to do for `silence` seconds report. Raises RuntimeError if it is lost."""
+        ...

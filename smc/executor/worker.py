@@ -8,6 +8,7 @@ followed by the tokens of unconditional rows, S a slice of Y, K top_logprobs."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
+from smc.api.constraint import Constraint, ConstraintRefused
 from smc.arrays import offsets, to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
@@ -179,6 +181,18 @@ class ModelWorker:
             result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *top_logprobs)))
             arrived = self.stages.event()
             return AsyncResult(result, arrived, {"prompt": (began, arrived)}, failures)
+
+    def compile(self, constraint: Constraint) -> int:
+        """Compile a constraint, here and now. A constraint that is refused fails when its first mask is needed."""
+        with contextlib.suppress(ConstraintRefused):
+            Compiler.of(self.token_bytes).check(constraint)
+        return 0
+
+    def has_compiled(self, number: int) -> bool:
+        return True
+
+    def keep_alive(self, silence: float) -> None:
+        """A worker in this process needs no sign of life."""
 
     def _forward(self, batch: PromptBatch, output_X: np.ndarray) -> Tensor:
         """Store keys and values of all tokens. Returns hidden states [X, E] of the tokens at index `output`."""

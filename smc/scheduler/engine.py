@@ -35,6 +35,7 @@ from smc.scheduler.methods import PROGRAMS, Decoding, decoding_of, program_of
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
 from smc.scheduler.prefill import PrefillManager
+from smc.scheduler.preparation import Preparation
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.results import ResultReporter
 from smc.scheduler.round_plan import DraftSize
@@ -81,6 +82,7 @@ class Engine:
         self.prefill = PrefillManager(
             config, self.slots, self.memory, self.forecast, workers, executor, TokenBytes.of(tokenizer)
         )
+        self._preparation = Preparation(workers)
         self._turns = MaskTurns()
         rounds = {program: self._round_scheduler(program) for program in PROGRAMS}
         self.registry = RequestRegistry(self.slots, self.prefill, rounds)
@@ -147,7 +149,7 @@ class Engine:
         group = SequenceGroup(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
         if decoding is not group.decoding:
             group.choose(decoding)
-        self.registry.add(group)
+        self.registry.add(group, held=not self._preparation.is_ready(group))
         self._admit()
 
     def abort(self, request_id: str) -> bool:
@@ -163,6 +165,7 @@ class Engine:
         """Advance everything once. Return new final output: at most one Output per request, in order of submission."""
         self._end_expired()
         self.forecast.follow(self.registry.admitted)
+        self._preparation.follow(self.registry.queue, beside=bool(self.registry.admitted))
         self._admit()
         self._schedule_prefill()
         rounds = self._run_decode_step()
@@ -181,7 +184,7 @@ class Engine:
         self.prefill.admit_rescoring()
         while (group := self.registry.queue.first) is not None:
             self.trees.begin(
-                group, self.registry.admitted, self.slots.num_free // len(self.registry.queue), self.latency
+                group, self.registry.admitted, self.slots.num_free // len(self.registry.queue.groups), self.latency
             )
             if not self.registry.admit(group, self._clock()):
                 break

@@ -17,20 +17,26 @@ from smc.scheduler.slots import Slots
 
 class RequestQueue:
     """Requests that wait to be admitted, the next one first: requests that resume from a checkpoint, then the others by
-    priority, each in order of submission."""
+    priority, each in order of submission. Beside them are those that cannot be admitted yet."""
 
     def __init__(self) -> None:
         self._groups: list[SequenceGroup] = []
+        self._held: list[SequenceGroup] = []
         self.pages = 0
         """Pages that the queued requests were likely to need when they were submitted, in all pools together."""
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._groups) + len(self._held)
 
     @property
     def groups(self) -> Sequence[SequenceGroup]:
-        """The queued requests, the next one first."""
+        """The requests that may be admitted, the next one first."""
         return self._groups
+
+    @property
+    def held(self) -> Sequence[SequenceGroup]:
+        """The requests that cannot be admitted yet."""
+        return self._held
 
     @property
     def first(self) -> SequenceGroup | None:
@@ -40,7 +46,19 @@ class RequestQueue:
         insort(self._groups, group, key=_order)
         self.pages += sum(group.expected.values())
 
+    def hold(self, group: SequenceGroup) -> None:
+        """Queue a request that cannot be admitted until `release`."""
+        self._held.append(group)
+        self.pages += sum(group.expected.values())
+
+    def release(self, group: SequenceGroup) -> None:
+        """Let a held request be admitted in its turn."""
+        self._held.remove(group)
+        insort(self._groups, group, key=_order)
+
     def remove(self, group: SequenceGroup) -> None:
+        if group in self._held:
+            self.release(group)
         at = bisect_left(self._groups, _order(group), key=_order)
         assert self._groups[at] is group, "a request is not where it should wait"
         del self._groups[at]
@@ -104,10 +122,11 @@ class RequestRegistry:
             return False
         return bool(self._slots.ended_S[group.slots].all()) and not self._slots.unscored(group.slots).any()
 
-    def add(self, group: SequenceGroup) -> None:
+    def add(self, group: SequenceGroup, *, held: bool = False) -> None:
+        """Queue a request; `held`: it cannot be admitted yet."""
         self.groups[group.id] = group
         self.deadlines.add(group)
-        self.queue.push(group)
+        (self.queue.hold if held else self.queue.push)(group)
 
     def admit(self, group: SequenceGroup, now: float) -> bool:
         """Give a queued request slots and pages. Return False if there are not enough."""

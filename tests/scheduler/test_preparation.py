@@ -1,0 +1,165 @@
+"""A request waits in the queue until the workers have compiled its constraint. No other request waits for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from services.link.base import LinkError
+from services.link.remote_worker import RemoteWorker
+from services.workers.rank import Rank, lead
+from smc import constraints, demo
+from smc.api.constraint import Constraint
+from smc.api.engine_config import EngineConfig
+from smc.api.request import FinishReason, Request
+from smc.api.sampling_params import SamplingParams
+from smc.executor.model_runner import TargetRunner
+from smc.executor.ops import RoundOps
+from smc.executor.worker import ModelWorker
+from smc.local_engine import ModelPair, local_engine
+from smc.scheduler.engine import Engine
+from smc.scheduler.stats import Timeline
+from smc.types import ModelRole
+
+CONFIG = EngineConfig(form="lockstep", block=3, max_slots=8)
+DIGITS = Constraint.of({"regex": "[0-9]{1,8}"})
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return ModelPair.load(demo.TARGET, demo.DRAFT)
+
+
+def asked(pair: ModelPair, name: str, **params) -> Request:
+    prompt = pair.tokenizer.chat([{"role": "user", "content": "What is 9 + 30?"}])
+    settings = {"method": "exact", "seed": 1, "max_tokens": 12} | params
+    return Request(name, tuple(prompt), SamplingParams(**settings))
+
+
+class Slow:
+    """A worker that compiles when it is told to."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self._worker, self.done, self.asked = worker, 0, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._worker, name)
+
+    def compile(self, constraint: Constraint) -> int:
+        self.asked += 1
+        return self.asked
+
+    def has_compiled(self, number: int) -> bool:
+        return self.done >= number
+
+
+def slow_engine(pair: ModelPair) -> tuple[Engine, Slow, Slow]:
+    engine = local_engine(pair, CONFIG)
+    for role in ModelRole:
+        engine.workers[role] = Slow(engine.workers[role])
+    return engine, engine.workers[ModelRole.TARGET], engine.workers[ModelRole.DRAFT]
+
+
+def test_others_go_on_meanwhile(pair):
+    engine, target, draft = slow_engine(pair)
+    wanted = next(
+        o.answer for o in local_engine(pair, CONFIG).run([asked(pair, "c", constraint=DIGITS)]) if o.answer is not None
+    )
+    engine.submit(asked(pair, "c", constraint=DIGITS))
+    engine.submit(asked(pair, "other"))
+    ended = []
+    while "other" not in ended:
+        ended += [o.request_id for o in engine.step() if o.answer is not None]
+    assert ended == ["other"] and engine.num_queued == 1 and not engine.idle
+    target.done = 1
+    for _ in range(3):
+        assert not engine.step() and engine.num_queued == 1
+    draft.done = 1
+    answers = [o.answer for _ in range(50) for o in engine.step() if o.answer is not None]
+    assert [(a.request_id, a.tokens) for a in answers] == [("c", wanted.tokens)]
+    assert (target.asked, draft.asked) == (1, 1)
+    engine.check_books()
+
+
+def test_only_the_models_of_its_method_are_awaited(pair):
+    engine, target, draft = slow_engine(pair)
+    target.done = 1
+    answers = [o.answer for o in engine.run([asked(pair, "c", method="target", constraint=DIGITS)]) if o.answer]
+    assert len(answers) == 1 and draft.asked == 0
+
+
+def test_a_request_can_end_meanwhile(pair):
+    engine, target, draft = slow_engine(pair)
+    engine.submit(asked(pair, "aborted", constraint=DIGITS))
+    engine.submit(asked(pair, "late", constraint=DIGITS, time_budget=0.05))
+    engine.step()
+    assert engine.abort("aborted")
+    outputs = []
+    while not engine.idle:
+        outputs += engine.step()
+    reasons = {o.request_id: o.answer.finish_reason for o in outputs if o.answer is not None}
+    assert reasons == {"aborted": FinishReason.CANCELLED, "late": FinishReason.QUEUE_TIME}
+    engine.check_books()
+
+
+def test_a_worker_that_replaces_another_is_asked_again(pair):
+    engine, _, draft = slow_engine(pair)
+    engine.workers[ModelRole.TARGET].done = draft.done = 1
+    draft.done = 0
+    engine.submit(asked(pair, "c", constraint=DIGITS))
+    engine.step()
+    engine.workers[ModelRole.DRAFT] = again = Slow(draft._worker)
+    engine.step()
+    assert engine.num_queued == 1 and again.asked == 1
+    again.done = 1
+    assert any(o.answer is not None for _ in range(50) for o in engine.step())
+
+
+class QueueEnd:
+    """An end of a link within one process."""
+
+    def __init__(self, sent: queue.SimpleQueue, received: queue.SimpleQueue) -> None:
+        self._sent, self._received = sent, received
+
+    def send(self, message: bytes) -> None:
+        self._sent.put(message)
+
+    def receive(self, timeout: float) -> bytes:
+        try:
+            return self._received.get(timeout=timeout)
+        except queue.Empty:
+            raise LinkError("silent") from None
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_rank_goes_on_while_it_compiles(pair, monkeypatch):
+    """It answers other commands at once, and reports the constraint when it is compiled, even one that is refused."""
+    may_end, original = threading.Event(), constraints.compiled
+
+    def slow(constraint: Constraint, *args):
+        assert may_end.wait(60)
+        return original(constraint, *args)
+
+    monkeypatch.setattr(constraints, "compiled", slow)
+    worker = local_engine(pair, CONFIG).workers[ModelRole.TARGET]
+    there, here = queue.SimpleQueue(), queue.SimpleQueue()
+    rank = Rank(worker, TargetRunner(CONFIG, worker, RoundOps(), worker.stages, None), 1, 60.0)
+    thread = threading.Thread(target=lead, args=(rank, QueueEnd(here, there), None))
+    thread.start()
+    remote = RemoteWorker(ModelRole.TARGET, QueueEnd(there, here), 1, 60.0, Timeline())
+    slow_one = Constraint.of({"regex": "(slow){1,3}"})
+    number, refused = remote.compile(slow_one), remote.compile(Constraint.of({"regex": "[a&&b]"}))
+    assert (number, refused, remote.compile(slow_one)) == (1, 2, 1)
+    remote.ping()
+    assert not remote.has_compiled(number)
+    may_end.set()
+    while not remote.has_compiled(refused):
+        remote.keep_alive(0.001)
+    assert remote.has_compiled(number)
+    remote.stop()
+    thread.join(60)
+    assert not thread.is_alive()
