@@ -1,14 +1,17 @@
 """Turns of requests whose masks may take long. A round waits for the masks of all its requests, so at most one such
 request takes part in the rounds of a step: the wait does not grow with their number, and each of them may use the whole
-time that a request has in a round. Requests whose masks are quick take part in every round.
+time that a request has in a round.
 
 Whether masks are quick is known from the rounds that needed them, for each constraint: requests with the same one share
-what is known. Knows nothing about how masks are computed."""
+what is known. Masks may become slow after many tokens, in all requests with one constraint at the same time, so the
+number of them that take part in a round at most doubles with every quick round. Knows nothing about how masks are
+computed."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from smc.api.constraint import Constraint
@@ -22,52 +25,75 @@ SLOW_SECONDS = 0.1
 SLOW_ROUNDS = 8
 """Number of quick rounds after which masks that were slow are quick again."""
 MOST_KEPT = 1024
-"""Maximum number of constraints that are known: those whose number was set last."""
+"""Maximum number of constraints of which something is known: those that it was learned of last."""
 
 
 class MaskTurns:
     """Chooses the constrained requests that take part in rounds."""
 
     def __init__(self) -> None:
-        self._rounds: OrderedDict[Constraint, int] = OrderedDict()
-        """Number of quick rounds that a constraint still needs before its masks are quick."""
+        self._known: OrderedDict[Constraint, _Known] = OrderedDict()
         self._last: WeakKeyDictionary[SequenceGroup, int] = WeakKeyDictionary()
-        """Number of the last turn of each request."""
-        self._turns = 0
-        self._chosen: SequenceGroup | None = None
+        """Number of the last step that each request was allowed in."""
+        self._steps = 0
+        self._allowed: set[SequenceGroup] = set()
 
     def begin_step(self, wanting: Iterable[SequenceGroup]) -> None:
-        """Choose the request whose turn it is from those that want a round: the one whose last turn is longest ago, and
-        of those without a turn the oldest."""
-        waiting = [group for group in wanting if not self._is_quick(group)]
-        self._chosen = min(waiting, key=lambda group: (self._last.get(group, 0), group.number), default=None)
-        if self._chosen is not None:
-            self._turns += 1
-            self._last[self._chosen] = self._turns
+        """Choose from the constrained requests that want a round: of each constraint as many as are known to be quick
+        together, and one further request. Those whose last turn is longest ago come first, and of those without a turn
+        the oldest."""
+        left: dict[Constraint, int] = {}
+        trial: SequenceGroup | None = None
+        self._steps, self._allowed = self._steps + 1, set()
+        for group in sorted(wanting, key=lambda group: (self._last.get(group, 0), group.number)):
+            constraint = group.params.constraint
+            assert constraint is not None, "a constrained request"
+            quick = self._known.get(constraint, UNKNOWN).quick
+            left.setdefault(constraint, quick)
+            if left[constraint]:
+                left[constraint] -= 1
+                self._allowed.add(group)
+            elif not quick and trial is None:
+                trial = group
+                self._allowed.add(group)
+        self._last.update(dict.fromkeys(self._allowed, self._steps))
 
     def allows(self, group: SequenceGroup) -> bool:
         """Whether a request may take part in a round of this step."""
-        return group is self._chosen or self._is_quick(group)
+        return group.params.constraint is None or group in self._allowed
 
     def learn(self, groups: Sequence[SequenceGroup], seconds: float) -> None:
         """Record that the masks of a round of these requests took so many seconds at both models together."""
-        constraints = {g.params.constraint for g in groups if g.params.constraint is not None}
-        unknown = {constraint for constraint in constraints if self._rounds.get(constraint, 1)}
+        counts = Counter(g.params.constraint for g in groups if g.params.constraint is not None)
+        known = {constraint: self._known.get(constraint, UNKNOWN) for constraint in counts}
+        unknown = [constraint for constraint in counts if not known[constraint].quick]
         limit = QUICK_SECONDS + QUICK_SECONDS_EACH * len(groups)
         if seconds > limit + SLOW_SECONDS:
             # Only one request of the round is not known to be quick. If there is none, each of them may be slow.
-            for constraint in unknown or constraints:
-                self._remember(constraint, SLOW_ROUNDS if unknown else 1)
+            for constraint in unknown or counts:
+                self._remember(constraint, _Known(rounds=SLOW_ROUNDS if unknown else 1))
         elif seconds <= limit:
-            for constraint in unknown:
-                self._remember(constraint, self._rounds.get(constraint, 1) - 1)
+            for constraint, count in counts.items():
+                quick, rounds = known[constraint].quick, known[constraint].rounds - 1
+                if rounds <= 0 and quick < 2 * count:
+                    self._remember(constraint, _Known(quick=2 * count))
+                elif not quick:
+                    self._remember(constraint, _Known(rounds=rounds))
 
-    def _is_quick(self, group: SequenceGroup) -> bool:
-        constraint = group.params.constraint
-        return constraint is None or self._rounds.get(constraint, 1) == 0
+    def _remember(self, constraint: Constraint, known: _Known) -> None:
+        self._known[constraint] = known
+        self._known.move_to_end(constraint)
+        if len(self._known) > MOST_KEPT:
+            self._known.popitem(last=False)
 
-    def _remember(self, constraint: Constraint, rounds: int) -> None:
-        self._rounds[constraint] = rounds
-        self._rounds.move_to_end(constraint)
-        if len(self._rounds) > MOST_KEPT:
-            self._rounds.popitem(last=False)
+
+class _Known(NamedTuple):
+    """What is known of a constraint."""
+
+    rounds: int = 0
+    """Number of quick rounds that it still needs before its masks are quick."""
+    quick: int = 0
+    """Number of its requests whose masks are quick together; 0: not even one."""
+
+
+UNKNOWN = _Known(rounds=1)

@@ -64,27 +64,49 @@ def test_slow_requests_take_turns_and_give_the_same_answers(pair: ModelPair, con
     assert in_turns == together
 
 
+class Asks:
+    def __init__(self, text: str, number: int = 0) -> None:
+        self.params, self.number = SamplingParams(constraint=Constraint.of({"regex": text})), number
+
+
 def test_what_is_known_of_a_constraint():
     """Quick after one quick round, slow for several rounds after a slow one, and unchanged by the times between."""
-
-    class Asks:
-        def __init__(self, text: str) -> None:
-            self.params, self.number = SamplingParams(constraint=Constraint.of({"regex": text})), 0
-
     turns, one, other = mask_turns.MaskTurns(), Asks("a+"), Asks("b+")
-    turns.begin_step([one, other])
-    assert turns.allows(one) and not turns.allows(other)
-    turns.begin_step([one, other])
-    assert turns.allows(other) and not turns.allows(one)
+
+    def allowed() -> list[Asks]:
+        turns.begin_step([one, other])
+        return [group for group in (one, other) if turns.allows(group)]
+
+    assert allowed() == [one]
+    assert allowed() == [other]
     turns.learn([one], 0.0)
-    turns.begin_step([one, other])
-    assert turns.allows(one) and turns.allows(other)
+    assert allowed() == [one, other]
     turns.learn([one, other], 1.0)  # the one that was not known to be quick is slow
     for _ in range(mask_turns.SLOW_ROUNDS):
-        turns.begin_step([])
-        assert turns.allows(one) and not turns.allows(other)
+        assert allowed() == [one, other]  # the quick one, and the only one whose turn it can be
         turns.learn([one, other], mask_turns.QUICK_SECONDS + 0.08)
         turns.learn([one, other], 0.0)
-    assert turns.allows(other)
     turns.learn([one, other], 1.0)
-    assert not turns.allows(one) and not turns.allows(other)
+    assert len(allowed()) == 1
+
+
+def test_requests_with_one_constraint_become_more():
+    """At most twice as many as were quick together. When they are slow, one at a time, and each has its turn."""
+    turns, groups = mask_turns.MaskTurns(), [Asks("a+", number) for number in range(8)]
+
+    def allowed() -> list[Asks]:
+        turns.begin_step(groups)
+        return [group for group in groups if turns.allows(group)]
+
+    for count in (1, 2, 4, 8):
+        found = allowed()
+        assert len(found) == count
+        turns.learn(found, 0.0)
+    turns.learn(groups[:1], 0.0)
+    assert len(allowed()) == 8
+    turns.learn(groups, 1.0)
+    seen = []
+    for _ in groups:
+        (one,) = allowed()
+        seen.append(one.number)
+    assert sorted(seen) == list(range(8))

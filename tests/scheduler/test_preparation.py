@@ -91,7 +91,7 @@ def test_only_the_models_of_its_method_are_awaited(pair):
 
 
 def test_a_request_can_end_meanwhile(pair):
-    engine, target, draft = slow_engine(pair)
+    engine, _, _ = slow_engine(pair)
     engine.submit(asked(pair, "aborted", constraint=DIGITS))
     engine.submit(asked(pair, "late", constraint=DIGITS, time_budget=0.05))
     engine.step()
