@@ -29,7 +29,7 @@ from functools import cache
 import llguidance
 import numpy as np
 
-from smc.api.constraint import Constraint, ConstraintFailed
+from smc.api.constraint import FIELD, Constraint, ConstraintFailed, ConstraintRefused
 from smc.api.request import Answer, FinishReason
 from smc.constraints import Compiler
 from smc.mask_reader import AnswerReader, Calls, Chain, MaskEnds, MaskPath, Read
@@ -38,10 +38,10 @@ from smc.stops import StopMachine
 SHARED_SECONDS, SHARED_SECONDS_EACH = 0.05, 0.01
 """Maximum seconds of a round in which the masks of all requests at one model are computed together: in general, and in
 addition for each request."""
-ROUND_SECONDS, LEAST_SECONDS = 0.15, 0.03
+ROUND_SECONDS, LEAST_SECONDS = 0.25, 0.03
 """Maximum seconds of processor time that the masks of one request may take in a round at one model: if few requests
 take long, and if many do."""
-ALL_SECONDS = 0.2
+ALL_SECONDS = 0.3
 """Maximum seconds of processor time for masks that are computed alone, in a round at one model, divided among the
 requests that take long."""
 WAIT_SECONDS = 1.0
@@ -88,9 +88,9 @@ class Follower:
         one needed less time to compile it."""
         try:
             return Follower(machine, compiler)
-        except ValueError as error:
+        except ConstraintRefused as error:
             follower = Follower(StopMachine.of((), (), (), None, machine.bad_words), compiler)
-            follower.failure = str(error)
+            follower.failure = f"{FIELD}: {error.why}"
             return follower
 
     @property
@@ -104,7 +104,7 @@ class Follower:
     def fail(self, why: str) -> None:
         """Let the constraint fail. Its matcher is released."""
         assert self._machine.constraint is not None, "bad words do not fail"
-        self.failure = self.failure or f"constraint: the {self._machine.constraint.kind} {why}"
+        self.failure = self.failure or f"{FIELD}: the {self._machine.constraint.kind} {why}"
         self.start = None
         self.restart()
 
@@ -125,7 +125,7 @@ def check_end(compiler: Compiler, constraint: Constraint, tokens: Sequence[int],
         return
     # A constraint that is refused now was accepted when its request came: then nothing is known against the end.
     if Follower.of(StopMachine.of((), (), (), constraint), compiler).ends(np.array(tokens)) is False:
-        raise ConstraintFailed(f"constraint: the answer ended where the {constraint.kind} does not allow an end")
+        raise ConstraintFailed(f"{FIELD}: the answer ended where the {constraint.kind} does not allow an end")
 
 
 def check_particles(compiler: Compiler, constraint: Constraint, answer: Answer) -> Answer:

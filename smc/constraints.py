@@ -4,6 +4,7 @@ rounds."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -15,7 +16,7 @@ import llguidance
 import numpy as np
 
 from smc.api.constraint import Constraint, ConstraintRefused
-from smc.grammar.compiler import LIMITS, MOST_COMPILED, NotCompiled, compiled
+from smc.grammar.compiler import LIMITS, MOST_ACCEPTED, MOST_COMPILED, NotCompiled, compiled
 from smc.stops import TokenBytes
 
 MOST_KEPT = 256
@@ -54,6 +55,12 @@ class Compiler:
         """Compile a constraint. Raises ConstraintRefused."""
         self.start(constraint)
 
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint that another process has accepted: it may take longer here. If it is refused all the
+        same, `start` says so."""
+        with contextlib.suppress(ConstraintRefused):
+            self.start(constraint, MOST_ACCEPTED)
+
     def warm(self) -> None:
         """Read the vocabulary, which takes half a second for 50,000 tokens."""
         with self._compiling:
@@ -64,8 +71,9 @@ class Compiler:
         found, self._seconds, self._hits = (self._seconds, self._hits), [], 0
         return found
 
-    def start(self, constraint: Constraint) -> llguidance.LLMatcher:
-        """Return the matcher of a constraint at its beginning. It is shared: copy it before use."""
+    def start(self, constraint: Constraint, seconds: float = MOST_COMPILED) -> llguidance.LLMatcher:
+        """Return the matcher of a constraint at its beginning. It is shared: copy it before use. Raises
+        ConstraintRefused, also if compiling takes more than `seconds` of processor time."""
         if not len(self.token_bytes.data_B):
             raise constraint.refused("the model's tokens stand for no text; leave it out")
         if not self.token_bytes.eos_ids:
@@ -75,7 +83,7 @@ class Compiler:
         found = self._known(constraint)
         if found is None:
             with self._compiling:
-                found = self._known(constraint) or self._compiled(constraint)
+                found = self._known(constraint) or self._compiled(constraint, seconds)
         if isinstance(found, NotCompiled):
             raise constraint.refused(found.why, found.rule) from found
         return found
@@ -90,19 +98,16 @@ class Compiler:
                 self._hits += 1
             return found
 
-    def _compiled(self, constraint: Constraint) -> llguidance.LLMatcher | NotCompiled:
+    def _compiled(self, constraint: Constraint, seconds: float) -> llguidance.LLMatcher | NotCompiled:
         """Compile a constraint: return its matcher at its beginning, or why it is refused."""
         vocabulary, begin = self._vocabulary(), time.perf_counter()
         found: llguidance.LLMatcher | NotCompiled
         try:
             # The library releases the interpreter's lock meanwhile.
-            found = compiled(constraint, vocabulary, LIMITS)
+            found = compiled(constraint, vocabulary, LIMITS, seconds)
         except NotCompiled as error:
             found = error
-        seconds = time.perf_counter() - begin
-        if seconds > MOST_COMPILED:
-            found = NotCompiled(f"it took {seconds:.1f} s to compile, more than {MOST_COMPILED:g} s")
-        self._seconds.append(seconds)
+        self._seconds.append(time.perf_counter() - begin)
         with self._lock:
             while len(self._kept) >= MOST_KEPT:
                 self._kept.popitem(last=False)

@@ -8,7 +8,6 @@ followed by the tokens of unconditional rows, S a slice of Y, K top_logprobs."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
-from smc.api.constraint import Constraint, ConstraintRefused
+from smc.api.constraint import Constraint
 from smc.arrays import offsets, to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
@@ -184,8 +183,7 @@ class ModelWorker:
 
     def compile(self, constraint: Constraint) -> int:
         """Compile a constraint, here and now. A constraint that is refused fails when its first mask is needed."""
-        with contextlib.suppress(ConstraintRefused):
-            Compiler.of(self.token_bytes).check(constraint)
+        Compiler.of(self.token_bytes).prepare(constraint)
         return 0
 
     def has_compiled(self, number: int) -> bool:

@@ -33,8 +33,9 @@ WHITESPACE = r"\x20|\x0A[\x20\x09]{0,40}"
 ever where they are allowed. A schema can change this (`x-guidance`)."""
 MOST_FORCED, FORCED_SECONDS = 16, 0.1
 """Maximum number of tokens, and seconds, for which the only possible beginning of a text is followed."""
-MOST_COMPILED = 2.0
-"""Maximum seconds for compiling. The library counts steps, not seconds, so the time is checked between its calls."""
+MOST_COMPILED, MOST_ACCEPTED = 2.0, 10.0
+"""Maximum seconds of processor time for compiling a constraint, and for one that another process has accepted. The
+library counts steps, not seconds, so the time is checked between its calls."""
 WIDE, TOO_WIDE = 300, 1000
 """Numbers of optional properties in a row: up to the first they can be followed, beyond the second they cannot."""
 MOST_PATTERNS = 250
@@ -84,22 +85,26 @@ class NotCompiled(ValueError):
 
 
 class _Clock:
-    """The time that is left for compiling a constraint."""
+    """The processor time of this thread that is left for compiling a constraint."""
 
-    def __init__(self) -> None:
-        self._until = time.perf_counter() + MOST_COMPILED
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._until = seconds, time.thread_time() + seconds
 
     def check(self) -> None:
         """Raise NotCompiled if no time is left."""
-        if time.perf_counter() > self._until:
-            raise NotCompiled(f"it takes more than {MOST_COMPILED:g} s to compile")
+        if time.thread_time() > self._until:
+            raise NotCompiled(f"it takes more than {self._seconds:g} s to compile")
 
 
 def compiled(
-    constraint: Constraint, vocabulary: llguidance.LLTokenizer, limits: llguidance.LLParserLimits
+    constraint: Constraint,
+    vocabulary: llguidance.LLTokenizer,
+    limits: llguidance.LLParserLimits,
+    seconds: float = MOST_COMPILED,
 ) -> llguidance.LLMatcher:
-    """Return the matcher of a constraint at its beginning. Raises NotCompiled."""
-    clock = _Clock()
+    """Return the matcher of a constraint at its beginning. Raises NotCompiled, also after `seconds` of processor
+    time."""
+    clock = _Clock(seconds)
     try:
         if constraint.kind in ("json_schema", "json_object"):
             cut, matcher = _schema(constraint.text or '{"type": "object"}', vocabulary, limits, clock)
@@ -115,6 +120,7 @@ def compiled(
             quick = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=QUICK)
             tried = tried if quick.is_error() else quick
         _check_beginning(tried)
+        clock.check()
     except ValueError as error:
         raise NotCompiled.of(error) from error
     except RecursionError as error:

@@ -14,6 +14,8 @@ from smc.api.request import Answer, FinishReason, Request
 from smc.api.sampling_params import SamplingParams
 from smc.constraint_masks import check_end, check_particles
 from smc.constraints import Compiler
+from smc.grammar import compiler
+from smc.grammar.compiler import NotCompiled
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
 from smc.stops import TokenBytes
@@ -185,5 +187,36 @@ def test_a_constraint_that_is_refused_at_the_end_harms_nothing(pair: ModelPair, 
     tokens = pair.tokenizer.encode("2")
     with pytest.raises(ConstraintFailed):
         check_end(compiler, constraint, tokens, FinishReason.EOS)
-    monkeypatch.setattr(constraints, "MOST_COMPILED", -1.0)
+
+    def refused(*args):
+        raise NotCompiled("it takes more than 2 s to compile")
+
+    monkeypatch.setattr(constraints, "compiled", refused)
     check_end(Compiler(TokenBytes.of(pair.tokenizer)), constraint, tokens, FinishReason.EOS)
+
+
+def test_a_constraint_that_only_a_model_refuses_fails_its_request(pair: ModelPair, monkeypatch):
+    """The error names the field as other failures do, whatever the caller calls it."""
+    engine = local_engine(pair, EngineConfig(block=3))
+    constraint = Constraint.of({"choice": ["1"]}, "response_format")
+    engine._constraints.check(constraint)
+    engine._constraints._kept.clear()
+    monkeypatch.setattr(engine._constraints, "check", lambda constraint: None)
+
+    def refused(*args):
+        raise NotCompiled("it takes more than 10 s to compile")
+
+    monkeypatch.setattr(constraints, "compiled", refused)
+    (answer,) = run(engine, [asked(pair, "late", constraint=constraint)])["late"]
+    assert answer.error == "constraint: it takes more than 10 s to compile"
+
+
+def test_the_time_of_compiling_is_that_of_its_own_thread(monkeypatch):
+    """On a busy machine a constraint needs no more of it. Where another process has accepted it, it may need more."""
+    spent = iter([0.0, 1.9, 1.9, 2.1, 2.1])
+    monkeypatch.setattr(compiler.time, "thread_time", lambda: next(spent))
+    clock = compiler._Clock(compiler.MOST_COMPILED)
+    clock.check()
+    clock.check()
+    with pytest.raises(NotCompiled, match="more than 2 s"):
+        clock.check()
