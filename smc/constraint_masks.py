@@ -38,7 +38,7 @@ from smc.stops import StopMachine
 SHARED_SECONDS, SHARED_SECONDS_EACH = 0.05, 0.01
 """Maximum seconds of a round in which the masks of all requests at one model are computed together: in general, and in
 addition for each request."""
-ROUND_SECONDS, LEAST_SECONDS = 0.25, 0.03
+ROUND_SECONDS, LEAST_SECONDS = 0.2, 0.03
 """Maximum seconds of processor time that the masks of one request may take in a round at one model: if few requests
 take long, and if many do."""
 ALL_SECONDS = 0.3
