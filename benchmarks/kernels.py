@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,8 +31,7 @@ from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select as torch_select
-from smc.arrays import to_device
-from smc.distributions import DistributionSpec, Processors
+from smc.distributions import DistributionSpec
 from smc.executor import masks
 from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.expansion import expand
@@ -102,18 +100,10 @@ class Truncation:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    alpha: float | None = None
 
     def spec(self, rows: int) -> DistributionSpec:
-        fields = {"temperature": 1.0, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p, "alpha": 1.0}
-        kinds = {name: np.int64 if name == "top_k" else np.float32 for name in fields}
-        return DistributionSpec.of(**{f"{name}_R": np.full(rows, value, kinds[name]) for name, value in fields.items()})
-
-
-def truncate_arguments(spec: DistributionSpec, device: torch.device) -> list[Tensor | None]:
-    """Return temperature, top-k, top-p and min-p as arguments of `truncate`: None for a setting that no row uses."""
-    processors = {Processors.TOP_K: spec.top_k_R, Processors.TOP_P: spec.top_p_R, Processors.MIN_P: spec.min_p_R}
-    used = [to_device(values_R, device) if one & spec.active else None for one, values_R in processors.items()]
-    return [to_device(spec.temperature_R, device), *used]
+        return DistributionSpec.of_settings([self] * rows, [1.0] * rows)
 
 
 def kept(logits_RV: Tensor, cut: Cut) -> Tensor:
@@ -236,20 +226,17 @@ def bench_mask(rows: int, vocab: int = 128256) -> None:
 
 def bench_truncate(rows: int, truncation: Truncation, vocab: int = 128256) -> None:
     logits, every = copies(random(rows, vocab, scale=3.0)), truncation.spec(rows)
-    name, arguments = (
-        "+".join(sorted(str(one.name).lower() for one in every.active)),
-        truncate_arguments(every, logits[0].device),
-    )
+    name, on_device = "+".join(sorted(str(one.name).lower() for one in every.active)), every.to(logits[0].device)
     torch_distributions = distributions.Distributions(every, logits[0].device)
     expected_RV = torch_distributions.target(logits[0].float()) > -torch.inf
-    differ = (kept(logits[0], truncate(logits[0], vocab, *arguments)) != expected_RV).sum().item()
+    differ = (kept(logits[0], truncate(logits[0], vocab, on_device)) != expected_RV).sum().item()
     count_R = expected_RV.sum(-1)
     print(f"{name} {rows}: keeps {count_R.min().item()} to {count_R.max().item()}; {differ} entries otherwise")
     # Sums in another order may move the end of top-p by a few entries.
     assert differ <= (4 * rows if truncation.top_p < 1 else 0)
     sorting = microseconds(lambda x: torch_distributions.target(x.float()), logits[:2])
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16)):
-        us = microseconds(lambda x, b=block, w=warps: truncate(x, vocab, *arguments, block=b, warps=w), logits)
+        us = microseconds(lambda x, b=block, w=warps: truncate(x, vocab, on_device, block=b, warps=w), logits)
         note(f"truncate {name} {rows} block {block} warps {warps}", us, rows * vocab * 2, sorting=round(sorting, 1))
 
 

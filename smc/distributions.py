@@ -16,6 +16,7 @@ Axes: R rows, V vocabulary, D draws a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntFlag, auto
 from typing import Any, Generic, NamedTuple
 
@@ -78,17 +79,34 @@ class DistributionSpec(NamedTuple, Generic[Array]):
         return DistributionSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active)
 
     @staticmethod
-    def allocate(room: Room, rows: int, active: Processors) -> DistributionSpec[Tensor]:
-        """Return memory for as many rows."""
-        return DistributionSpec(
-            room.floats(rows), room.longs(rows), room.floats(rows), room.floats(rows), room.floats(rows), active
-        )
+    def of_settings(settings: Sequence[object], temperatures: Sequence[float]) -> DistributionSpec[np.ndarray]:
+        """Build from the sampling settings of requests, which have the names of the fields. None: neutral."""
+        columns = {name: [getattr(one, name.removesuffix("_R")) for one in settings] for name in PLAIN._fields[1:-1]}
+        arrays = {"temperature_R": np.array(temperatures, PLAIN.temperature_R.dtype)}
+        for name, values in columns.items():
+            none = getattr(PLAIN, name)
+            arrays[name] = np.array([none[0] if value is None else value for value in values], none.dtype)
+        return DistributionSpec.of(**arrays)
 
     @staticmethod
-    def plain(rows: int, device: torch.device) -> DistributionSpec[Tensor]:
+    def allocate(room: Room, rows: int, active: Processors) -> DistributionSpec[Tensor]:
+        """Return memory for as many rows."""
+        memory = map_tensors(lambda none_R: room.longs(rows) if none_R.dtype == np.int64 else room.floats(rows), PLAIN)
+        return memory._replace(active=active)
+
+    @staticmethod
+    def plain(rows: int) -> DistributionSpec[np.ndarray]:
         """Return the model's own distributions: temperature 1, and no other processor."""
-        one_R, zero_R = torch.ones(rows, device=device), torch.zeros(rows, device=device)
-        return DistributionSpec(one_R, zero_R.long(), one_R, zero_R, one_R, NO_PROCESSORS)
+        return PLAIN.take(np.zeros(rows, dtype=np.int64))
+
+    def neutral(self: DistributionSpec[Any], rows_R: Tensor) -> DistributionSpec[Any]:
+        """Return the same distributions without temperature and truncation in the given rows, whose logits are
+        log-probabilities that already include both."""
+
+        def without(values_R: Tensor, none_R: np.ndarray) -> Tensor:
+            return torch.where(rows_R, torch.full_like(values_R, none_R[0].item()), values_R)
+
+        return map_tensors(without, self, PLAIN)._replace(alpha_R=self.alpha_R)
 
     def canonical(self: DistributionSpec[Any]) -> DistributionSpec[Any]:
         """Return the same distributions, with more processors marked as active than necessary: having few kinds of
@@ -106,6 +124,17 @@ class DistributionSpec(NamedTuple, Generic[Array]):
     def take(self: DistributionSpec[Any], rows: np.ndarray | Tensor) -> DistributionSpec[Any]:
         """The specs of the given rows, in that order (repeats allowed)."""
         return map_tensors(lambda values_R: values_R[rows], self)
+
+
+PLAIN: DistributionSpec[np.ndarray] = DistributionSpec(
+    temperature_R=np.ones(1, dtype=np.float32),
+    top_k_R=np.zeros(1, dtype=np.int64),
+    top_p_R=np.ones(1, dtype=np.float32),
+    min_p_R=np.zeros(1, dtype=np.float32),
+    alpha_R=np.ones(1, dtype=np.float32),
+    active=NO_PROCESSORS,
+)
+"""The neutral value of every field, and its type."""
 
 
 class Distributions:

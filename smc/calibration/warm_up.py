@@ -146,8 +146,7 @@ def padding_plan(
     """Return the plan of a round whose rows are all padding."""
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
     one = np.ones(batch_size, dtype=np.float32)
-    distribution = DistributionSpec.of(one, wide, one, one * 0, one)
-    distribution = distribution.canonical()
+    distribution = DistributionSpec.plain(batch_size).canonical()
     distribution = distribution._replace(active=distribution.active | processors)
     arrays: RoundArrays[np.ndarray] = RoundArrays(
         slot_A=wide + slots,

@@ -317,20 +317,4 @@ def given_constraint(
     is_given_T1 = (by_answer_T & (mass_T > -torch.inf))[:, None]
     own_TV = torch.where(is_given_T1, logp_TV, masked_TV[:, :vocab])
     mass_T = torch.where(by_answer_T, torch.where(allowed_TV.any(-1), mass_T, torch.nan), 0.0)
-    return torch.cat((own_TV, masked_TV[:, vocab:]), 1), neutral(distribution_T, by_answer_T), mass_T
-
-
-def neutral(distribution_R: DistributionSpec[Tensor], rows_R: Tensor) -> DistributionSpec[Tensor]:
-    """Return the distributions without temperature and truncation in these rows, whose logits are log-probabilities
-    that already include both."""
-    given = distribution_R
-
-    def without(value_R: Tensor, none: float) -> Tensor:
-        return torch.where(rows_R, torch.full_like(value_R, none), value_R)
-
-    return given._replace(
-        temperature_R=without(given.temperature_R, 1),
-        top_k_R=without(given.top_k_R, 0),
-        top_p_R=without(given.top_p_R, 1),
-        min_p_R=without(given.min_p_R, 0),
-    )
+    return torch.cat((own_TV, masked_TV[:, vocab:]), 1), distribution_T.neutral(by_answer_T), mass_T

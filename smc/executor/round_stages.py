@@ -19,7 +19,7 @@ from smc.distributions import DistributionSpec
 from smc.executor.draft import assign_chains
 from smc.executor.finalize import Finalized
 from smc.executor.guidance import GuidedPass, PassLogits
-from smc.executor.masks import given_constraint, neutral
+from smc.executor.masks import given_constraint
 from smc.executor.ops import RoundOps
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import LEAST_SHARE, target_outputs
@@ -409,7 +409,7 @@ class Selector:
             blocks, groups = scored.blocks, plan.arrays.groups
             matched = self.ops.match_samples(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
         if scored.next_mass_A is not None and plan.constraints is not None:
-            distribution = neutral(plan.target_distribution, plan.constraints.by_answer_A)
+            distribution = plan.target_distribution.neutral(plan.constraints.by_answer_A)
             plan = replace(plan, target_distribution=distribution)
         target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
         inputs = ScoreInputs(plan, self.state, scored, drafted, target, matched, self.lookahead)

@@ -118,7 +118,7 @@ class Sampling:
 
     def raw_score(self, logits_RV: Tensor, token_X: Tensor, row_X: Tensor | None = None) -> Tensor:
         """As `score`, under the softmax of the logits themselves."""
-        plain = DistributionSpec.plain(len(logits_RV), logits_RV.device)
+        plain = DistributionSpec.plain(len(logits_RV)).to(logits_RV.device)
         return self.score(logits_RV, plain, token_X, row_X)
 
     def bonus(

@@ -93,15 +93,7 @@ class TritonSampling(Sampling):
     def _cut(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], share: float = 0.0) -> Cut | None:
         if not distribution.active & Processors.TRUNCATION:
             return None
-        processors = {
-            Processors.TOP_K: distribution.top_k_R,
-            Processors.TOP_P: distribution.top_p_R,
-            Processors.MIN_P: distribution.min_p_R,
-        }
-        top_k_R, top_p_R, min_p_R = (
-            values_R if one & distribution.active else None for one, values_R in processors.items()
-        )
-        return truncate(logits_RV, self.vocab, distribution.temperature_R, top_k_R, top_p_R, min_p_R, share)
+        return truncate(logits_RV, self.vocab, distribution, share)
 
     def _score(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, cut: Cut | None

@@ -27,7 +27,7 @@ from smc.kernels.candidate_tokens import coupled_score
 from smc.kernels.launch import Sizes, one_variant
 from smc.kernels.remap import CHUNK, copy_pages
 from smc.kernels.stops import DONE, after, after_all
-from smc.kernels.truncation import finite
+from smc.kernels.truncation import copy_distribution, finite
 from smc.philox import STREAMS_PER_PARTICLE
 from smc.round.draws import Coupling
 from smc.round.plan import RoundPlan
@@ -271,12 +271,7 @@ def _begin_rows(x, inside, index, group, first, plan, given, out, F: tl.constexp
     tl.store(out.seed_S + x, tl.load(plan.seed_A + index, mask=inside, other=0), mask=inside)
     tl.store(out.round_S + x, rounds if BY_ROUND else rounds * 0, mask=inside)
     tl.store(out.group_S + x, group.to(tl.int32), mask=inside)
-    to = out.distribution
-    tl.store(to.temperature_R + x, tl.load(given.temperature_R + index, mask=inside, other=0.0), mask=inside)
-    tl.store(to.top_k_R + x, tl.load(given.top_k_R + index, mask=inside, other=0), mask=inside)
-    tl.store(to.top_p_R + x, tl.load(given.top_p_R + index, mask=inside, other=0.0), mask=inside)
-    tl.store(to.min_p_R + x, tl.load(given.min_p_R + index, mask=inside, other=0.0), mask=inside)
-    tl.store(to.alpha_R + x, tl.load(given.alpha_R + index, mask=inside, other=0.0), mask=inside)
+    copy_distribution(out.distribution, x, given, index, inside)
 
 
 @one_variant()

@@ -29,12 +29,15 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.arrays import Room
+from smc.distributions import DistributionSpec, Processors
 from smc.kernels.launch import one_variant
 
 DIGIT = 4
 """Number of bits of the key that a pass finds."""
 ALLOWED, POSSIBLE = tl.constexpr(1), tl.constexpr(2)
 """What a program finds in its columns: one is allowed; one that is allowed is possible."""
+FIELDS = tl.constexpr(len(DistributionSpec._fields) - 1)
+"""Number of arrays of a `DistributionSpec`."""
 
 
 class Cut(NamedTuple):
@@ -136,22 +139,28 @@ def best_column(max_S, top_RS, row, splits):
 def truncate(
     logits_RV: Tensor,
     vocab: int,
-    temperature_R: Tensor,
-    top_k_R: Tensor | None,
-    top_p_R: Tensor | None,
-    min_p_R: Tensor | None,
+    distribution: DistributionSpec[Tensor],
     share: float = 0.0,
     block: int | None = None,
     warps: int = 4,
 ) -> Cut:
-    """Find the cut of softmax(logits / temperature) by the given processors; None, or a row's neutral value, leaves one
-    out.
+    """Find the cut of softmax(logits / temperature) by top-k, top-p and min-p, without those that are not active; a
+    row's neutral value leaves one out.
 
     With `share` in (0, 1), dropped entries stay possible: the distribution after the cut is then the mixture of the
     untruncated distribution, with that share, and the truncated one. Only the first `vocab` columns count; the row
     stride is free. A row with NaN has NaN after the cut, too."""
     require_rows(logits_RV, vocab)
-    search = _Search(logits_RV, vocab, temperature_R, block or min(4096, triton.next_power_of_2(vocab)), warps)
+    truncations = {
+        Processors.TOP_K: distribution.top_k_R,
+        Processors.TOP_P: distribution.top_p_R,
+        Processors.MIN_P: distribution.min_p_R,
+    }
+    top_k_R, top_p_R, min_p_R = (
+        values_R if one & distribution.active else None for one, values_R in truncations.items()
+    )
+    block = block or min(4096, triton.next_power_of_2(vocab))
+    search = _Search(logits_RV, vocab, distribution.temperature_R, block, warps)
     search.begin(top_k_R, top_p_R, min_p_R)
     if top_k_R is not None:
         search.find(counts=True)
@@ -268,6 +277,13 @@ def _raw(key, BITS: tl.constexpr):
     if BITS == 16:
         key = (key << 16) | tl.where(key < 0, 0xFFFF, 0)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def copy_distribution(to, at, given, index, mask):
+    """Copy fields of a `DistributionSpec` from `index` of the given one to `at`."""
+    for i in tl.static_range(FIELDS):
+        tl.store(to[i] + at, tl.load(given[i] + index, mask=mask, other=0), mask=mask)
 
 
 @one_variant()

@@ -25,6 +25,7 @@ from smc.arrays import Room, contiguous
 from smc.distributions import DistributionSpec
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.sampling import exponentials
+from smc.kernels.truncation import copy_distribution
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.round.draws import DrawKeys
 from smc.round.plan import RoundPlan
@@ -234,16 +235,7 @@ def _block_tokens(q, inside, index, slot, pending_SQ, pending_stride, logq_SQ, l
 def _draw_settings(at, inside, q, index, exists, held, seed_A, distribution, out, keys):
     """Write the token distribution and the random numbers of every token's draw."""
     none = q * 0
-    temperature = tl.load(distribution.temperature_R + index, mask=exists, other=0.0)
-    top_k = tl.load(distribution.top_k_R + index, mask=exists, other=0)
-    top_p = tl.load(distribution.top_p_R + index, mask=exists, other=0.0)
-    min_p = tl.load(distribution.min_p_R + index, mask=exists, other=0.0)
-    alpha = tl.load(distribution.alpha_R + index, mask=exists, other=0.0)
-    tl.store(out.temperature_R + at, temperature[:, None] + none, mask=inside)
-    tl.store(out.top_k_R + at, top_k[:, None] + none, mask=inside)
-    tl.store(out.top_p_R + at, top_p[:, None] + none, mask=inside)
-    tl.store(out.min_p_R + at, min_p[:, None] + none, mask=inside)
-    tl.store(out.alpha_R + at, alpha[:, None] + none, mask=inside)
+    copy_distribution(out, at, distribution, index[:, None] + none, inside)
     tl.store(keys.seed_R + at, tl.load(seed_A + index, mask=exists, other=0)[:, None] + none, mask=inside)
     tl.store(keys.round_R + at, held[:, None] * 0 + none, mask=inside)
     tl.store(keys.position_R + at, held[:, None] + 1 + q, mask=inside)

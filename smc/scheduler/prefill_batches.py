@@ -384,7 +384,9 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
     groups, plain = [part.job.group for part in scored], scored[0].plain
     is_biased = [not plain and bool(g.params.logit_bias or g.params.min_tokens) for g in groups]
     return TopLogprobsSpec(
-        distribution=_plain(len(scored)) if plain else Population(groups).distribution_of(ModelRole.TARGET),
+        distribution=DistributionSpec.plain(len(scored))
+        if plain
+        else Population(groups).distribution_of(ModelRole.TARGET),
         count=max(1, *(max(g.params.top_logprobs, g.params.prompt_logprobs or 0) for g in groups)),
         scored_B=np.array(
             [*(part.count for part in scored), *(part.count for part in scored if part.guided)], np.int32
@@ -402,12 +404,6 @@ def _given(part: ScoredPart) -> np.ndarray:
         return np.zeros(part.count, dtype=np.int64)
     first = part.job.rows[Stream(ModelRole.TARGET)][0].done + 1
     return np.array(part.job.group.request.prompt[first : first + part.count], dtype=np.int64)
-
-
-def _plain(rows: int) -> DistributionSpec[np.ndarray]:
-    """Return the target's own distributions: temperature 1, without truncation."""
-    one_R, zero_R = np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.float32)
-    return DistributionSpec.of(one_R, zero_R.astype(np.int64), one_R, zero_R, one_R)
 
 
 def _first_draws(jobs: list[PrefillRequest]) -> Draws:

@@ -65,13 +65,7 @@ class Population:
             temperatures = [g.method.draft_temperature(g.params) for g in self.groups]
         else:
             temperatures = [p.temperature for p in params]
-        return DistributionSpec.of(
-            temperature_R=np.array(temperatures, dtype=np.float32),
-            top_k_R=np.array([p.top_k for p in params], dtype=np.int64),
-            top_p_R=np.array([p.top_p for p in params], dtype=np.float32),
-            min_p_R=np.array([p.min_p for p in params], dtype=np.float32),
-            alpha_R=np.array([p.alpha or 1.0 for p in params], dtype=np.float32),
-        ).canonical()
+        return DistributionSpec.of_settings(params, temperatures).canonical()
 
     def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
         """Return each decoding of the requests with the indices of the slots that it decodes, out of A."""

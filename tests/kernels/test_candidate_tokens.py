@@ -22,7 +22,6 @@ from smc.philox import Purpose, exponentials, words
 from smc.round.draws import DrawKeys
 from tests.kernels.conftest import DEVICE
 from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating
-from tests.kernels.truncation_helpers import arguments
 from tests.test_distributions import TOLERANCE, Spec, law_spec
 
 examples = settings(max_examples=200 if DEVICE.type == "cuda" else 4, deadline=None)
@@ -47,10 +46,10 @@ def made(
     logits_RV: torch.Tensor, vocab: int, spec: DistributionSpec, share: float = 0.0, block: int | None = None
 ) -> CandidateTokens:
     """Run the kernel and return its candidates on the CPU."""
-    key, on_device = keys(len(logits_RV)), arguments(spec, DEVICE)
-    cut = truncate(logits_RV, vocab, *on_device, share) if spec.active & Processors.TRUNCATION else None
+    key, on_device = keys(len(logits_RV)), spec.to(DEVICE)
+    cut = truncate(logits_RV, vocab, on_device, share) if spec.active & Processors.TRUNCATION else None
     random = (key.seed_R, key.round_R, key.stream_RD[:, 0], key.position_R, int(key.purpose))
-    offers = propose_candidates(logits_RV, vocab, on_device[0], *random, cut, block=block)
+    offers = propose_candidates(logits_RV, vocab, on_device.temperature_R, *random, cut, block=block)
     return CandidateTokens(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
 
 

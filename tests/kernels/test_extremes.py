@@ -19,7 +19,6 @@ from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
-from tests.kernels.truncation_helpers import arguments
 from tests.test_distributions import TOLERANCE, Spec, assert_same_law, law_spec, reference, share, softmax
 
 BLOCK, DRAWS = 16, 3
@@ -128,7 +127,7 @@ def test_draws_and_scores_after_a_cut(dtype, data, mixed):
         [softmax(row, of.temperature) for row, of in zip(logits_RV.tolist(), rows)], dtype=torch.float64
     )
     expected_RV = ((1 - mixed) * truncated_RV + mixed * whole_RV).log()
-    cut = truncate(logits_RV, logits_RV.shape[1], *arguments(spec, DEVICE), mixed, block=BLOCK)
+    cut = truncate(logits_RV, logits_RV.shape[1], spec.to(DEVICE), mixed, block=BLOCK)
     assert_same_law(distributions.Distributions(spec).proposal(logits_RV.cpu().float(), mixed), expected_RV)
     # In a mixed distribution a token that is truncated, but not forbidden, has its logit lowered in float32; its
     # probability is that of the lowered logit.

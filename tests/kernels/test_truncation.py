@@ -20,7 +20,7 @@ from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
-from tests.kernels.truncation_helpers import arguments, kept
+from tests.kernels.truncation_helpers import kept
 from tests.test_distributions import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
 
 DTYPES = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
@@ -42,7 +42,7 @@ def cut_of(
     block: int | None = None,
     vocab: int | None = None,
 ) -> Cut:
-    return truncate(logits_RV, vocab or logits_RV.shape[1], *arguments(spec, DEVICE), share, block=block)
+    return truncate(logits_RV, vocab or logits_RV.shape[1], spec.to(DEVICE), share, block=block)
 
 
 def law_after(logits_RV: torch.Tensor, temperature_R: np.ndarray, cut: Cut, block: int | None = None) -> torch.Tensor:

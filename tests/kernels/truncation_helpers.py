@@ -1,19 +1,10 @@
-"""Arguments for `truncate`, and a torch function that returns the entries that a cut keeps."""
+"""A torch function that returns the entries that a cut keeps."""
 
 from __future__ import annotations
 
 import torch
 
-from smc.arrays import to_device
-from smc.distributions import DistributionSpec, Processors
 from smc.kernels.truncation import Cut
-
-
-def arguments(spec: DistributionSpec, device: torch.device) -> list[torch.Tensor | None]:
-    """Return temperature, top-k, top-p and min-p as `truncate` takes them; None for a setting that no row uses."""
-    processors = {Processors.TOP_K: spec.top_k_R, Processors.TOP_P: spec.top_p_R, Processors.MIN_P: spec.min_p_R}
-    used = [to_device(values_R, device) if one & spec.active else None for one, values_R in processors.items()]
-    return [to_device(spec.temperature_R, device), *used]
 
 
 def kept(logits_RV: torch.Tensor, cut: Cut) -> torch.Tensor:
