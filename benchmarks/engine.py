@@ -17,7 +17,7 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
-from smc.api.sampling_params import Method, SamplingParams
+from smc.api.sampling_params import SamplingParams
 from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
 from smc.executor.model_runner import LocalRound, LocalRoundExecutor
 from smc.executor.triton_ops import TritonOps
@@ -29,7 +29,7 @@ from smc.round.plan import RoundPlan
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import bucket
 from smc.stops import TokenBytes
-from smc.types import ModelRole
+from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 DTYPE = torch.bfloat16
 SIZES = (1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 32)
@@ -75,7 +75,7 @@ def mixed(args: argparse.Namespace) -> dict:
     plans, ask = [], engine.executor.round
 
     def told(plan: RoundPlan) -> LocalRound:
-        plans.append((plan.kind.program, len(plan.arrays.slot_A), int((plan.arrays.slot_A < config.max_slots).sum())))
+        plans.append((plan.kind.roles, len(plan.arrays.slot_A), int((plan.arrays.slot_A < config.max_slots).sum())))
         return ask(plan)
 
     engine.executor.round = told
@@ -93,7 +93,7 @@ def mixed(args: argparse.Namespace) -> dict:
         prompt = tuple(rng.randrange(vocab) for _ in range(rng.choice([20, 100, 250, 500])))
         return Request(str(submitted), prompt, params)
 
-    lengths, memory, work, source = [], [], [], engine.rounds_of(Method.SMC)
+    lengths, memory, work, source = [], [], [], engine.rounds_of(Decoding.INDEPENDENT)
     while len(lengths) < args.rounds:
         while len(engine.registry.groups) < args.requests:
             engine.submit(one())
@@ -117,7 +117,7 @@ def mixed(args: argparse.Namespace) -> dict:
                 f"{statistics.median(lengths[-200:]):.1f} ms",
                 flush=True,
             )
-    pair_rounds = [(rows, used) for program, rows, used in plans if program == "pair"]
+    pair_rounds = [(rows, used) for roles, rows, used in plans if roles == BOTH_MODELS]
     after = np.array(lengths[len(lengths) // 10 :])
     found = {
         "rounds": len(lengths),

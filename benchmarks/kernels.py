@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smc import distributions
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select as torch_select
@@ -42,6 +41,7 @@ from smc.kernels.select import select
 from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.model.linear import FP8, QuantisedRows, quantise
 from smc.philox import exponentials, words
+from smc.types import Decoding
 
 BANDWIDTH = 4.26e12
 """Bytes a second that a large copy reads and writes on an H200."""
@@ -289,7 +289,7 @@ def bench_selection(groups: int, n: int, branches: int) -> None:
         note(f"select {groups}x{n}x{branches} warps {w}", us, candidates.numel() * 8)
 
 
-def bench_expansion(groups: int, rows: int, kind: PopulationKind, vocab: int = 128256) -> None:
+def bench_expansion(groups: int, rows: int, kind: Decoding, vocab: int = 128256) -> None:
     """Time the candidates of rows, then the choice of the next step's rows: `rows` rows of every group from as many."""
     total, device = groups * rows, torch.device("cuda")
     logits, ones_R = copies(random(total, vocab, scale=3.0)), torch.ones(total, device=device)
@@ -306,10 +306,10 @@ def bench_expansion(groups: int, rows: int, kind: PopulationKind, vocab: int = 1
         )
         note(f"candidates {groups}x{rows} block {block} warps {warps}", us, floor)
     first_G, size_G = torch.arange(groups, device=device) * rows, torch.full((groups,), rows, device=device)
-    kind_G, seed_G = torch.full_like(size_G, int(kind)), torch.arange(groups, device=device)
+    decoding_G, seed_G = torch.full_like(size_G, int(kind)), torch.arange(groups, device=device)
     mass_R, there_R = torch.randn(total, device=device, dtype=torch.float64), ones_R > 0
     spans = Spans(first_G, size_G)
-    rest = (mass_R, there_R, spans, spans, size_G, kind_G, (seed_G, seed_G, 1), total)
+    rest = (mass_R, there_R, spans, spans, size_G, decoding_G, (seed_G, seed_G, 1), total)
     made, expected = expand(candidates, *rest), torch_expand(candidates, *rest)
     assert torch.equal(made.parent_X, expected.parent_X) and torch.equal(made.candidate_X, expected.candidate_X)
     for chunk, w in ((256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)):
@@ -343,7 +343,7 @@ def bench_selections() -> None:
 
 def bench_expansions() -> None:
     for groups, rows in ((1, 32), (1, 8), (8, 32)):
-        for kind in (PopulationKind.DISTINCT, PopulationKind.BEST):
+        for kind in (Decoding.DISTINCT, Decoding.WALK):
             bench_expansion(groups, rows, kind)
 
 

@@ -21,7 +21,7 @@ from smc.demo.problems import generate
 from smc.memory.kv_cache import pool_for
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import decoding_of
+from smc.scheduler.methods import rules_of
 from smc.types import ModelRole
 
 PROBLEM_SEED = 20_261_121
@@ -188,12 +188,12 @@ def sized_for(config: EngineConfig, params: SamplingParams, requests: int) -> En
     """Return the config with just enough slots, and room for the distributions of chains, for this many such requests
     at once."""
     rows = requests * params.rows
-    return replace(config, max_slots=rows * params.slots_per_row, max_chains=decoding_of(params).chains(rows))
+    return replace(config, max_slots=rows * params.slots_per_row, max_chains=rules_of(params).chains(rows))
 
 
 def sized_config(config: EngineConfig, requests: Sequence[Request], concurrency: int) -> EngineConfig:
     """Return `config` with room for `concurrency` of these requests at once."""
-    needs = [decoding_of(one.params).ample_pages(config, one.params, len(one.prompt)) for one in requests]
+    needs = [rules_of(one.params).ample_pages(config, one.params, len(one.prompt)) for one in requests]
     pages = concurrency * max(max(need.get(role, 0) for role in ModelRole) for need in needs)
     longest = max(len(request.prompt) for request in requests)
     most = max(request.params.max_tokens or 0 for request in requests)

@@ -26,7 +26,7 @@ from smc.executor.messages import Pending, PromptResult
 from smc.memory.kv_cache import pool_for
 from smc.model.config import ModelConfig
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import decoding_of
+from smc.scheduler.methods import rules_of
 from smc.scheduler.prefill import LEAST
 from smc.types import ModelRole
 
@@ -137,7 +137,7 @@ class FirstTokenTimer:
 
     def _lifetime(self, mode: Mode, params: SamplingParams, context: int, beside: int) -> int:
         """Return the number of answer tokens of a request that is decoded meanwhile."""
-        stride = decoding_of(params).stride(mode.config)
+        stride = rules_of(params).stride(mode.config)
         rounds = WARM_UP + self._quiet + BESIDE_ROUNDS + ROUNDS_A_CHUNK * context // LEAST
         return min(stride * rounds, MOST_BESIDE // max(1, beside * params.rows))
 
@@ -257,7 +257,7 @@ def _fitted(mode: Mode, background: list[Request], context: int) -> EngineConfig
     """Return the configuration with room for the background requests and for two prompts, one of which may be cached.
     Earlier cached prompts are evicted."""
     params = [(request.params, len(request.prompt)) for request in background] + [(_asking(mode), context)] * 2
-    needs = [decoding_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
+    needs = [rules_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
     pages = pool_for(sum(max(need.get(role, 0) for role in ModelRole) for need in needs))
     longest = max(prompt + one.max_tokens for one, prompt in params)
     return replace(

@@ -13,8 +13,9 @@ from typing import Any
 
 from benchmarks.load import ClosedLoop, endless_requests, problem_prompts
 from smc.api.engine_config import EngineConfig
-from smc.api.sampling_params import Method, SamplingParams
+from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, fitted_engine
+from smc.types import Decoding
 
 WARM_UP = 3
 
@@ -65,7 +66,7 @@ def measure_rounds(
     assert engine.num_running == requests
     engine.take_stats()
     medians = [1e3 * statistics.median(column) for column in zip(*(_timed_step(loop) for _ in range(rounds)))]
-    params, stride = problems[0].params, engine.rounds_of(Method.SMC).decoding.stride(config)
+    params, stride = problems[0].params, engine.rounds_of(Decoding.INDEPENDENT).rules.stride(config)
     tokens = engine.take_stats().spec["walk"].tokens_a_round or stride
     shape = (config.form, config.block, config.branches, requests, params.rows, rounds)
     return RoundTime(decoding_name(params), *shape, tokens, *medians)
@@ -80,7 +81,7 @@ def _timed_step(loop: ClosedLoop) -> tuple[float, float, float]:
     begin = time.perf_counter()
     loop.step()
     whole = time.perf_counter() - begin
-    read = loop.engine.rounds_of(Method.SMC).last
+    read = loop.engine.rounds_of(Decoding.INDEPENDENT).last
     assert read is not None
     spans = read.spans()
     times = {name: 1e-9 * (end - begin) for name, (begin, end) in spans.items()}

@@ -16,13 +16,12 @@ from typing import Any
 from benchmarks.backends import BenchBackend, Mode
 from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
 from benchmarks.rounds import decoding_name
-from smc.algorithm.expansion import PopulationKind
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.warm_up import KINDS, warm_up, warm_up_plans
+from smc.calibration.warm_up import DECODINGS, warm_up, warm_up_plans
 from smc.distributions import NO_PROCESSORS
 from smc.scheduler.engine import Engine
 from smc.scheduler.speculation import LatencyModel
-from smc.types import ModelRole
+from smc.types import Decoding, ModelRole
 
 BANDWIDTH = 4.26e12
 """Bytes a second that an H200 reads and writes in a device copy."""
@@ -207,7 +206,13 @@ class ModeTimer:
 
     def _watch(self, loop: ClosedLoop | Waves, method: Method, rounds: int) -> TimedRounds:
         """Time `rounds` rounds."""
-        sources, seen = [loop.engine.rounds_of(one) for one in dict.fromkeys((method, Method.TARGET))], TimedRounds()
+        sources, seen = (
+            [
+                loop.engine.rounds_of(SamplingParams(method=one).decoding)
+                for one in dict.fromkeys((method, Method.TARGET))
+            ],
+            TimedRounds(),
+        )
         last, run = time.monotonic_ns(), 0
         while len(seen.spans) < rounds:
             read = [source.last for source in sources]
@@ -265,7 +270,7 @@ def _warm_up(engine: Engine) -> None:
         warm_up_plans(
             engine.config,
             engine.context,
-            [kind for kind in KINDS if PopulationKind.DISTINCT not in kind[1]],
+            [decodings for decodings in DECODINGS if Decoding.DISTINCT not in decodings],
             [NO_PROCESSORS],
         ),
     )

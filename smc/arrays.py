@@ -3,7 +3,9 @@ tuples of arrays, and numbers the entries of ragged rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +30,11 @@ def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
 def to_host(tensor: Tensor) -> np.ndarray:
     """A NumPy array with the tensor's values. Waits for the device."""
     return tensor.cpu().numpy()
+
+
+def is_one_of(values: Any, members: Iterable[int]) -> Any:
+    """Return which values of an array or tensor are among the members, bool."""
+    return reduce(operator.or_, (values == member for member in members))
 
 
 def map_tensors(function: Callable[..., Any], values: Any, *others: Any) -> Any:

@@ -27,7 +27,7 @@ from smc.model.tokenizer import Tokenizer
 from smc.once import warn_once
 from smc.scheduler.capacity import check_fits
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import decoding_of
+from smc.scheduler.methods import rules_of
 from smc.scheduler.speculation import LatencyModel
 from smc.stops import TokenBytes
 from smc.types import ModelRole
@@ -109,7 +109,7 @@ def fitted_engine(
     of them waits for memory. `engine_options` are passed on to Engine.
 
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request is too large for the models."""
-    needs = [decoding_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
+    needs = [rules_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
     most = {role: max(need.get(role, 0) for need in needs) for role in ModelRole}
     slots = max(request.params.rows * request.params.slots_per_row for request in requests)
     context = min(config.max_context or pair.max_context, pair.max_context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -18,6 +18,40 @@ class ModelRole(StrEnum):
 
     DRAFT = "draft"
     TARGET = "target"
+
+
+BOTH_MODELS = (ModelRole.DRAFT, ModelRole.TARGET)
+
+
+class Decoding(IntEnum):
+    """How a request is decoded."""
+
+    TARGET = 0
+    """The target alone, token after token."""
+    DRAFT = 1
+    """The draft alone."""
+    WALK = 2
+    """Exactly: the draft grows a tree, and the target's own draws walk through it (`smc.algorithm.verification`)."""
+    REJECTION = 3
+    """Exactly: each row is a draft chain from one root, verified by rejection sampling."""
+    INDEPENDENT = 4
+    """SMC: each particle draws its own tokens, and the population is resampled (`smc.algorithm.selection`)."""
+    DISTINCT = 5
+    """SMC: particles are sampled without replacement from all candidates of the population
+    (`smc.algorithm.expansion`)."""
+
+    @property
+    def roles(self) -> tuple[ModelRole, ...]:
+        """The models that take part. The first one drafts, or decodes alone."""
+        return _ALONE.get(self, BOTH_MODELS)
+
+
+_ALONE = {Decoding.TARGET: (ModelRole.TARGET,), Decoding.DRAFT: (ModelRole.DRAFT,)}
+EXACT = frozenset({Decoding.WALK, Decoding.REJECTION})
+SMC = frozenset({Decoding.INDEPENDENT, Decoding.DISTINCT})
+OF_BOTH_MODELS = EXACT | SMC
+SEPARATE = frozenset({Decoding.TARGET, Decoding.DRAFT, Decoding.INDEPENDENT})
+"""Each row continues by itself; otherwise all rows of a request compete for its places, or share a root."""
 
 
 def mask_span(role: ModelRole) -> str:

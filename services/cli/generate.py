@@ -126,10 +126,10 @@ def _answer(
     pair: ModelPair, directories: tuple[Path, Path], request: Request, config: EngineConfig, as_json: bool
 ) -> int:
     from smc.local_engine import fitted_engine, stored_latency
-    from smc.scheduler.methods import decoding_of
+    from smc.scheduler.methods import rules_of
 
     latency = None
-    if decoding_of(request.params).adaptive(request.params):
+    if rules_of(request.params).adaptive(request.params):
         # As in a service, with a latency model, so that the engine does not use a draft that does not help.
         latency = stored_latency(pair, directories, replace(config, max_slots=request.params.rows))
     name = request.params.potential

@@ -23,7 +23,7 @@ from services.launch.config import WorkerGroupConfig
 from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
-from smc.api.settings import ENGINE, MODELS, Scope, settings_of
+from smc.api.settings import ALL, ENGINE, MODELS, settings_of
 from smc.terminal import flag, option, with_mappings, with_parameters
 
 Record = TypeVar("Record")
@@ -42,7 +42,7 @@ def option_of(kind: type, name: str) -> Any:
     assert known.option is not None, "only for settings that are options"
     found = known.option
     names = found.names or (f"--{option_name(kind, name).replace('_', '-')}",)
-    text, where = found.text(default), found.panel or (SAMPLING if known.scope is Scope.ALL else PARTICLES)
+    text, where = found.text(default), found.panel or (SAMPLING if known.decodings == ALL else PARTICLES)
     if isinstance(default, bool):
         return flag(where, text, *names)
     return option(where, text, *names, metavar=found.metavar or None, show_default=False)

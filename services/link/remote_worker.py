@@ -34,7 +34,7 @@ from smc.api.constraint import Constraint
 from smc.constraints import MOST_KEPT
 from smc.executor.messages import ModelLost, PromptBatch, PromptResult
 from smc.executor.model_runner import LocalRound
-from smc.round.plan import Program, RoundPlan, SequenceHandoff
+from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.round.tensors import DraftReport, RoundResult
 from smc.scheduler.stats import Timeline
 from smc.types import ModelRole
@@ -266,5 +266,4 @@ class RemotePair:
         self._workers[role].join(group)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
-        roles = self._workers if plan.kind.program is Program.PAIR else (ModelRole(plan.kind.program.value),)
-        return LocalRound({role: self._workers[role].round(plan) for role in roles})
+        return LocalRound({role: self._workers[role].round(plan) for role in plan.kind.roles})

@@ -20,8 +20,8 @@ from services.openai import messages_api, responses_api
 from services.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, Neutral
 from services.openai.requests import Served, understood
 from smc.api.constraint import KINDS
-from smc.api.sampling_params import SETTINGS, Method, SamplingParams
-from smc.api.settings import Biases, Holds, Items, OneOf, Scope, Setting
+from smc.api.sampling_params import SETTINGS, Method, SamplingParams, methods_of
+from smc.api.settings import Biases, Holds, Items, OneOf, Setting
 
 PAGE, SETTINGS_PATH = "/", "/page/settings"
 TYPES = {
@@ -39,16 +39,6 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
 }
 """The page loads its own files and nothing else, and no other page may show it in a frame."""
-METHODS = {
-    Scope.ALL: tuple(Method),
-    Scope.BOTH: (Method.SMC, Method.EXACT),
-    Scope.EXACT: (Method.EXACT,),
-    Scope.SMC: (Method.SMC,),
-    Scope.PROPOSAL: (Method.SMC, Method.EXACT),
-    Scope.INDEPENDENT: (Method.SMC,),
-    Scope.CONSTRAINED: (Method.SMC,),
-}
-"""Methods with which settings of a scope can have an effect."""
 ELSEWHERE = {"method", "constraint"}
 """Settings for which the page has separate fields."""
 PROBE = {
@@ -141,7 +131,7 @@ def settings_document(defaults: Mapping[str, Any] = MappingProxyType({})) -> lis
             "allowed": _allowed(known),
             "default": defaults[name],
             "help": _help(known),
-            "methods": [method.value for method in METHODS[known.scope]],
+            "methods": [method.value for method in methods_of(known)],
             "report": known.report,
         }
         | ({"choices": list(known.check.names)} if isinstance(known.check, OneOf) else {})

@@ -1,9 +1,9 @@
 """Expansion of populations with distinct rows: chooses the continuations to keep, by probability or by sampling without
 replacement.
 
-Every row has candidate tokens, each with a mass. `BEST` keeps the candidates of largest mass (exact decoding, where
-masses are log-probabilities under the draft: `smc.algorithm.coupling`), and always the most probable continuation of
-the first row. `DISTINCT` samples as many candidates as there may be rows, such that candidate j is chosen with
+Every row has candidate tokens, each with a mass. Exact decoding keeps the candidates of largest mass, which is their
+log-probability under the draft (`smc.algorithm.coupling`), and always the most probable continuation of the first row.
+SMC with distinct particles samples as many candidates as there may be rows, such that candidate j is chosen with
 probability pi_j = min(1, c m_j), by one systematic draw over the candidates in the order of their rows. A chosen
 candidate gets the mass m_j / pi_j, which keeps the expectation of the weighted sum of every function (Fearnhead and
 Clifford, "On-line inference for hidden Markov models via particle filters", 2003). Knows nothing about models, requests
@@ -14,7 +14,6 @@ or batch indices of a group, A batch indices."""
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.resampling import Spans, assign_slots, effective_sample_size, grid, normalise
-from smc.arrays import to_device, to_host
+from smc.arrays import is_one_of, to_device, to_host
 from smc.philox import Purpose, uniforms
+from smc.types import EXACT, SEPARATE
 
 CANDIDATES_PER_ROW = 32
 """Number of most likely tokens that become candidates of a row. One more token, drawn from the rest of the
@@ -35,19 +35,6 @@ LEAD_GAIN = 1e9
 holds the row that a tree of a single row would have (`smc.executor.draft_tree`)."""
 EXPANSION_POSITION = 2 << 20
 """Position of the first uniform for sampling without replacement; the index of the step is added."""
-
-
-class PopulationKind(IntEnum):
-    """How a group's rows are continued; one value per group and round. Values from `BEST` on decode exactly."""
-
-    INDEPENDENT = 0
-    """Each row draws its own token, and the population is resampled (`smc.algorithm.selection`)."""
-    DISTINCT = 1
-    """Rows are sampled without replacement from all candidates of the population."""
-    BEST = 2
-    """The candidates of largest mass are kept, and the first one: a draft tree for exact decoding."""
-    CHAINS = 3
-    """Each row is a draft chain from one root, verified by rejection sampling (`smc.algorithm.verification`)."""
 
 
 class CandidateTokens(NamedTuple):
@@ -103,33 +90,33 @@ def expand(
     sources: Spans,
     rows: Spans,
     most_G: Tensor,
-    kind_G: Tensor,
+    decoding_G: Tensor,
     keys: tuple[Tensor, Tensor, int],
     total: int,
     least: float = 0.0,
     ended_R: Tensor | None = None,
     has_rest: bool = False,
 ) -> Expansion:
-    """Choose the candidates that each group keeps. Exact kinds are treated as `BEST`; `INDEPENDENT` groups keep no
-    rows.
+    """Choose the candidates that each group keeps; groups whose rows are separate keep none here.
 
     `mass_R`: float64 log mass of the source rows; `there_R`: whether the source row exists. `sources`, `rows`: every
     group's source rows and kept rows, with `total` kept rows; a padding group has size 0.
     `most_G`: maximum number of rows kept. `keys`: seed [G], round [G] and the number of this step. `least`: see
     `inclusion`. Source rows that have `ended` have one candidate, which stands for the row itself. `has_rest`: the last
-    candidate of a row represents the rest of its distribution, which `BEST` ignores. Synchronises with the host."""
+    candidate of a row represents the rest of its distribution, which exact decoding ignores. Synchronises with the
+    host."""
     candidates = candidates if ended_R is None else candidates.mask_ended(ended_R)
     is_rest_C = (
         torch.arange(candidates.share_RC.shape[1], device=mass_R.device) >= candidates.share_RC.shape[1] - has_rest
     )
-    used_H = ((sources.size_G > 0) & (kind_G != PopulationKind.INDEPENDENT)).nonzero()[:, 0]
+    used_H = ((sources.size_G > 0) & ~is_one_of(decoding_G, SEPARATE)).nonzero()[:, 0]
     device = mass_R.device
     parent_X = torch.zeros(total, dtype=torch.int64, device=device)
     candidate_X, mass_X = (
         torch.zeros_like(parent_X),
         torch.full((total,), -torch.inf, dtype=torch.float64, device=device),
     )
-    ess_G = torch.zeros(len(kind_G), dtype=torch.float64, device=device)
+    ess_G = torch.zeros(len(decoding_G), dtype=torch.float64, device=device)
     collapsed_G = ess_G > 0
     if not len(used_H):
         return Expansion(parent_X, candidate_X, mass_X, parent_X > 0, ess_G, collapsed_G, collapsed_G)
@@ -137,7 +124,7 @@ def expand(
     width = candidates.share_RC.shape[1]
     is_there_HS1 = (is_source_HS & there_R[source_HS])[..., None]
     share_HSC = candidates.share_RC[source_HS].double().masked_fill(~is_there_HS1, -torch.inf)
-    is_best_H = kind_G[used_H] >= PopulationKind.BEST
+    is_best_H = is_one_of(decoding_G[used_H], EXACT)
     share_HSC = share_HSC.masked_fill(is_best_H[:, None, None] & is_rest_C, -torch.inf)
     nan_G = torch.zeros_like(collapsed_G)
     nan_G[used_H] = ~is_best_H & torch.isnan(share_HSC).flatten(1).any(-1)

@@ -24,12 +24,12 @@ from smc.api.limits import (
     SCHEME_NAMES,
 )
 from smc.api.settings import (
+    ALL,
     Biases,
     Holds,
     Items,
     OneOf,
     Option,
-    Scope,
     Setting,
     flag,
     integer,
@@ -41,7 +41,7 @@ from smc.api.settings import (
     settings_of,
 )
 from smc.once import warn_once
-from smc.types import ModelRole
+from smc.types import EXACT, OF_BOTH_MODELS, SMC, Decoding, ModelRole
 
 logger = logging.getLogger(__name__)
 MAX_STOPS = 64
@@ -80,6 +80,23 @@ class Method(StrEnum):
     def plain(self) -> bool:
         """Whether one model decodes alone, without the other."""
         return self in (Method.TARGET, Method.DRAFT)
+
+
+_DECODINGS: dict[tuple[Method, str | None], Decoding] = {
+    (Method.TARGET, None): Decoding.TARGET,
+    (Method.DRAFT, None): Decoding.DRAFT,
+    (Method.EXACT, "walk"): Decoding.WALK,
+    (Method.EXACT, "rejection"): Decoding.REJECTION,
+    (Method.SMC, "independent"): Decoding.INDEPENDENT,
+    (Method.SMC, "distinct"): Decoding.DISTINCT,
+}
+"""Ways of decoding by method and by its verification or population."""
+
+
+def methods_of(setting: Setting) -> tuple[Method, ...]:
+    """Return the methods that a setting applies to, at least in part."""
+    found = {method for (method, _), decoding in _DECODINGS.items() if decoding in setting.decodings}
+    return tuple(method for method in Method if method in found)
 
 
 @dataclass(frozen=True)
@@ -200,7 +217,7 @@ class SamplingParams:
     particles: int | None = setting(
         None,
         integer(lambda value: 1 <= value <= MAX_PARTICLES, f"1..{MAX_PARTICLES}"),
-        scope=Scope.BOTH,
+        decodings=OF_BOTH_MODELS,
         fill=lambda params: 8,
         option=Option(
             "N, the number of particles, or with --method exact of rows or chains, 1..64. Default: 8.",
@@ -211,7 +228,7 @@ class SamplingParams:
     verification: str | None = setting(
         None,
         OneOf(VERIFICATIONS),
-        scope=Scope.EXACT,
+        decodings=EXACT,
         fill=lambda params: "walk",
         option=Option(
             "walk: the target draws its own tokens and confirms drafted ones that match; rejection: drafted tokens are "
@@ -222,13 +239,13 @@ class SamplingParams:
     min_particles: int | None = setting(
         None,
         None,
-        scope=Scope.SMC,
+        decodings=SMC,
         option=Option("Minimum number of particles to keep when KV memory is short, 1..N. Default: all.", "N"),
     )
     population: str | None = setting(
         None,
         OneOf(POPULATIONS),
-        scope=Scope.SMC,
+        decodings=SMC,
         fill=lambda params: "independent" if params.resamples else "distinct",
         option=Option(
             "distinct: particles are drawn without replacement; independent: each particle draws for itself, and all "
@@ -239,7 +256,7 @@ class SamplingParams:
     ess_threshold: float | None = setting(
         None,
         number(lambda value: 0 <= value <= 1, "0..1 (0 = never resample)"),
-        scope=Scope.INDEPENDENT,
+        decodings=frozenset({Decoding.INDEPENDENT}),
         fill=lambda params: 0.5,
         option=Option(
             "Resample when the effective sample size is below this share of N; 0 = never. Only for independent "
@@ -250,7 +267,7 @@ class SamplingParams:
     resampling: str | None = setting(
         None,
         OneOf(SCHEME_NAMES),
-        scope=Scope.INDEPENDENT,
+        decodings=frozenset({Decoding.INDEPENDENT}),
         fill=lambda params: "systematic",
         option=Option(
             "Resampling scheme: systematic, stratified, residual, multinomial or ssp. Only for independent particles. "
@@ -261,7 +278,7 @@ class SamplingParams:
     alpha: float | None = setting(
         None,
         number(is_scale, SCALES),
-        scope=Scope.SMC,
+        decodings=SMC,
         fill=lambda params: 1.0,
         option=Option(
             "Power of the target's probability of whole answers: above 1 likely answers become likelier, whereas a "
@@ -272,7 +289,7 @@ class SamplingParams:
     potential: str | None = setting(
         None,
         Holds(is_potential, "the name of a potential, of letters, digits and any of _-.:"),
-        scope=Scope.SMC,
+        decodings=SMC,
         option=Option(
             "Multiply the weights of particles by this potential, a Python callable: MODULE:FUNCTION, or "
             "its name in a service's configuration.",
@@ -284,7 +301,7 @@ class SamplingParams:
     answer: str | None = setting(
         None,
         OneOf(ANSWERS),
-        scope=Scope.SMC,
+        decodings=SMC,
         fill=lambda params: "draw",
         option=Option(
             "draw: the answer is a particle drawn by weight; best: it is the particle that is likeliest under the "
@@ -295,7 +312,7 @@ class SamplingParams:
     draft_temperature: float | None = setting(
         None,
         number(is_scale, SCALES),
-        scope=Scope.PROPOSAL,
+        decodings=SMC | {Decoding.REJECTION},
         fill=lambda params: params.temperature or 1.0,
         option=Option(
             "Temperature of the draft's proposal; weights or acceptance correct for it. Default: --temperature, or 1 "
@@ -332,7 +349,8 @@ class SamplingParams:
     constraint_scope: str | None = setting(
         None,
         OneOf(SCOPES),
-        scope=Scope.CONSTRAINED,
+        decodings=SMC,
+        needs="constraint",
         fill=lambda params: "token",
         option=Option(
             "With a constraint. token: every token is drawn among those that are allowed; answer: the answer follows "
@@ -370,6 +388,11 @@ class SamplingParams:
     def rows(self) -> int:
         """Sequences decoded in parallel: the number of particles, or 1."""
         return self.particles or 1
+
+    @property
+    def decoding(self) -> Decoding:
+        """How the request is decoded: method, and population or verification, in one value."""
+        return _DECODINGS[self.method, self.population or self.verification]
 
     @property
     def penalised(self) -> bool:
@@ -430,7 +453,7 @@ class SamplingParams:
         """Return the value of a field to store: fill in a value that the method needs and that was not given. Raises
         ValueError if the given value has no effect."""
         value = getattr(self, name)
-        idle = self._idle(known.scope)
+        idle = self._idle(known)
         if value is None and known.optional:
             return known.fill(self) if known.fill and not idle else None
         if idle and name == "potential":
@@ -439,23 +462,19 @@ class SamplingParams:
             raise ValueError(f"{name}={value!r} has no effect with {idle}; leave it out")
         return known.check(name, value) if known.check else value
 
-    def _idle(self, scope: Scope) -> str | None:
-        """Return the choice that makes a setting of this scope ineffective, for an error message; None if it has an
-        effect. Fields are declared after the fields that this depends on."""
-        method = f"method={str(self.method)!r}"
-        if scope is Scope.ALL:
+    def _idle(self, known: Setting) -> str | None:
+        """Return the choice that makes a setting ineffective, for an error message; None if it has an effect. Fields
+        are declared after the fields that this depends on."""
+        if known.decodings == ALL:
             return None
-        if scope is Scope.BOTH:
-            return method if self.method in (Method.TARGET, Method.DRAFT) else None
-        if scope is Scope.EXACT:
-            return None if self.method == Method.EXACT else method
-        if scope is Scope.PROPOSAL and self.method == Method.EXACT:
-            return None if self.verification == "rejection" else f"verification={self.verification!r}"
-        if self.method != Method.SMC:
-            return method
-        if scope is Scope.CONSTRAINED:
-            return None if self.constraint else "no constraint"
-        return "population='distinct'" if scope is Scope.INDEPENDENT and self.population == "distinct" else None
+        if self.method not in methods_of(known):
+            return f"method={str(self.method)!r}"
+        if known.needs and not getattr(self, known.needs):
+            return f"no {known.needs}"
+        if known.decodings >= {one for (method, _), one in _DECODINGS.items() if method == self.method}:
+            return None
+        name = "population" if self.method == Method.SMC else "verification"
+        return None if self.decoding in known.decodings else f"{name}={getattr(self, name)!r}"
 
     def _check_together(self) -> None:
         scored = "logprobs" if self.logprobs else "prompt_logprobs" if self.prompt_logprobs is not None else None

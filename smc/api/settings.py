@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
+
+from smc.types import Decoding
 
 MODELS, ENGINE, CLUSTER, BATCH = "Models", "Engine", "Cluster", "Batch"
 LISTEN, SECURITY = "Network and APIs", "Security and limits"
@@ -22,20 +23,8 @@ Check = Callable[[str, Any], Any]
 allowed."""
 
 
-class Scope(StrEnum):
-    """Requests that a setting applies to; other requests that set it are rejected."""
-
-    ALL = "all"
-    BOTH = "both"
-    """Methods that run both models: SMC and exact decoding."""
-    EXACT = "exact"
-    SMC = "smc"
-    PROPOSAL = "proposal"
-    """Methods that draw from the draft's distribution: SMC, and exact decoding by rejection."""
-    INDEPENDENT = "independent"
-    """SMC with independent particles."""
-    CONSTRAINED = "constrained"
-    """SMC with a constraint."""
+ALL = frozenset(Decoding)
+"""All ways of decoding."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,10 @@ class Setting:
 
     check: Check | None
     """None: the class checks the field together with other fields."""
-    scope: Scope
+    decodings: frozenset[Decoding]
+    """Ways of decoding that the setting applies to; requests that are decoded otherwise may not set it."""
+    needs: str
+    """Another setting without which this one has no effect; empty: there is none."""
     fill: Callable[[Any], Any] | None
     """Computes the value of a field that is not set, from the other fields, for requests that the field applies to."""
     option: Option | None
@@ -81,13 +73,14 @@ def setting(
     default: Any,
     check: Check | None,
     *,
-    scope: Scope = Scope.ALL,
+    decodings: frozenset[Decoding] = ALL,
+    needs: str = "",
     fill: Callable[[Any], Any] | None = None,
     option: Option | None = None,
     report: bool = False,
 ) -> Any:
     """Declare a field of a dataclass with a `Setting`; see there."""
-    known = Setting(check, scope, fill, option, default is None, report)
+    known = Setting(check, decodings, needs, fill, option, default is None, report)
     return field(default=default, metadata={"setting": known})
 
 

@@ -30,20 +30,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import REPEATS, padding_plan
 from smc.model.decoder import Decoder
 from smc.once import warn_once
-from smc.round.plan import Contexts, Program, RoundPlan, SequenceHandoff
+from smc.round.plan import Contexts, RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import PROGRAMS
+from smc.scheduler.methods import RULES_OF_ROUNDS
 from smc.scheduler.round_plan import bucket
 from smc.scheduler.speculation import PARTS, LatencyCurve, LatencyModel, ModelLatency
 from smc.stops import START
-from smc.types import ModelRole
+from smc.types import Decoding, ModelRole
 
 SHORT_CONTEXT = 64
 """Context of a timed row, in tokens, except where reading is timed; shorter if there is no room for it."""
@@ -135,17 +134,17 @@ class Timer:
         config = self._engine.config
         for count in _sizes(config.max_slots, self._effort.factor):
             before = self._spent
-            for program in Program:
+            for decoding in (Decoding.WALK, Decoding.TARGET, Decoding.DRAFT):
                 # The draft alone is timed with one row only.
-                if program is Program.DRAFT and count > 1:
+                if decoding is Decoding.DRAFT and count > 1:
                     continue
                 # A model alone makes many passes in a round, so fewer rounds are timed.
                 tree, repeats = (
-                    (TREE, self._effort.repeats) if program is Program.PAIR else (1, -(-self._effort.repeats // 2))
+                    (TREE, self._effort.repeats) if decoding is Decoding.WALK else (1, -(-self._effort.repeats // 2))
                 )
-                for role, seconds in self._time(program, repeats, count, context, tree).items():
+                for role, seconds in self._time(decoding, repeats, count, context, tree).items():
                     self._spent += sum(seconds)
-                    name, size = _part(program, role, config, count)
+                    name, size = _part(decoding, role, config, count)
                     step = statistics.median(seconds) / _steps(name, config)
                     found[name].append(LatencySample(size, step, -(-count // tree) * context))
             if self._spent + LIKELY_GROWTH * (self._spent - before) > self._effort.seconds:
@@ -160,22 +159,22 @@ class Timer:
         config = self._engine.config
         count = min(self._effort.crowd, config.max_slots)
         found: dict[str, list[float]] = {name: [] for name in PARTS}
-        for program, context in product((Program.PAIR, Program.TARGET), (short, long)):
-            for role, seconds in self._time(program, self._effort.repeats, count, context, 1).items():
-                name, _ = _part(program, role, config, count)
+        for decoding, context in product((Decoding.WALK, Decoding.TARGET), (short, long)):
+            for role, seconds in self._time(decoding, self._effort.repeats, count, context, 1).items():
+                name, _ = _part(decoding, role, config, count)
                 # Only the difference of the two contexts counts, so outliers must not enter: the minimum is taken.
                 found[name].append(min(seconds) / _steps(name, config))
         return {name: max(0.0, after - before) / (count * (long - short)) for name, (before, after) in found.items()}
 
     def _time(
-        self, program: Program, repeats: int, count: int, context: int, tree: int
+        self, decoding: Decoding, repeats: int, count: int, context: int, tree: int
     ) -> dict[ModelRole, list[float]]:
         """Return the seconds that each model worked in each timed round."""
         engine, untimed = self._engine, self._effort.untimed
-        found: dict[ModelRole, list[float]] = {role: [] for role in PROGRAMS[program].roles}
-        plan = live_plan(program, engine.config, count, context, tree)
+        found: dict[ModelRole, list[float]] = {role: [] for role in decoding.roles}
+        plan = live_plan(decoding, engine.config, count, context, tree)
         for number in range(untimed + repeats):
-            for role, group in handoffs(program, engine, count, context, tree).items():
+            for role, group in handoffs(decoding, engine, count, context, tree).items():
                 engine.executor.join(role, group)
             pending = engine.executor.round(plan)
             pending.result()
@@ -193,13 +192,13 @@ def _sizes(most: int, factor: int) -> list[int]:
     return sizes if most == 1 else [*sizes, most]
 
 
-def _part(program: Program, role: ModelRole, config: EngineConfig, count: int) -> tuple[str, int]:
+def _part(decoding: Decoding, role: ModelRole, config: EngineConfig, count: int) -> tuple[str, int]:
     """Return the part of the latency model, and its size in a round of `count` rows."""
-    if program is Program.TARGET:
+    if decoding is Decoding.TARGET:
         return "alone", count
     if role == ModelRole.TARGET:
         return role, count * config.target_tokens
-    return role, count * (config.branches if program is Program.PAIR else 1)
+    return role, count * (config.branches if decoding is Decoding.WALK else 1)
 
 
 def _steps(part: str, config: EngineConfig) -> int:
@@ -207,15 +206,14 @@ def _steps(part: str, config: EngineConfig) -> int:
     return 1 if part == "target" else config.block
 
 
-def live_plan(program: Program, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
+def live_plan(decoding: Decoding, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
     """Return the plan of a round of the first `count` slots after `context` tokens, in trees of at most `tree` rows;
     callers pass 1 where one model decodes alone."""
     batch_size, columns = bucket(count), room_for(context, config.block)
-    kind = PopulationKind.BEST if program is Program.PAIR else PopulationKind.INDEPENDENT
-    shape = PROGRAMS[program].shape(config)
+    shape = RULES_OF_ROUNDS[decoding.roles].shape(config)
     first_X = np.arange(0, count, tree, dtype=np.int32)
     contexts = Contexts.of(columns, count, len(first_X))
-    plan = padding_plan(program, shape, batch_size, config.max_slots, contexts, kinds=frozenset({kind}))
+    plan = padding_plan(frozenset({decoding}), shape, batch_size, config.max_slots, contexts)
     sizes_X = np.minimum(tree, count - first_X)
     index_A = np.arange(batch_size)
 
@@ -234,16 +232,18 @@ def live_plan(program: Program, config: EngineConfig, count: int, context: int, 
         count_G=of_groups(sizes_X),
         draws_G=of_groups(sizes_X),
         shared_G=of_groups(context),
-        kind_G=of_groups(int(kind)),
+        decoding_G=of_groups(int(decoding)),
     )
     return replace(plan, columns=columns, arrays=arrays)
 
 
-def handoffs(program: Program, engine: Engine, count: int, context: int, tree: int) -> dict[ModelRole, SequenceHandoff]:
+def handoffs(
+    decoding: Decoding, engine: Engine, count: int, context: int, tree: int
+) -> dict[ModelRole, SequenceHandoff]:
     """Return, for each model that works, the state of the first `count` slots when such a round begins: in look-ahead
     with a whole block to score."""
-    config, decoding = engine.config, PROGRAMS[program]
-    block = config.block if program is Program.PAIR and config.lookahead else 1
+    config = engine.config
+    block = config.block if decoding is Decoding.WALK and config.lookahead else 1
     pending = {ModelRole.DRAFT: 1, ModelRole.TARGET: block}
     tokens_NQ = np.arange(count * block, dtype=np.int32).reshape(count, block) % 2
     request_N1 = np.arange(count)[:, None] // tree
@@ -277,7 +277,7 @@ def _pages(request_N1: np.ndarray, length: int, capacity: int) -> np.ndarray:
 
 def _overhead(engine: Engine, effort: Effort) -> float:
     """Measure the seconds of a round in which neither model runs a pass: the median over rounds of one request."""
-    config, rounds = engine.config, engine.rounds_of(Method.EXACT)
+    config, rounds = engine.config, engine.rounds_of(Decoding.WALK)
     # The first round is the only one in flight, so it does not show the work that runs beside a round; it is left out.
     rounds_needed = 1 + effort.untimed + effort.repeats
     most = min((rounds_needed + 1) * config.target_tokens, engine.context - 4)

@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import MAX_PARTICLES
 from smc.api.request import Output, Request
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
 from smc.executor.messages import Pending
-from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, Program, RoundArrays, RoundKind, RoundPlan
+from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import PROGRAMS, PagesPerRow
+from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow
 from smc.scheduler.round_plan import bucket, room
+from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +33,18 @@ REPEATS = 2
 """Dummy rounds of each kind: the first compiles its kernels, the second is captured."""
 PROCESSORS = (NO_PROCESSORS, Processors.TOP_K, Processors.TOP_P, Processors.MIN_P, Processors.TRUNCATION)
 """Truncations of token distributions; `DistributionSpec.canonical` produces no others."""
-TRUNCATED_SIZES = {Program.PAIR: (8,), Program.TARGET: (1, 8)}
+TRUNCATED_SIZES = {BOTH_MODELS: (8,), Decoding.TARGET.roles: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
 
 SHALLOW_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of dummy rounds that draft fewer tokens than a block has. Capturing another size later costs one round."""
-KINDS = (
-    (Program.PAIR, frozenset({PopulationKind.BEST})),
-    (Program.PAIR, frozenset({PopulationKind.DISTINCT})),
-    (Program.TARGET, frozenset({PopulationKind.INDEPENDENT})),
+DECODINGS = (
+    frozenset({Decoding.WALK}),
+    frozenset({Decoding.DISTINCT}),
+    frozenset({Decoding.TARGET}),
 )
-"""Programs and kinds of dummy rounds: those to which default settings lead."""
+"""Ways of decoding in dummy rounds: those to which default settings lead."""
 SALT = "warm-up"
 """Cache salt of warm-up requests, so that no other request shares their prefixes."""
 ROWS = 8
@@ -93,54 +93,56 @@ all combinations."""
 def warm_up_plans(
     config: EngineConfig,
     context: int,
-    wanted: Sequence[tuple[Program, frozenset[PopulationKind]]] = KINDS,
+    wanted: Sequence[frozenset[Decoding]] = DECODINGS,
     truncated: Sequence[Processors] = PROCESSORS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
     """Yield plans of dummy rounds, to be launched in this order: for all rounds to which default settings lead, or for
     fewer."""
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
-    for (program, kinds), contexts in product(wanted, Contexts):
-        few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[program]}
-        for (shape, steps), batch_size, processors in product(_shapes(config, program, kinds), sizes, truncated):
+    for decodings, contexts in product(wanted, Contexts):
+        few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
+        for (shape, steps), batch_size, processors in product(_shapes(config, decodings), sizes, truncated):
             if steps and (processors or batch_size not in SHALLOW_SIZES):
                 continue
             if (processors and batch_size not in few) or contexts not in _contexts(
-                config.width(context), program, kinds, batch_size
+                config.width(context), decodings, batch_size
             ):
                 continue
             plan = padding_plan(
-                program, shape, batch_size, config.max_slots, contexts, processors=processors, kinds=kinds, steps=steps
+                decodings, shape, batch_size, config.max_slots, contexts, processors=processors, steps=steps
             )
             yield from [plan] * REPEATS
 
 
-def _contexts(width: int, program: Program, kinds: frozenset[PopulationKind], batch_size: int) -> set[Contexts]:
+def _contexts(width: int, decodings: frozenset[Decoding], batch_size: int) -> set[Contexts]:
     """Return the contexts that rounds of `batch_size` rows can have if block tables have room for `width` positions."""
-    groups = {batch_size} if program is not Program.PAIR else {1, batch_size} if kinds == {PopulationKind.BEST} else {1}
+    one_row = _roles(decodings) != BOTH_MODELS
+    groups = {batch_size} if one_row else {1, batch_size} if decodings == {Decoding.WALK} else {1}
     return {Contexts.of(columns, batch_size, count) for columns in (0, width) for count in groups}
 
 
-def _shapes(
-    config: EngineConfig, program: Program, kinds: frozenset[PopulationKind]
-) -> list[tuple[PagesPerRow, int | None]]:
+def _roles(decodings: frozenset[Decoding]) -> tuple[ModelRole, ...]:
+    return next(iter(decodings)).roles
+
+
+def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[PagesPerRow, int | None]]:
     """Return pairs (shape, steps). The first is the shape of the config, with all tokens of a block (steps None). Where
     the latency model chooses trees, shapes with fewer branches a row and rounds with fewer tokens follow."""
-    shape = PROGRAMS[program].shape(config)
-    if kinds != {PopulationKind.BEST} or config.drafting != "adaptive":
+    shape = RULES_OF_ROUNDS[_roles(decodings)].shape(config)
+    if decodings != {Decoding.WALK} or config.drafting != "adaptive":
         return [(shape, None)]
     shapes = [replace(shape, branches=branches) for branches in config.branch_levels]
     return [(each, None) for each in shapes] + [(shape, steps) for steps in config.block_levels[1:]]
 
 
 def padding_plan(
-    program: Program,
+    decodings: frozenset[Decoding],
     shape: PagesPerRow,
     batch_size: int,
     slots: int,
     contexts: Contexts,
     *,
     processors: Processors = NO_PROCESSORS,
-    kinds: frozenset[PopulationKind] = frozenset({PopulationKind.INDEPENDENT}),
     steps: int | None = None,
 ) -> RoundPlan[np.ndarray]:
     """Return the plan of a round whose rows are all padding."""
@@ -162,7 +164,7 @@ def padding_plan(
         draws_G=whole,
         shared_G=whole,
         threshold_G=np.zeros(batch_size),
-        kind_G=whole,
+        decoding_G=whole,
         chain_C=wide[:0],
         distribution_C=wide[:0],
         scheme_G=whole,
@@ -171,7 +173,7 @@ def padding_plan(
         branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )
     columns = 1 + max(shape.target, shape.begin + shape.branch)
-    return RoundPlan(RoundKind(program, contexts, kinds, steps), columns, arrays, distribution, distribution).sized()
+    return RoundPlan(RoundKind(contexts, decodings, steps), columns, arrays, distribution, distribution).sized()
 
 
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.coupling import is_ranked, score_of_exponent
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.distributions import DistributionSpec
 from smc.executor.remap import remap_block_table
@@ -50,6 +49,7 @@ from smc.round.tensors import (
     TokenTree,
 )
 from smc.stops import grow
+from smc.types import SEPARATE, Decoding
 
 
 def begin(
@@ -194,12 +194,12 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor]) -> 
         # If inner nodes are among the rows, the particle is the first row of each batch index.
         parent_X = parent_X * (len(tree.root_X) // len(token_SD))
         own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
-        parts.append((plan.arrays.kind_G >= 0, own))
+        parts.append((plan.arrays.decoding_G >= 0, own))
     if more.chosen is not None:
-        parts.append((plan.arrays.kind_G != PopulationKind.INDEPENDENT, _chosen(tree, more.chosen, plan)))
+        parts.append((~plan.is_separate_G, _chosen(tree, more.chosen, plan)))
     if more.chains is not None:
         none_X = torch.zeros_like(more.chains.logq_X, dtype=torch.float64)
-        parts.append((plan.arrays.kind_G == PopulationKind.CHAINS, (*more.chains, none_X)))
+        parts.append((plan.arrays.decoding_G == Decoding.REJECTION, (*more.chains, none_X)))
     _, found = parts[0]
     for is_theirs_G, theirs in parts[1:]:
         is_theirs_X = is_theirs_G[plan.arrays.group_A].repeat_interleave(plan.kind.branches)
@@ -224,15 +224,15 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
     its first row has the whole share."""
     slot_X, branches = plan.arrays.slot_A[tree.root_X], plan.kind.branches
     share_X = tree.mass_X - state.logw_S[slot_X]
-    if PopulationKind.CHAINS in plan.kind.populations:
+    if Decoding.REJECTION in plan.kind.decodings:
         # Chains have equal shares until they are verified, except rows that continue nothing.
         of_chains_X = torch.where(tree.alive_X, 0.0, -torch.inf)
-        share_X = torch.where(plan.has_kind(PopulationKind.CHAINS).repeat_interleave(branches), of_chains_X, share_X)
-    if PopulationKind.INDEPENDENT in plan.kind.populations:
+        share_X = torch.where(plan.is_decoded_by(Decoding.REJECTION).repeat_interleave(branches), of_chains_X, share_X)
+    if plan.kind.has_separate:
         branch_X = torch.arange(len(slot_X), device=slot_X.device) % branches
         alone_X = torch.where(branch_X == 0, 0.0, -torch.inf).double()
         own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
-        share_X = torch.where(plan.has_kind(PopulationKind.INDEPENDENT).repeat_interleave(branches), own_X, share_X)
+        share_X = torch.where(plan.is_decoded_by(*SEPARATE).repeat_interleave(branches), own_X, share_X)
     rows, block = tree.tokens_XK.shape
     return DraftedRows.allocate(rows, block, state.device).write(
         tokens_XK=tree.tokens_XK,

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
+from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens
 from smc.algorithm.resampling import Spans
 from smc.round.plan import RoundPlan
 from smc.round.slots import InnerNodes, SlotState
 from smc.round.tensors import GrownRows, RoundChoice, TokenTree
+from smc.types import Decoding
 
 
 def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
@@ -65,13 +66,13 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
     index_X = torch.arange(rows, device=worth_M.device)
     group_X, last = group_M[:rows], (len(steps) - 1) * rows
     leaf_X = torch.full_like(index_X, -1).index_copy(0, to_M[kept_M], leaf_M[kept_M])
-    is_best_X = (plan.arrays.kind_G == PopulationKind.BEST)[group_X] & (plan.arrays.size_G > 0)[group_X]
+    is_walk_X = (plan.arrays.decoding_G == Decoding.WALK)[group_X] & (plan.arrays.size_G > 0)[group_X]
     # A row that is not alive repeats the first of its group.
     first_X = leaf_X[(plan.arrays.first_G.long() * plan.kind.branches)[group_X].clamp(max=rows - 1)]
     is_there_X = leaf_X >= 0
     leaf_X = torch.where(is_there_X, leaf_X, first_X)
-    leaf_X = torch.where(is_best_X & (leaf_X >= 0), leaf_X, last + index_X)
-    return grown._replace(tree=_taken(grown, leaf_X, is_there_X | ~is_best_X), leaf_X=leaf_X)
+    leaf_X = torch.where(is_walk_X & (leaf_X >= 0), leaf_X, last + index_X)
+    return grown._replace(tree=_taken(grown, leaf_X, is_there_X | ~is_walk_X), leaf_X=leaf_X)
 
 
 def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[Tensor, Tensor]:
@@ -79,8 +80,8 @@ def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[
     [K, X]."""
     steps, branches = grown.steps, plan.kind.branches
     group_X = plan.arrays.group_A.long().repeat_interleave(branches)
-    is_best_X = (plan.arrays.kind_G == PopulationKind.BEST)[group_X]
-    alive_KX = torch.stack([step.tree.alive_X for step in steps]) & is_best_X
+    is_walk_X = (plan.arrays.decoding_G == Decoding.WALK)[group_X]
+    alive_KX = torch.stack([step.tree.alive_X for step in steps]) & is_walk_X
     mass_KX = torch.stack([step.tree.mass_X for step in steps])
     first_mass_X = mass_KX[0].masked_fill(~alive_KX[0], -torch.inf)
     top_G = torch.full_like(plan.arrays.size_G, -torch.inf, dtype=torch.float64)
@@ -153,7 +154,7 @@ def keep_nodes(
     index_A = plan.index_of_rows(1)
     is_before_AA = index_A < index_A[:, None]
     shares_AA = (
-        (plan.arrays.group_A == plan.arrays.group_A[:, None]) & choice.alive_A & plan.has_kind(PopulationKind.BEST)
+        (plan.arrays.group_A == plan.arrays.group_A[:, None]) & choice.alive_A & plan.is_decoded_by(Decoding.WALK)
     )
     assert grown.leaf_X is not None, "rows of exact decoding have been chosen"
     rows = len(grown.tree.mass_X)
@@ -186,14 +187,14 @@ def limit_outcomes(
     is_ended_X = tree.ended_X & tree.alive_X
     ended_X = torch.zeros(rows, dtype=torch.int64, device=device).index_add(0, tree.outcome_X, is_ended_X.long())
     most_X = plan.arrays.draws_G.long()[group_X] - ended_X[tree.outcome_X]
-    is_best_X = (plan.arrays.kind_G == PopulationKind.BEST)[group_X]
+    is_walk_X = (plan.arrays.decoding_G == Decoding.WALK)[group_X]
     mass_XC = (tree.mass_X[:, None] + share_XC.double()).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     mass_XC = mass_XC.masked_fill((tree.ended_X | ~tree.alive_X)[:, None], -torch.inf)
     mass_XC = mass_XC.masked_fill(torch.arange(width, device=device) >= width - has_rest, -torch.inf)
     rank_XC = _rank(mass_XC.flatten(), tree.outcome_X.repeat_interleave(width)).view(rows, width)
     is_first_X = torch.arange(rows, device=device) == plan.arrays.first_G.long()[group_X] * plan.kind.branches
     is_lead_XC = is_first_X[:, None] & (torch.arange(width, device=device) == 0)
-    too_many_XC = (rank_XC >= most_X[:, None]) & (mass_XC > -torch.inf) & is_best_X[:, None] & ~is_lead_XC
+    too_many_XC = (rank_XC >= most_X[:, None]) & (mass_XC > -torch.inf) & is_walk_X[:, None] & ~is_lead_XC
     return candidates._replace(share_RC=share_XC.masked_fill(too_many_XC, -torch.inf))
 
 
@@ -204,7 +205,7 @@ def with_inner_nodes(
     group. `tree`: the particles as rows; `candidates`: [A, C] after their last tokens."""
     slot_A, k = plan.arrays.slot_A, nodes.block
     most = nodes.share_SDC.shape[2]
-    share_ADC = nodes.share_SDC[slot_A].masked_fill(~plan.has_kind(PopulationKind.BEST)[:, None, None], -torch.inf)
+    share_ADC = nodes.share_SDC[slot_A].masked_fill(~plan.is_decoded_by(Decoding.WALK)[:, None, None], -torch.inf)
     token_AKC, logq_AKC, share_AKC = (
         values_AC[:, None].repeat(1, k, 1)
         for values_AC in (candidates.token_RC, candidates.logq_RC, candidates.share_RC)

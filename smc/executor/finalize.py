@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind, SelectedTrees
+from smc.algorithm.expansion import SelectedTrees
 from smc.algorithm.selection import PREFIX_POSITION, Selection, surviving_prefix
 from smc.algorithm.verification import Matches
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
 from smc.round.tensors import Candidates, Lineage, RoundChoice, RoundResult, ScoreInputs
 from smc.stops import grow
+from smc.types import SEPARATE
 
 Finalized = tuple[RoundChoice, RoundResult[Tensor]]
 
@@ -94,7 +95,7 @@ class Finalizer:
             theirs = self._matched(theirs, self.inputs.matched)
         if own is None:
             return theirs
-        is_tree_G = self.plan.arrays.kind_G != PopulationKind.INDEPENDENT
+        is_tree_G = ~self.plan.is_separate_G
         is_tree_A = is_tree_G[self.plan.arrays.group_A]
         pairs = ((name, getattr(theirs, name), mine) for name, mine in vars(self._of_own(own)).items())
         return SelectedRows(
@@ -194,7 +195,7 @@ class Finalizer:
         index_A = torch.arange(len(drawn_A), device=drawn_A.device)
         origin_A = blocks.origin_A[drawn_A]
         is_copy_A = index_A - plan.arrays.first_G[plan.arrays.group_A] < plan.arrays.draws_G[plan.arrays.group_A]
-        stays_A = torch.where(plan.has_kind(PopulationKind.INDEPENDENT), is_copy_A, index_A == origin_A)
+        stays_A = torch.where(plan.is_decoded_by(*SEPARATE), is_copy_A, index_A == origin_A)
         is_over_A = blocks.ended_A[drawn_A] & (kept_A == blocks.count_A[drawn_A])
         next_A, next_logp_A = (values_AQ[drawn_A, kept_A - 1] for values_AQ in (scored.drawn_AQ, scored.drawn_logp_AQ))
         changed = {

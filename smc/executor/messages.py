@@ -66,8 +66,8 @@ class Draws:
     purpose: Purpose
     count_R: np.ndarray
     """int32 number of draws, out of D, that are wanted."""
-    kind_R: np.ndarray
-    """int32 `smc.algorithm.expansion.PopulationKind`; rows of kind `DISTINCT` draw without replacement."""
+    decoding_R: np.ndarray
+    """int32 `smc.types.Decoding`; rows of `DISTINCT` draw without replacement."""
     biased_row_Y: np.ndarray
     """int32 rows whose logits are changed."""
     biased_token_Y: np.ndarray

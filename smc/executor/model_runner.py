@@ -35,7 +35,7 @@ from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.state import LogitBiases, PageTokens, join, reweigh
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
-from smc.round.plan import PlanBuffer, Program, RoundKind, RoundPlan, SequenceHandoff
+from smc.round.plan import PlanBuffer, RoundKind, RoundPlan, SequenceHandoff
 from smc.round.slots import InnerNodes, SlotState
 from smc.round.tensors import (
     DraftedRows,
@@ -49,7 +49,7 @@ from smc.round.tensors import (
     VerifyInputs,
 )
 from smc.stops import StopTables
-from smc.types import ModelRole
+from smc.types import BOTH_MODELS, ModelRole
 
 OBSERVED_ROOTS = 64
 """Maximum number of roots of a round whose log q is kept, to fit the exponent of coupled drafting. Draws after further
@@ -331,7 +331,7 @@ class DraftRunner(ModelRunner):
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the draft's part of a round. The result is a `DraftReport` for a round of both models, otherwise a
         `RoundResult`."""
-        if plan.kind.program is Program.DRAFT:
+        if plan.kind.roles == (ModelRole.DRAFT,):
             return self._decode(plan)
         self.draft(plan)
         return self.follow()
@@ -440,7 +440,7 @@ class TargetRunner(ModelRunner):
         target works while the host waits for the tokens that the draft's masks depend on. Other rounds begin in
         `round`."""
         self._queued = None
-        if plan.kind.program is not Program.PAIR or plan.constraints is None or not self.config.lookahead:
+        if plan.kind.roles != BOTH_MODELS or plan.constraints is None or not self.config.lookahead:
             return
         with self.stages.working():
             self._channel.settle()
@@ -450,7 +450,7 @@ class TargetRunner(ModelRunner):
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the target's part of a round, or what remains of it after `begin`. In look-ahead the pass comes before
         the drafted rows are received; in lockstep it runs over them."""
-        if plan.kind.program is Program.TARGET:
+        if plan.kind.roles == (ModelRole.TARGET,):
             return self._decode(plan)
         if self._queued is None:
             self.begin(plan)
@@ -553,8 +553,8 @@ class LocalRoundExecutor:
         self.runners[role].join(group)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
-        if plan.kind.program is not Program.PAIR:
-            role = ModelRole(plan.kind.program.value)
+        if plan.kind.roles != BOTH_MODELS:
+            (role,) = plan.kind.roles
             return LocalRound({role: self.runners[role].round(plan)})
         self._target.begin(plan)
         self._draft.draft(plan)

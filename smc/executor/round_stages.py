@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind, SelectedTrees
+from smc.algorithm.expansion import SelectedTrees
 from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection
 from smc.arrays import to_device
@@ -52,6 +52,7 @@ from smc.round.tensors import (
     VerifyInputs,
     VerifyOutputs,
 )
+from smc.types import SEPARATE, Decoding
 
 
 class GrownStep(NamedTuple):
@@ -102,7 +103,7 @@ class Drafter:
         """Lay out the particles and their chains, before the first step."""
         inputs = self.ops.begin_draft(self.state, plan, distribution, self.shape)
         self.run.begin(plan, plan.arrays.begin_pages_AP, plan.arrays.branch_pages_XB.view(len(plan.arrays.slot_A), -1))
-        if PopulationKind.CHAINS not in plan.kind.populations:
+        if Decoding.REJECTION not in plan.kind.decodings:
             return inputs
         return inputs._replace(chains=assign_chains(plan, inputs.tree.alive_X))
 
@@ -161,13 +162,13 @@ class Drafter:
             logits_SV = self.ops.apply_mask(logits_SV, mask_SW, columns, ids_M, fails=is_own)
         own = chosen = chains = raw_logp_X = None
         nodes = tree
-        if PopulationKind.INDEPENDENT in plan.kind.populations:
+        if plan.kind.has_separate:
             keys = DrawKeys(layout.seed_S, layout.round_S, layout.stream_SD, tree.next_X, self.purpose)
             own = OwnDraws(*self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys))
         if raw_SV is not None:
             assert own is not None and isinstance(self.sampling, Sampling), "a target that decodes alone"
             raw_logp_X = self.sampling.raw_score(raw_SV, own.token_SD[:, 0])
-        if plan.kind.populations - {PopulationKind.INDEPENDENT, PopulationKind.CHAINS}:
+        if plan.kind.decodings - SEPARATE - {Decoding.REJECTION}:
             chosen, nodes = self._expanded(plan, layout, logits_SV, tree, step)
         if inputs.chains is not None:
             width = len(nodes.root_X) // len(tree.root_X)
@@ -184,7 +185,7 @@ class Drafter:
         for step in range(len(grown), plan.kind.steps or self.shape.block):
             steps.append(self.extend(plan, inputs, self.run_rows(plan, inputs, steps[-1].tree), step, steps[-1]))
         tree, kept = steps[-1].tree, []
-        if PopulationKind.BEST in plan.kind.populations:
+        if Decoding.WALK in plan.kind.decodings:
             kept = [
                 DraftStep(step.tree, step.chosen.expansion.parent_X, step.chosen.candidates)
                 for step in steps
@@ -201,7 +202,7 @@ class Drafter:
         tree = grown.tree
         nan_A = self.nan.expand(len(plan.arrays.slot_A))
         observed = ObservedDraws(nan_A, nan_A, nan_A)
-        if self.kept_BV is not None and PopulationKind.BEST in plan.kind.populations:
+        if self.kept_BV is not None and Decoding.WALK in plan.kind.decodings:
             observed = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
         if self.nodes is not None and grown.steps:
             self.ops.keep_nodes(self.nodes, self.state, plan, grown, choice)
@@ -251,10 +252,10 @@ class Drafter:
         self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
     ) -> tuple[ChosenTokens, TokenTree]:
         """Choose a group's rows among the candidate tokens of all its rows. Returns the choice with the candidates, and
-        the rows that it continues. Groups of kind `BEST` keep only tokens that are likely themselves, so they never use
+        the rows that it continues. Exact decoding keeps only tokens that are likely themselves, so it never uses
         the candidate that stands for the rest."""
-        has_rest = PopulationKind.DISTINCT in plan.kind.populations
-        coupling = self._coupling(plan) if PopulationKind.BEST in plan.kind.populations else None
+        has_rest = Decoding.DISTINCT in plan.kind.decodings
+        coupling = self._coupling(plan) if Decoding.WALK in plan.kind.decodings else None
         keys = DrawKeys(layout.seed_S, layout.round_S, layout.rank_S1, tree.next_X, self.purpose)
         kept_BV = None if coupling is None or step else self.kept_BV
         candidate_tokens = self.sampling.propose_candidates(
@@ -269,7 +270,7 @@ class Drafter:
             elif plan.kind.branches > 1:
                 useful = self.ops.limit_outcomes(plan, tree, candidate_tokens, has_rest)
         total = len(plan.arrays.branch_pages_XB)
-        given = (useful, tree.mass_X, tree.alive_X, sources, rows, rows.size_G, plan.arrays.kind_G, random, total)
+        given = (useful, tree.mass_X, tree.alive_X, sources, rows, rows.size_G, plan.arrays.decoding_G, random, total)
         chosen = self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)
         return ChosenTokens(chosen, candidate_tokens), tree
 
@@ -349,7 +350,7 @@ class Scorer:
         if not plan.kind.all_exact:
             labelled_T = self.sampling.score(logits_TV, distribution_T, inputs.label_T)
             next_AV = logits_TV[inputs.last_A]
-        if plan.kind.populations != {PopulationKind.CHAINS}:
+        if plan.kind.decodings != {Decoding.REJECTION}:
             # Exact decoding follows these draws; a population in which no particle has weight continues with them.
             drawn = TargetDraws(*self.sampling.bonus(logits_TV, distribution_T, inputs.keys))
         if log_mass_T is not None:
@@ -414,9 +415,9 @@ class Selector:
         target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
         inputs = ScoreInputs(plan, self.state, scored, drafted, target, matched, self.lookahead)
         candidates = self.ops.score_candidates(inputs)
-        if PopulationKind.INDEPENDENT in plan.kind.populations:
+        if plan.kind.has_separate:
             own = self._selected(plan, candidates)
-        if plan.kind.populations - {PopulationKind.INDEPENDENT}:
+        if plan.kind.has_competing:
             trees = self._regrown(plan, candidates, drafted.block)
         choice, result = self.ops.finalize(inputs, candidates, own, trees)
         if scored.raw_TV is not None:
@@ -458,7 +459,7 @@ class Selector:
             candidates.sources,
             rows,
             plan.arrays.draws_G,
-            plan.arrays.kind_G,
+            plan.arrays.decoding_G,
             (candidates.seed_G, candidates.round_G, step),
             batch_size,
             LEAST_SHARE,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.expansion import CandidateTokens
 from smc.algorithm.resampling import Spans, block_log_weight
 from smc.algorithm.verification import Matches
 from smc.executor.sampling import Sampling
@@ -21,6 +21,7 @@ from smc.philox import Purpose
 from smc.round.draws import DrawKeys
 from smc.round.plan import RoundPlan
 from smc.round.tensors import Candidates, DraftedRows, ScoreInputs, TargetOutputs, VerifyOutputs
+from smc.types import Decoding
 
 LEAST_SHARE = 0.1
 """Distinct particles of less than this share of the mean weight are kept with a probability that is proportional to
@@ -44,10 +45,10 @@ def target_outputs(
     def keys(stream_A: Tensor) -> DrawKeys:
         return DrawKeys(plan.arrays.seed_A, plan.arrays.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
 
-    if PopulationKind.INDEPENDENT in plan.kind.populations:
+    if plan.kind.has_separate:
         bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_distribution, keys(blocks.stream_A))
         target = TargetOutputs(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
-    if plan.kind.populations - {PopulationKind.INDEPENDENT}:
+    if plan.kind.has_competing:
         candidate_tokens, candidate_logp_AC, log_z_A = sampling.propose_bonus(
             next_AV, plan.target_distribution, keys(blocks.rank_A)
         )
@@ -107,7 +108,7 @@ class CandidateScorer:
             alive_A=self.inputs.state.alive_S[plan.arrays.slot_A],
             target_nan_G=nan_2G[0],
             draft_nan_G=nan_2G[1],
-            own_size_G=torch.where(plan.arrays.kind_G == PopulationKind.INDEPENDENT, plan.arrays.size_G, 0),
+            own_size_G=torch.where(plan.is_separate_G, plan.arrays.size_G, 0),
             sources=Spans(plan.arrays.first_G * width, plan.arrays.size_G * width),
             seed_G=plan.seed_G,
             round_G=plan.round_G,
@@ -190,10 +191,10 @@ class CandidateScorer:
         blocks = self.scored.blocks
         exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.index_X.device) < blocks.count_A[:, None]
         nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.index_X]
-        if PopulationKind.DISTINCT in self.plan.kind.populations:
+        if Decoding.DISTINCT in self.plan.kind.decodings:
             # Other rows have replaced those with NaN; the draft has marked them by a log q of NaN.
             nan_X = nan_X | (
-                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.has_kind(PopulationKind.DISTINCT)[self.index_X]
+                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.is_decoded_by(Decoding.DISTINCT)[self.index_X]
             )
         return nan_X
 

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.arrays import to_device
 from smc.memory.pages import DUMMY_PAGE
@@ -32,6 +31,7 @@ from smc.round.plan import Penalties, RoundPlan, SequenceHandoff
 from smc.round.slots import BiasTables, SlotState
 from smc.round.tensors import Rows
 from smc.stops import StopMachine
+from smc.types import Decoding
 
 MAX_EOS = 64
 WIDTHS = (16, 256, MAX_STOP_IDS + MAX_BIASES + MAX_EOS)
@@ -135,7 +135,7 @@ def reweigh(state: SlotState, plan: RoundPlan[Tensor]) -> tuple[()]:
     weight is removed."""
     assert plan.weights_A is not None, "a round with potentials"
     slot_A, given_A = plan.arrays.slot_A, ~torch.isnan(plan.weights_A)
-    lost_A = given_A & plan.has_kind(PopulationKind.DISTINCT) & (plan.weights_A == -torch.inf)
+    lost_A = given_A & plan.is_decoded_by(Decoding.DISTINCT) & (plan.weights_A == -torch.inf)
     state.logw_S[slot_A] = torch.where(given_A, plan.weights_A, state.logw_S[slot_A])
     state.alive_S[slot_A] = state.alive_S[slot_A] & ~lost_A
     state.ended_S[slot_A] = state.ended_S[slot_A] | lost_A

@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import Chains, verify_by_rejection
 from smc.arrays import to_device
@@ -22,6 +21,7 @@ from smc.round.draws import DrawKeys
 from smc.round.plan import RoundPlan
 from smc.round.slots import SlotState
 from smc.round.tensors import Blocks, DraftedRows, Rows, TargetDraws, VerifyInputs, VerifyOutputs
+from smc.types import Decoding
 
 
 def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
@@ -142,7 +142,7 @@ def verify(
 
 def chain_groups(plan: RoundPlan[Tensor]) -> Spans:
     """Return the chains of every group, counted among all C."""
-    size_G = torch.where(plan.arrays.kind_G == PopulationKind.CHAINS, plan.arrays.size_G, 0).long()
+    size_G = torch.where(plan.arrays.decoding_G == Decoding.REJECTION, plan.arrays.size_G, 0).long()
     return Spans(size_G.cumsum(0) - size_G, size_G)
 
 

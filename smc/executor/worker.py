@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.api.constraint import Constraint
-from smc.arrays import offsets, to_device
+from smc.arrays import is_one_of, offsets, to_device
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
 from smc.constraint_masks import Follower, MaskWriter
@@ -39,7 +38,7 @@ from smc.model.draft_vocab import DraftHead
 from smc.round.draws import DrawKeys
 from smc.round.slots import BiasTables
 from smc.stops import StopMachine, TokenBytes
-from smc.types import ModelRole
+from smc.types import EXACT, Decoding, ModelRole
 
 SLICE = 32
 """Number of tokens whose distributions exist at the same time: distributions of more would take memory that is not
@@ -276,15 +275,15 @@ class ModelWorker:
             # would have weight.
             weight_R = weight_R + torch.where(mass_R > -torch.inf, distribution.alpha_R * mass_R, 0.0)
         first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
-        kind_R = to_device(draws.kind_R, self.device)
+        decoding_R = to_device(draws.decoding_R, self.device)
         # A group that is decoded exactly begins with one draw of the target.
-        none_RD = (kind_R >= PopulationKind.BEST)[:, None] & ~first_D
+        none_RD = is_one_of(decoding_R, EXACT)[:, None] & ~first_D
         logw_RD = weight_R[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
-        if (draws.kind_R == PopulationKind.DISTINCT).any():
+        if (draws.decoding_R == Decoding.DISTINCT).any():
             theirs = self._draw_distinct(draws, distribution, logits_RV, keys, weight_R)
             if mass_R is not None:
                 theirs = (theirs[0], theirs[1] + mass_R[:, None], theirs[2])
-            is_distinct_R1 = (kind_R == PopulationKind.DISTINCT)[:, None]
+            is_distinct_R1 = (decoding_R == Decoding.DISTINCT)[:, None]
             token_RD, logp_RD, logw_RD = (
                 torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD))
             )
@@ -338,11 +337,11 @@ class ModelWorker:
         candidate_tokens, candidate_logp_RC, _ = Sampling(self.vocab_size).propose_bonus(logits_RV, distribution, keys)
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R, there_R = torch.ones_like(rows), rows >= 0
-        kind_R, count_R = to_device(draws.kind_R, self.device), to_device(draws.count_R, self.device)
+        decoding_R, count_R = to_device(draws.decoding_R, self.device), to_device(draws.count_R, self.device)
         random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
         bounds = (Spans(rows, one_R), Spans(rows * most, one_R * most))
         chosen = self.ops.expand(
-            candidate_tokens, weight_R, there_R, *bounds, count_R, kind_R, random, len(rows) * most
+            candidate_tokens, weight_R, there_R, *bounds, count_R, decoding_R, random, len(rows) * most
         )
         token_X = candidate_tokens.token_RC[chosen.parent_X, chosen.candidate_X]
         logp_X = candidate_logp_RC[chosen.parent_X, chosen.candidate_X]

@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.coupling import RANK_BITS, RANK_FACTOR, RANKED_BELOW, SLACK
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.arrays import Room
 from smc.distributions import DistributionSpec
 from smc.kernels.candidate_tokens import coupled_score
+from smc.kernels.decodings import REJECTION, is_separate
 from smc.kernels.launch import Sizes, one_variant
 from smc.kernels.remap import CHUNK, copy_pages
 from smc.kernels.stops import DONE, after, after_all
@@ -47,7 +47,6 @@ from smc.round.tensors import (
     TokenTree,
 )
 
-INDEPENDENT, CHAINS = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.CHAINS))
 NONE = tl.constexpr(-float("inf"))
 STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
 ROWS = 16
@@ -144,7 +143,7 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
     _pack[(triton.cdiv(rows, ROWS),)](
         plan.arrays, state, tree.alone, out, rows,
         F=branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block), LOG_F=math.log(branches),
-        HAS_INDEPENDENT=PopulationKind.INDEPENDENT in plan.kind.populations, num_warps=1,
+        HAS_SEPARATE=plan.kind.has_separate, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -278,21 +277,21 @@ def _begin_rows(x, inside, index, group, first, plan, given, out, F: tl.constexp
 def _pack(
     plan, slots, tree, out, rows,
     F: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, LOG_F: tl.constexpr,
-    HAS_INDEPENDENT: tl.constexpr,
+    HAS_SEPARATE: tl.constexpr,
 ):  # fmt: skip
     x, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)[:, None]
     inside = x < rows
     root = tl.load(tree.root_X + x, mask=inside, other=0)
     slot = tl.load(plan.slot_A + root, mask=inside, other=0)
     share = tl.load(tree.mass_X + x, mask=inside, other=0.0) - tl.load(slots.logw_S + slot, mask=inside, other=0.0)
-    kind = tl.load(plan.kind_G + tl.load(plan.group_A + x // F, mask=inside, other=0), mask=inside, other=0)
+    decoding = tl.load(plan.decoding_G + tl.load(plan.group_A + x // F, mask=inside, other=0), mask=inside, other=0)
     # Draft chains all have the same share until the target has verified them, except rows that continue no particle.
     exists = tl.load(tree.alive_X + x, mask=inside, other=0) != 0
-    share = tl.where(kind == CHAINS, tl.where(exists, 0.0, NONE), share)
-    if HAS_INDEPENDENT:
+    share = tl.where(decoding == REJECTION, tl.where(exists, 0.0, NONE), share)
+    if HAS_SEPARATE:
         has_ended = tl.load(slots.ended_S + slot, mask=inside, other=1) != 0
         own = tl.where(has_ended, tl.where(x % F == 0, 0.0, NONE), tl.full((), -LOG_F, tl.float64))
-        share = tl.where(kind == INDEPENDENT, own, share)
+        share = tl.where(is_separate(decoding), own, share)
     given, at = (k < K) & inside[None, :], x[None, :] * K + k
     tl.store(out.tokens_XK + at, tl.load(tree.tokens_XK + at, mask=given, other=0).to(tl.int32), mask=given)
     tl.store(out.logq_XK + at, tl.load(tree.logq_XK + at, mask=given, other=0.0), mask=given)
@@ -363,7 +362,7 @@ def _reparent(
         parent = (x // DRAWS * SOURCES).to(tl.int64)
         token = tl.load(own.token_SD + x, mask=inside, other=0).to(tl.int64)
         logq = tl.load(own.logq_SD + x, mask=inside, other=0.0)
-        is_tree = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) != INDEPENDENT)
+        is_tree = inside & (is_separate(tl.load(plan.decoding_G + group, mask=inside, other=0)) == 0)
     if chosen is not None:
         parent = tl.where(is_tree, tl.load(chosen.expansion.parent_X + x, mask=is_tree, other=0), parent)
         mass = tl.where(is_tree, tl.load(chosen.expansion.mass_X + x, mask=is_tree, other=0.0), mass)
@@ -375,7 +374,7 @@ def _reparent(
         tree_logq = tl.where(is_nan, float("nan"), tree_logq)
         logq = tl.where(is_tree, tree_logq, logq)
     if chains is not None:
-        is_chain = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) == CHAINS)
+        is_chain = inside & (tl.load(plan.decoding_G + group, mask=inside, other=0) == REJECTION)
         parent = tl.where(is_chain, tl.load(chains.parent_X + x, mask=is_chain, other=0), parent)
         token = tl.where(is_chain, tl.load(chains.token_X + x, mask=is_chain, other=0), token)
         logq = tl.where(is_chain, tl.load(chains.logq_X + x, mask=is_chain, other=0.0), logq)

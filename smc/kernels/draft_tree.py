@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
+from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens
 from smc.algorithm.resampling import Spans
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import Room, contiguous
+from smc.kernels.decodings import WALK
 from smc.kernels.expansion import find_bound
 from smc.kernels.launch import one_variant
 from smc.round.plan import RoundPlan
 from smc.round.slots import InnerNodes, SlotState
 from smc.round.tensors import DraftStep, GrownRows, RoundChoice, TokenTree
 
-BEST = tl.constexpr(int(PopulationKind.BEST))
 LEAD = tl.constexpr(LEAD_GAIN)
 NONE = tl.constexpr(-float("inf"))
 ROWS = 4
@@ -117,7 +117,7 @@ def _choose_rows(
     """Run the phases from FROM up to UPTO, exclusive. Phase 0 has one program a group."""
     group = tl.program_id(0)
     first, size = tl.load(plan.first_G + group).to(tl.int32) * F, tl.load(plan.size_G + group).to(tl.int32) * F
-    if tl.load(plan.kind_G + group) != BEST:
+    if tl.load(plan.decoding_G + group) != WALK:
         return
     if FROM == 0:
         _find_paths(steps, scratch, first, size, rows, K, AHEAD, BLOCK)
@@ -299,7 +299,7 @@ def _take_rows(
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = x < rows
     group = tl.load(plan.group_A + x // F, mask=inside, other=0)
-    chosen = inside & (tl.load(plan.kind_G + group, mask=inside, other=0) == BEST)
+    chosen = inside & (tl.load(plan.decoding_G + group, mask=inside, other=0) == WALK)
     chosen = chosen & (tl.load(plan.size_G + group, mask=inside, other=0) > 0)
     leaf = tl.load(leaf_X + x, mask=chosen, other=0)
     leaf = tl.where(chosen, leaf, ((K - 1) * rows + x).to(tl.int64))
@@ -409,12 +409,12 @@ def _limit_outcomes(
     an outcome does so for all rows of the outcome."""
     first = tl.program_id(0)
     group = tl.load(plan.group_A + first // F)
-    is_best = tl.load(plan.kind_G + group) == BEST
+    is_walk = tl.load(plan.decoding_G + group) == WALK
     outcome = tl.load(tree.outcome_X + first)
-    if is_best & (tl.load(tree.outcome_X + first - 1, mask=first > 0, other=-1) == outcome):
+    if is_walk & (tl.load(tree.outcome_X + first - 1, mask=first > 0, other=-1) == outcome):
         return
     n = first + tl.arange(0, BLOCK_N)
-    of_N = (tl.load(tree.outcome_X + n, mask=n < total, other=-1) == outcome) & (is_best | (n == first))
+    of_N = (tl.load(tree.outcome_X + n, mask=n < total, other=-1) == outcome) & (is_walk | (n == first))
     alive_N = tl.load(tree.alive_X + n, mask=of_N, other=0) != 0
     ended_N = tl.load(tree.ended_X + n, mask=of_N, other=0) != 0
     count = tl.sum(of_N.to(tl.int32), 0) * width
@@ -436,12 +436,12 @@ def _limit_outcomes(
         top = tl.maximum(top, tl.max(mass_I, 0))
     tl.debug_barrier()
     bound, ties = tl.full((), NONE, tl.float64), 0
-    if is_best & (most <= 0):
+    if is_walk & (most <= 0):
         bound = tl.full((), float("inf"), tl.float64)
-    if is_best & (valid > most) & (most > 0):
+    if is_walk & (valid > most) & (most > 0):
         bound, ties = top, 1
         if most > 1:
-            bound, ties, _ = find_bound(log_mass_M, log_mass_M, count, lowest, top, most, is_best, CHUNK)
+            bound, ties, _ = find_bound(log_mass_M, log_mass_M, count, lowest, top, most, is_walk, CHUNK)
     # The first candidate of the group's first row always stays; it belongs to the group's first outcome.
     lead, equal = tl.load(plan.first_G + group).to(tl.int32) * F, 0
     lead = tl.where(first == lead, first, -1)
@@ -468,7 +468,7 @@ def _keep_nodes(
     slot, group = tl.load(plan.slot_A + index), tl.load(plan.group_A + index)
     offset = tl.load(logw_S + tl.load(plan.slot_A + ancestor))
     first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
-    size = tl.where(tl.load(plan.kind_G + group) == BEST, size, 0)
+    size = tl.where(tl.load(plan.decoding_G + group) == WALK, size, 0)
     exists_N, at_N = n < size, first + n
     exists_N = exists_N & (tl.load(choice.alive_A + at_N, mask=exists_N, other=0) != 0)
     row_N = tl.load(choice.row_A + at_N, mask=exists_N, other=0)
@@ -510,9 +510,9 @@ def _with_inner_nodes(
     if node >= count:
         return
     index, depth = node // K, node % K
-    kind = tl.load(plan.kind_G + tl.load(plan.group_A + index))
+    decoding = tl.load(plan.decoding_G + tl.load(plan.group_A + index))
     at, is_inner = tl.load(plan.slot_A + index) * (K - 1) + depth - 1, depth > 0
-    first_C, inner_C = (c < width) & (is_inner == 0), (c < C) & is_inner & (kind == BEST)
+    first_C, inner_C = (c < width) & (is_inner == 0), (c < C) & is_inner & (decoding == WALK)
     token_C = tl.load(candidates.token_RC + index * width + c, mask=first_C, other=0)
     inner_token_C = tl.load(nodes.token_SDC + at * C + c, mask=inner_C, other=0)
     token_C = tl.where(is_inner, inner_token_C.to(token_C.dtype), token_C)

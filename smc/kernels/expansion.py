@@ -18,18 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansion
 from smc.algorithm.expansion import LEAD as MOST_MASS
 from smc.algorithm.resampling import Spans
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import Room, contiguous
+from smc.kernels.decodings import is_exact, is_separate
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.select import draw_uniforms
 
 CHUNKS = (256, 512, 1024, 2048)
 """Number of candidates that a program handles at a time: all of them, unless there are more than the last size."""
 LEAD = tl.constexpr(MOST_MASS)
-INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 
 
 def expand(
@@ -39,7 +39,7 @@ def expand(
     sources: Spans,
     rows: Spans,
     most_G: Tensor,
-    kind_G: Tensor,
+    decoding_G: Tensor,
     keys: tuple[Tensor, Tensor, int],
     total: int,
     least: float = 0.0,
@@ -50,9 +50,9 @@ def expand(
 ) -> Expansion:
     """As `smc.algorithm.expansion.expand`. If a group keeps nothing, its rows repeat the first candidate of its first
     source row."""
-    (count, width), groups_count, room = candidates.share_RC.shape, len(kind_G), Room(mass_R.device)
+    (count, width), groups_count, room = candidates.share_RC.shape, len(decoding_G), Room(mass_R.device)
     source = contiguous(SourceRows(candidates.share_RC, mass_R, there_R, ended_R))
-    groups = contiguous(ExpandGroups(sources, rows, most_G, kind_G, *keys[:2]))
+    groups = contiguous(ExpandGroups(sources, rows, most_G, decoding_G, *keys[:2]))
     log_mass_M, relative_M = room.doubles(count * width), room.doubles(count * width)
     out = Expansion(
         parent_X=room.longs(total),
@@ -89,7 +89,7 @@ class ExpandGroups(NamedTuple):
     sources: Spans
     rows: Spans
     most_G: Tensor
-    kind_G: Tensor
+    decoding_G: Tensor
     seed_G: Tensor
     round_G: Tensor
 
@@ -302,14 +302,14 @@ def _expand(
             end = tl.maximum(end, tl.max(end_I, 0))
         _clear((out.parent_X, out.candidate_X, out.mass_X, out.alive_X), end, total, CHUNK)
         return
-    sources, kind = tl.load(groups.sources.size_G + group).to(tl.int32), tl.load(groups.kind_G + group)
+    sources, decoding = tl.load(groups.sources.size_G + group).to(tl.int32), tl.load(groups.decoding_G + group)
     source_first = tl.load(groups.sources.first_G + group).to(tl.int64)
     row_first = tl.load(groups.rows.first_G + group).to(tl.int64)
     size, most = tl.load(groups.rows.size_G + group).to(tl.int32), tl.load(groups.most_G + group).to(tl.int32)
-    is_best = kind >= BEST
+    is_best = is_exact(decoding)
     rows_N = (out.parent_X + row_first, out.candidate_X + row_first, out.mass_X + row_first, out.alive_X + row_first)
     _clear(rows_N, 0, size, CHUNK)
-    if (sources == 0) | (kind == INDEPENDENT):
+    if (sources == 0) | is_separate(decoding):
         tl.store(out.ess_G + group, 0.0)
         tl.store(out.collapsed_G + group, False)
         tl.store(out.nan_G + group, False)
@@ -322,7 +322,7 @@ def _expand(
     valid, lowest, top, lead, nan = _spread(
         share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best, CHUNK, False
     )
-    collapsed = (kind < BEST) & (valid == 0)
+    collapsed = (is_exact(decoding) == 0) & (valid == 0)
     if collapsed:
         valid, lowest, top, lead, nan = _spread(
             share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best, CHUNK, True
@@ -348,7 +348,7 @@ def _expand(
     ess = _finish(rows_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK)
     tl.store(out.ess_G + group, ess)
     tl.store(out.collapsed_G + group, collapsed)
-    tl.store(out.nan_G + group, (kind < BEST) & (nan > 0))
+    tl.store(out.nan_G + group, (is_exact(decoding) == 0) & (nan > 0))
 
 
 @one_variant()

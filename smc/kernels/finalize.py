@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind, SelectedTrees
+from smc.algorithm.expansion import SelectedTrees
 from smc.algorithm.selection import PREFIX_POSITION, Selection
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import Room, contiguous
+from smc.kernels.decodings import is_exact, is_separate
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.select import draw_uniforms
 from smc.kernels.stops import DONE, after, after_all
 from smc.round.tensors import Candidates, Lineage, RoundChoice, RoundResult, ScoreInputs
 
-INDEPENDENT, BEST = tl.constexpr(int(PopulationKind.INDEPENDENT)), tl.constexpr(int(PopulationKind.BEST))
 NONE = tl.constexpr(-float("inf"))
 PREFIX = tl.constexpr(PREFIX_POSITION)
 
@@ -76,18 +76,18 @@ def _finalize(
 ):  # fmt: skip
     blocks = verified.blocks
     index, exists, group, is_group = own_indices(plan.first_G, plan.size_G, groups, batch_size, BLOCK_N)
-    kind = tl.load(plan.kind_G + tl.load(plan.group_A + index, mask=exists, other=0), mask=exists, other=0)
+    decoding = tl.load(plan.decoding_G + tl.load(plan.group_A + index, mask=exists, other=0), mask=exists, other=0)
     row, ancestor, alive = tl.zeros_like(index), tl.zeros_like(index), tl.zeros_like(index) != 0
     bonus, logw, misses = tl.full((BLOCK_N,), -1, tl.int64), tl.full((BLOCK_N,), NONE, tl.float64), alive
     logp, block = tl.full((BLOCK_N,), float("nan"), tl.float32), index
     if own is not None:
-        mine = exists & (kind == INDEPENDENT) if trees is not None else exists
+        mine = exists & is_separate(decoding) if trees is not None else exists
         row, ancestor, alive, logw, bonus, logp = _of_own(
             mine, index, own, target, candidates.root_X, blocks.open_A, F, LOOKAHEAD
         )
         block = ancestor
     if trees is not None:
-        theirs = exists & (kind != INDEPENDENT) if own is not None else exists
+        theirs = exists & (is_separate(decoding) == 0) if own is not None else exists
         tree_row, tree_ancestor, tree_alive, tree_logw, tree_bonus, tree_logp = _of_trees(
             theirs, index, trees, target, candidates, blocks.open_A, C, LOOKAHEAD
         )
@@ -98,7 +98,7 @@ def _finalize(
         logw = tl.where(theirs, tree_logw, logw)
     right = tl.full((BLOCK_N,), 2**30, tl.int32)
     if matched is not None:
-        exact, any_alive = exists & (kind >= BEST), tl.max((exists & alive).to(tl.int32), 0) > 0
+        exact, any_alive = exists & is_exact(decoding), tl.max((exists & alive).to(tl.int32), 0) > 0
         best = tl.load(matched.best_A + index, mask=exact, other=0).to(tl.int32)
         right = tl.load(matched.right_A + index, mask=exact, other=2**30).to(tl.int32)
         misses = exact & is_group & (any_alive == 0)
@@ -115,12 +115,12 @@ def _finalize(
         if not LOOKAHEAD:
             row = tl.where(misses, best, row)
     if is_group & _has_collapsed(group, plan, own, trees):
-        first, group_kind = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.kind_G + group)
+        first, group_decoding = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.decoding_G + group)
         block, right = _surviving_prefix(index, exists, group, first, plan, verified, Q, BLOCK_Q)
         origin = tl.load(blocks.origin_A + block).to(tl.int32)
         is_over = (tl.load(blocks.ended_A + block) != 0) & (right == tl.load(blocks.count_A + block))
         is_copy = index - first < tl.load(plan.draws_G + group)
-        alive = exists & tl.where(group_kind == INDEPENDENT, is_copy, index == origin)
+        alive = exists & tl.where(is_separate(group_decoding), is_copy, index == origin)
         follows, at = exists & (is_over == 0), block * Q + right - 1
         bonus = tl.load(verified.drawn_AQ + at, mask=follows, other=-1).to(tl.int64)
         logp = tl.load(verified.drawn_logp_AQ + at, mask=follows, other=float("nan"))
@@ -163,20 +163,23 @@ def _finalize(
     tl.store(out.lineage.dropped_A + index, tl.zeros_like(run), mask=exists)
     _write_tokens(index, exists, row, block, kept, bonus, plan, verified, drafted, out, K, Q, BLOCK_Q, LOOKAHEAD)
     if is_group:
-        group_kind, any_bonus = tl.load(plan.kind_G + group), tl.max((exists & has_bonus & alive).to(tl.int32), 0) > 0
-        tl.store(out.hit_G + group, (group_kind >= BEST) & (any_bonus == 0))
-        _write_group(group, group_kind, own, trees, out)
+        group_decoding, any_bonus = (
+            tl.load(plan.decoding_G + group),
+            tl.max((exists & has_bonus & alive).to(tl.int32), 0) > 0,
+        )
+        tl.store(out.hit_G + group, is_exact(group_decoding) & (any_bonus == 0))
+        _write_group(group, group_decoding, own, trees, out)
 
 
 @triton.jit
 def _has_collapsed(group, plan, own, trees):
     """Return whether the group has particles, but none with weight."""
-    kind, collapsed = tl.load(plan.kind_G + group), group < 0
+    decoding, collapsed = tl.load(plan.decoding_G + group), group < 0
     if own is not None:
-        collapsed = collapsed | ((kind == INDEPENDENT) & (tl.load(own.collapsed_G + group) != 0))
+        collapsed = collapsed | (is_separate(decoding) & (tl.load(own.collapsed_G + group) != 0))
     if trees is not None:
         collapsed = collapsed | (
-            (kind != INDEPENDENT) & (kind < BEST) & (tl.load(trees.chosen.collapsed_G + group) != 0)
+            (is_separate(decoding) == 0) & (is_exact(decoding) == 0) & (tl.load(trees.chosen.collapsed_G + group) != 0)
         )
     return collapsed
 
@@ -275,7 +278,7 @@ def _write_tokens(
 
 
 @triton.jit
-def _write_group(group, kind, own, trees, out):
+def _write_group(group, decoding, own, trees, out):
     """Write the statistics of one group's population."""
     log_z, ess = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     resampled, collapsed = False, False
@@ -283,7 +286,7 @@ def _write_group(group, kind, own, trees, out):
         log_z, ess = tl.load(own.log_z_G + group), tl.load(own.ess_G + group)
         resampled, collapsed = tl.load(own.resampled_G + group) != 0, tl.load(own.collapsed_G + group) != 0
     if trees is not None:
-        is_tree = (kind != INDEPENDENT) if own is not None else (kind == kind)
+        is_tree = (is_separate(decoding) == 0) if own is not None else (decoding == decoding)
         tree_collapsed = tl.load(trees.chosen.collapsed_G + group) != 0
         ess = tl.where(is_tree, tl.load(trees.chosen.ess_G + group), ess)
         log_z = tl.where(is_tree, tl.where(tree_collapsed, NONE, tl.zeros((), tl.float64)), log_z)

@@ -20,19 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.expansion import CandidateTokens
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.arrays import Room, contiguous
+from smc.kernels.decodings import DISTINCT, is_exact, is_separate
 from smc.kernels.launch import Sizes, one_variant, own_indices, programs
 from smc.kernels.truncation import finite
 from smc.philox import Purpose
 from smc.round.tensors import Candidates, ScoreInputs
 
-INDEPENDENT, DISTINCT, BEST = (
-    tl.constexpr(int(kind)) for kind in (PopulationKind.INDEPENDENT, PopulationKind.DISTINCT, PopulationKind.BEST)
-)
 NONE = tl.constexpr(-float("inf"))
 SYSTEMATIC, STRATIFIED, RESIDUAL, _, SSP = (tl.constexpr(index) for index in range(len(SCHEME_NAMES)))
 PURPOSE = tl.constexpr(int(Purpose.SELECTION))
@@ -138,7 +136,7 @@ def _score_candidates(
     is_own = inside & (x % F == 0)
     slot = tl.load(plan.slot_A + index, mask=is_own, other=0)
     tl.store(out.alive_A + index, tl.load(alive_S + slot, mask=is_own, other=0) != 0, mask=is_own)
-    kind = tl.load(plan.kind_G + tl.load(plan.group_A + index, mask=inside, other=0))
+    decoding = tl.load(plan.decoding_G + tl.load(plan.group_A + index, mask=inside, other=0))
     if LOOKAHEAD:
         root = tl.load(drafted.root_X + x, mask=inside, other=0)
         block = root
@@ -166,8 +164,8 @@ def _score_candidates(
         agrees = _agrees(
             matched, blocks, verified.drawn_AQ, index, root, cut, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD
         )
-        exists = exists & (agrees | (kind < BEST))
-        weight = tl.where(kind >= BEST, tl.where(share == share, share, 0.0), weight)
+        exists = exists & (agrees | (is_exact(decoding) == 0))
+        weight = tl.where(is_exact(decoding), tl.where(share == share, share, 0.0), weight)
     tl.store(out.root_X + x, root.to(tl.int64), mask=inside)
     tl.store(out.weight_X + x, tl.where(weight == weight, weight, NONE), mask=inside)
     tl.store(out.there_X + x, exists, mask=inside)
@@ -175,7 +173,7 @@ def _score_candidates(
     if target.candidate_tokens is not None:
         # A row that takes no token is its own candidate.
         at, is_share = x[:, None] * C + c[None, :], inside[:, None] & (c < C)[None, :]
-        takes = is_open & (kind < BEST)
+        takes = is_open & (is_exact(decoding) == 0)
         candidate_share = tl.load(target.candidate_tokens.share_RC + at, mask=is_share, other=NONE)
         candidate_share = tl.where(takes[:, None], candidate_share, tl.where(c == 0, 0.0, NONE)[None, :])
         tl.store(out.candidate_tokens.share_RC + at, candidate_share, mask=is_share)
@@ -229,8 +227,8 @@ def _score_group(
     """Write the bounds and random numbers of a group, and whether it has NaN."""
     blocks = verified.blocks
     first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
-    kind, lead = tl.load(plan.kind_G + group), tl.minimum(first, sizes.batch_size - 1)
-    tl.store(out.own_size_G + group, tl.where(kind == INDEPENDENT, size, 0))
+    decoding, lead = tl.load(plan.decoding_G + group), tl.minimum(first, sizes.batch_size - 1)
+    tl.store(out.own_size_G + group, tl.where(is_separate(decoding), size, 0))
     tl.store(out.sources.first_G + group, first * F)
     tl.store(out.sources.size_G + group, size * F)
     tl.store(out.seed_G + group, tl.load(plan.seed_A + lead))
@@ -262,12 +260,12 @@ def _score_group(
                 logp = tl.load(target.logp_X + x, mask=is_open, other=0.0)
                 target_nan = tl.maximum(target_nan, tl.max((logp != logp).to(tl.int32), 0))
         # Rows of NaN have been replaced by others, whose log q the draft has set to NaN.
-        is_token = (kind == DISTINCT) & inside[None, :] & (q < K)[:, None]
+        is_token = (decoding == DISTINCT) & inside[None, :] & (q < K)[:, None]
         logq_QX = tl.load(drafted.logq_XK + x[None, :] * K + q[:, None], mask=is_token, other=0.0)
         draft_nan = tl.maximum(draft_nan, tl.max(tl.max((logq_QX != logq_QX).to(tl.int32), 0), 0))
     if matched is not None:
         # In exact decoding NaN of the draft does not matter, and NaN of the target only after tokens that match.
-        is_best = (kind >= BEST) & (size > 0)
+        is_best = is_exact(decoding) & (size > 0)
         best, right = tl.load(matched.best_A + lead).to(tl.int32), tl.load(matched.right_A + lead)
         is_read = is_best & (q < right) & (q < Q)
         nan_Q = tl.load(verified.nan_AQ + best * Q + q, mask=is_read, other=0).to(tl.int32)

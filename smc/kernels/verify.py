@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import Matches
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import Room, contiguous
 from smc.distributions import DistributionSpec
+from smc.kernels.decodings import is_exact
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import copy_distribution
@@ -32,7 +32,7 @@ from smc.round.plan import RoundPlan
 from smc.round.slots import SlotState
 from smc.round.tensors import Blocks, DraftedRows, Rows, TargetDraws, VerifyInputs, VerifyOutputs
 
-BEST, NONE = tl.constexpr(int(PopulationKind.BEST)), tl.constexpr(-float("inf"))
+NONE = tl.constexpr(-float("inf"))
 NOTHING = tl.constexpr(-1)
 STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
 TRIAL, REMAINDER = tl.constexpr(int(Purpose.TRIAL)), tl.constexpr(int(Purpose.REMAINDER))
@@ -175,8 +175,8 @@ def _lay_out(
         if EXACT:
             # A draft that proposes nothing, such as one that returns NaN, leaves only the seed.
             nothing = is_group & (tl.max((exists & alive).to(tl.int32), 0) == 0)
-            is_exact = tl.load(plan.kind_G + group) >= BEST
-            lone = exists & nothing & is_exact & (tl.load(slots.alive_S + own, mask=exists, other=0) != 0)
+            own_draws = is_exact(tl.load(plan.decoding_G + group))
+            lone = exists & nothing & own_draws & (tl.load(slots.alive_S + own, mask=exists, other=0) != 0)
             origin, slot, count = tl.where(lone, index, origin), tl.where(lone, own, slot), tl.where(lone, 1, count)
             ended = tl.where(lone, tl.load(slots.ended_S + own, mask=exists, other=1) != 0, ended)
             alive = alive | lone
@@ -254,10 +254,10 @@ def _verify(plan, labelled_T, drawn, out, batch_size, Q: tl.constexpr, BLOCK_N: 
     if drawn is not None:
         is_run = inside & (q < tl.load(out.blocks.run_A + index, mask=exists, other=0)[:, None])
         group = tl.load(plan.group_A + index, mask=exists, other=0)
-        is_exact = tl.load(plan.kind_G + group, mask=exists, other=0) >= BEST
+        own_draws = is_exact(tl.load(plan.decoding_G + group, mask=exists, other=0))
         token = tl.load(drawn.token_T1 + at, mask=inside, other=0).to(tl.int64)
         drawn_logp = tl.load(drawn.logp_T1 + at, mask=inside, other=0.0)
-        logp = tl.where(is_exact[:, None], tl.where(is_run, drawn_logp, 0.0), logp)
+        logp = tl.where(own_draws[:, None], tl.where(is_run, drawn_logp, 0.0), logp)
         log_z = tl.load(drawn.log_z_T + at, mask=is_run, other=0.0)
         is_nan = log_z != log_z
     tl.store(out.logp_AQ + at, logp, mask=inside)

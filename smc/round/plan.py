@@ -6,7 +6,7 @@ See `smc.round` for axes."""
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from itertools import cycle
 from typing import Any, Generic, NamedTuple, cast
 
@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import Spans
-from smc.arrays import FieldMemory, map_tensors
+from smc.arrays import FieldMemory, is_one_of, map_tensors
 from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
 from smc.stops import StopMachine
-from smc.types import Array, ModelRole
+from smc.types import EXACT, SEPARATE, Array, Decoding, ModelRole
 
 SHORT, SHORT_SINGLE = 384, 640
 """Numbers of positions up to which it is cheaper that each row reads them separately: in general, and if hardly any
@@ -27,17 +26,6 @@ rows share positions."""
 IN_FLIGHT = 9
 """Number of buffers for the rounds of one shape, so that no round overwrites memory that is still in use: two for each
 of at most four micro-batches, and one for the next round."""
-
-
-class Program(StrEnum):
-    """The models that a round runs."""
-
-    PAIR = "pair"
-    """The draft proposes; the target scores and chooses."""
-    TARGET = "target"
-    """The target decodes alone."""
-    DRAFT = "draft"
-    """The draft decodes alone."""
 
 
 class Contexts(IntEnum):
@@ -156,10 +144,9 @@ class RoundKind:
     """The static part of a plan: rounds of one kind run the same operations on the same shapes, so they share their
     recordings."""
 
-    program: Program
     contexts: Contexts
-    populations: frozenset[PopulationKind]
-    """How groups may be continued. A round with more than one kind counts as one of all three common kinds."""
+    decodings: frozenset[Decoding]
+    """How groups may be decoded. A round of several kinds counts as one of all three common ones."""
     steps: int | None = None
     """Number of tokens by which the draft extends every row; None: all K of a block. Only rounds of exact decoding
     alone have fewer."""
@@ -191,12 +178,27 @@ class RoundKind:
     @property
     def has_exact(self) -> bool:
         """Whether any group may be decoded exactly."""
-        return max(self.populations) >= PopulationKind.BEST
+        return bool(self.decodings & EXACT)
 
     @property
     def all_exact(self) -> bool:
         """Whether all groups are decoded exactly."""
-        return min(self.populations) >= PopulationKind.BEST
+        return self.decodings <= EXACT
+
+    @property
+    def has_separate(self) -> bool:
+        """Whether the rows of any group may continue separately."""
+        return bool(self.decodings & SEPARATE)
+
+    @property
+    def has_competing(self) -> bool:
+        """Whether the rows of any group may not."""
+        return bool(self.decodings - SEPARATE)
+
+    @property
+    def roles(self) -> tuple[ModelRole, ...]:
+        """The models that take part. The first one drafts, or decodes alone."""
+        return next(iter(self.decodings)).roles
 
 
 class RoundArrays(NamedTuple, Generic[Array]):
@@ -228,8 +230,8 @@ class RoundArrays(NamedTuple, Generic[Array]):
     """int32 number of leading positions at which all particles of a group have the same tokens."""
     threshold_G: Array
     """float64: an effective sample size below this share of N leads to resampling."""
-    kind_G: Array
-    """int32 `smc.algorithm.expansion.PopulationKind`: how the group is continued."""
+    decoding_G: Array
+    """int32 `smc.types.Decoding`."""
     scheme_G: Array
     """int32 index of `smc.api.limits.SCHEME_NAMES`."""
     chain_C: Array
@@ -310,14 +312,19 @@ class RoundPlan(Generic[Array]):
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
         return self.target_unconditional if role is ModelRole.TARGET else None
 
-    def has_kind(self: RoundPlan[Tensor], kind: PopulationKind) -> Tensor:
-        """Return bool [A]: the batch index's group is of this kind."""
-        return (self.arrays.kind_G == kind)[self.arrays.group_A]
+    def is_decoded_by(self: RoundPlan[Tensor], *decodings: Decoding) -> Tensor:
+        """Return bool [A]: the batch index's group is decoded in one of these ways."""
+        return is_one_of(self.arrays.decoding_G, decodings)[self.arrays.group_A]
 
     @property
     def is_exact_G(self: RoundPlan[Tensor]) -> Tensor:
         """bool: the group is decoded exactly."""
-        return self.arrays.kind_G >= PopulationKind.BEST
+        return is_one_of(self.arrays.decoding_G, EXACT)
+
+    @property
+    def is_separate_G(self: RoundPlan[Tensor]) -> Tensor:
+        """bool: the rows of the group continue separately."""
+        return is_one_of(self.arrays.decoding_G, SEPARATE)
 
     @property
     def is_exact_A(self: RoundPlan[Tensor]) -> Tensor:

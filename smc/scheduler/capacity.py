@@ -18,7 +18,7 @@ from smc.api.request import Request, check_guidance
 from smc.api.sampling_params import SamplingParams
 from smc.memory.kv_cache import KVCacheManager
 from smc.scheduler.admission import check_negative, check_prompt
-from smc.scheduler.methods import Decoding, decoding_of
+from smc.scheduler.methods import DecodingRules, rules_of
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.types import ModelRole
@@ -44,10 +44,10 @@ def longest_answer(
     tokens of the prompt and the negative prompt."""
     # The default negative prompt is one token.
     negative = max(negative, int(params.guided))
-    decoding, room = decoding_of(params), max(1, context - max(size, negative))
+    rules, room = rules_of(params), max(1, context - max(size, negative))
 
     def is_too_long(answer: int) -> bool:
-        needs = decoding.most_pages(config, replace(params, max_tokens=answer, min_tokens=0), size, negative=negative)
+        needs = rules.most_pages(config, replace(params, max_tokens=answer, min_tokens=0), size, negative=negative)
         return any(needs.get(role, 0) > pages for role, pages in capacity.items())
 
     return max(1, bisect_left(range(1, room + 1), True, key=is_too_long))
@@ -70,7 +70,7 @@ def check_fits(
     if params.rows * params.slots_per_row > config.max_slots:
         each = ", and a guided one takes two for each" if params.guided else ""
         raise ValueError(f"particles={params.rows}; this engine has max_slots={config.max_slots}{each}")
-    if decoding_of(params).chains(params.rows) > config.chains(vocab_size):
+    if rules_of(params).chains(params.rows) > config.chains(vocab_size):
         most = config.chains(vocab_size)
         allowed = f"particles <= {most}, or verification='walk'" if most else "verification='walk'"
         raise ValueError(
@@ -78,7 +78,7 @@ def check_fits(
             f"distributions of {most} chains (max_chains); "
             f"allowed: {allowed}"
         )
-    for role, pages in decoding_of(params).most_pages(config, params, size, negative=request.negative_size).items():
+    for role, pages in rules_of(params).most_pages(config, params, size, negative=request.negative_size).items():
         if pages > capacity[role]:
             raise ValueError(
                 f"the request may need {pages} KV pages of the {role} model, which has {capacity[role]}; "
@@ -111,13 +111,13 @@ class PageForecast:
         return self._own / self._old if self._old else 0.0
 
     def pages(
-        self, decoding: Decoding, params: SamplingParams, prompt: int, rows: int, length: int = 0, negative: int = 0
+        self, rules: DecodingRules, params: SamplingParams, prompt: int, rows: int, length: int = 0, negative: int = 0
     ) -> dict[ModelRole, int]:
         """Forecast the pages in each pool for `rows` particles of a request whose answer has `length` tokens
         already."""
         answer = max(1, length, round(self.answer_share * params.max_tokens))
         own = min(answer, OWN_TOKENS) + round(self.own_share * max(0, answer - OWN_TOKENS))
-        return decoding.expected_pages(self.config, params, prompt, rows, answer, own, negative)
+        return rules.expected_pages(self.config, params, prompt, rows, answer, own, negative)
 
     def of(self, group: SequenceGroup) -> dict[ModelRole, int]:
         """Forecast the pages of a queued or admitted request."""
@@ -125,7 +125,7 @@ class PageForecast:
             length = group.checkpoint.longest
         else:
             length = int(self.slots.length_S[group.slots].max(initial=0))
-        return self.pages(group.decoding, group.params, group.prompt_size, group.rows, length, group.negative_size)
+        return self.pages(group.rules, group.params, group.prompt_size, group.rows, length, group.negative_size)
 
     def expect(self, group: SequenceGroup) -> None:
         """Enter the forecast of an admitted request."""
@@ -151,7 +151,7 @@ class PageForecast:
         counts: rows share everything that is confirmed."""
         own = old = 0
         for role, allocator in self.memory.allocators.items():
-            groups = [group for group in running if role in group.decoding.roles]
+            groups = [group for group in running if role in group.rules.roles]
             if not groups:
                 continue
             slots, prompts = [group.living(self.slots) for group in groups], [group.prompt_size for group in groups]

@@ -32,16 +32,15 @@ from smc.arrays import map_tensors
 from smc.executor.messages import Pending, Stream
 from smc.executor.model_runner import RoundExecutor, RoundOutcome
 from smc.memory.kv_cache import KVCacheManager
-from smc.round.plan import Program
 from smc.round.tensors import Lineage, ObservedDraws, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
-from smc.scheduler.methods import Decoding, RoundFacts
+from smc.scheduler.methods import DecodingRules, RoundFacts
 from smc.scheduler.round_plan import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import Acceptance, DraftExponents
 from smc.scheduler.stats import EngineStats
-from smc.types import ModelRole, is_mask_span
+from smc.types import BOTH_MODELS, ModelRole, is_mask_span
 
 WINDOW = 64
 """Number of tokens that are compared at a time, however long ago particles agreed."""
@@ -54,8 +53,8 @@ def commit_tokens(slots: Slots, population: Population) -> None:
     decoding cannot take back. They are final, because every later particle is a copy of one of these."""
     groups, slot_A = population.groups, population.slot_A
     length_A = slots.length_S[slot_A]
-    for decoding, at in population.by_decoding():
-        length_A[at] = decoding.settled(length_A[at], slots.block_S[slot_A[at]])
+    for rules, at in population.by_rules():
+        length_A[at] = rules.settled(length_A[at], slots.block_S[slot_A[at]])
     committed_G = np.array([g.committed for g in groups])
     common_G = population.least(length_A) - committed_G
     width = min(int(common_G.max()), WINDOW)
@@ -101,8 +100,8 @@ AllocatePages = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundP
 
 
 class RoundScheduler:
-    """Advances the requests of one program by rounds, in micro-batches that are kept as even as possible by adding new
-    requests to the smallest. A round may be launched before the last one has been read."""
+    """Advances the requests with the same models by rounds, in micro-batches that are kept as even as possible by
+    adding new requests to the smallest. A round may be launched before the last one has been read."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class RoundScheduler:
         slots: Slots,
         memory: KVCacheManager,
         executor: RoundExecutor,
-        decoding: Decoding,
+        rules: DecodingRules,
         width: int,
         micro_batches: int,
         turns: MaskTurns,
@@ -118,8 +117,8 @@ class RoundScheduler:
     ) -> None:
         """`micro_batches`: their number. `turns`: shared by all rounds of an engine. `width`, `decide`: see
         `RoundPlanner`."""
-        self.config, self.slots, self.memory, self.executor, self.decoding = config, slots, memory, executor, decoding
-        self._planner, self._turns = RoundPlanner(config, slots, decoding, width, decide), turns
+        self.config, self.slots, self.memory, self.executor, self.rules = config, slots, memory, executor, rules
+        self._planner, self._turns = RoundPlanner(config, slots, rules, width, decide), turns
         self._members: list[list[SequenceGroup]] = [[] for _ in range(micro_batches)]
         self._in_flight: list[InFlightStep | None] = [None] * micro_batches
         self._stats = EngineStats()
@@ -182,7 +181,7 @@ class RoundScheduler:
             # The number of confirmed tokens, or which slots remain, is known only after that round has been read.
             return False
         length, block = int(self.slots.length_S[group.slots].max()), int(self.slots.block_S[group.slots].min())
-        known = group.decoding.known_tokens(self.config, length=length, block=block, rounds=in_flight)
+        known = group.rules.known_tokens(self.config, length=length, block=block, rounds=in_flight)
         return group.launched == 0 or known < group.params.max_tokens
 
     def _launch(self, members: list[SequenceGroup], allocate: AllocatePages) -> InFlightStep | None:
@@ -193,7 +192,7 @@ class RoundScheduler:
         begin = time.perf_counter()
         population, pages = Population([group for group, _ in given]), [pages for _, pages in given]
         for group in population.groups:
-            if group.decoding.coupled and group.exponent is None:
+            if group.rules.coupled and group.exponent is None:
                 group.exponent = self.exponents.begin(group.params.temperature)
         plan = self._planner.plan(population, pages)
         for group, granted in given:
@@ -272,7 +271,7 @@ class RoundScheduler:
     ) -> None:
         """Let particles continue the tokens of their ancestors, which are in slots `source_A`, by those of the
         round."""
-        slots, slot_A, ahead = self.slots, population.slot_A, self.decoding.ahead(self.config)
+        slots, slot_A, ahead = self.slots, population.slot_A, self.rules.ahead(self.config)
         moved_A = source_A != slot_A
         slots.copy(slot_A[moved_A], source_A[moved_A])
         before_A, count_A = slots.length_S[slot_A] - result.cut_A[index_A], result.count_A[index_A]
@@ -326,23 +325,23 @@ class RoundScheduler:
                 continue
             assert group.next_rows is not None, "the round changes the number of its particles"
             alive_N = result.alive_A[index_A[population.group_A == g]]
-            dropped = group.end_resize(group.decoding.kept_rows(alive_N, group.next_rows))
+            dropped = group.end_resize(group.rules.kept_rows(alive_N, group.next_rows))
             self.slots.release_pages(dropped, self.memory.allocators)
             self.slots.release(dropped)
 
     def _count_work(self, population: Population, size: DraftSize) -> None:
         """Count the tokens that the models run in this round, for the particles that were open when it began."""
-        slot_A, config, program = population.slot_A, self.config, self.decoding.program
+        slot_A, config, roles = population.slot_A, self.config, self.rules.roles
         open_A, steps = ~self.slots.ended_S[slot_A], size.steps or config.block
-        if program is Program.PAIR:
+        if roles == BOTH_MODELS:
             target_A = self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * (steps + 1)
             any_A = np.logical_or.reduceat(open_A, population.first_G)[population.group_A]
             drafting_A = np.zeros(len(slot_A), dtype=bool)
-            for decoding, at in population.by_decoding():
-                drafting_A[at] = decoding.drafting(open_A[at], any_A[at])
+            for rules, at in population.by_rules():
+                drafting_A[at] = rules.drafting(open_A[at], any_A[at])
             work = {ModelRole.DRAFT: drafting_A * size.branches * steps, ModelRole.TARGET: target_A}
         else:
-            work = {ModelRole(program.value): open_A * config.block}
+            work = {roles[0]: open_A * config.block}
         for role, tokens_A in work.items():
             for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
                 group.counters.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
@@ -361,7 +360,7 @@ class RoundScheduler:
         for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
             for g in np.flatnonzero(nan_G[current_G]):
                 population.groups[g].fail(role)
-        ahead, block = self.decoding.ahead(self.config), size.steps or self.config.block
+        ahead, block = self.rules.ahead(self.config), size.steps or self.config.block
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
         cut_A = np.where(result.alive_A[index_A], result.cut_A[index_A], 0)
         # In the order of the fields of `RoundFacts`.
@@ -382,4 +381,4 @@ class RoundScheduler:
             group.end_round()
             self._stats.spec_alone_rounds += group.alone
             facts = RoundFacts._make((*values, block, ahead))
-            group.decoding.count_round(group, facts, self._stats, self.acceptance)
+            group.rules.count_round(group, facts, self._stats, self.acceptance)

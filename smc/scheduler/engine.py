@@ -18,20 +18,18 @@ from types import MappingProxyType
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Output, Request
-from smc.api.sampling_params import Method
 from smc.constraints import Compiler
 from smc.executor.messages import Pending, Worker
 from smc.executor.model_runner import RoundExecutor, RoundOutcome
 from smc.memory.kv_cache import KVCacheManager
 from smc.model.tokenizer import Tokenizer
 from smc.potentials import Potential, load_potentials
-from smc.round.plan import Program
 from smc.scheduler.admission import DuplicateRequest, NoDraft, check_queue
 from smc.scheduler.capacity import PageForecast, check_fits
 from smc.scheduler.decode import RoundScheduler
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.mask_turns import MaskTurns
-from smc.scheduler.methods import PROGRAMS, Decoding, decoding_of, program_of
+from smc.scheduler.methods import RULES_OF_ROUNDS, DecodingRules, rules_of
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
 from smc.scheduler.prefill import PrefillManager
@@ -45,7 +43,7 @@ from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import EngineStats
 from smc.scheduler.tree_policy import DraftFallback, LatencyTreePolicy, TreeController
 from smc.stops import TokenBytes
-from smc.types import ModelRole
+from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 NO_POTENTIALS: Mapping[str, Potential] = MappingProxyType({})
 
@@ -84,19 +82,19 @@ class Engine:
         )
         self._preparation = Preparation(workers)
         self._turns = MaskTurns()
-        rounds = {program: self._round_scheduler(program) for program in PROGRAMS}
+        rounds = {roles: self._round_scheduler(roles) for roles in RULES_OF_ROUNDS}
         self.registry = RequestRegistry(self.slots, self.prefill, rounds)
         self.fallback = DraftFallback(self.registry, self.prefill)
         known = dict(load_potentials(config.potentials)) | dict(potentials)
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock, constraints)
         self.preemption = Preemption(self.registry, self.prefill, self.results)
-        self.trees = TreeController(trees or LatencyTreePolicy(config), rounds[Program.PAIR].acceptance, self.fallback)
+        self.trees = TreeController(trees or LatencyTreePolicy(config), rounds[BOTH_MODELS].acceptance, self.fallback)
         self._clock = clock
         self._numbers = itertools.count()
 
-    def _round_scheduler(self, program: Program) -> RoundScheduler:
-        config, is_pair = self.config, program is Program.PAIR
+    def _round_scheduler(self, roles: tuple[ModelRole, ...]) -> RoundScheduler:
+        config, is_pair = self.config, roles == BOTH_MODELS
 
         def decide(groups: Sequence[SequenceGroup], rows: int, context: int) -> DraftSize:
             return self.trees.draft_size(groups, rows, context, self.latency)
@@ -106,7 +104,7 @@ class Engine:
             self.slots,
             self.memory,
             self.executor,
-            PROGRAMS[program],
+            RULES_OF_ROUNDS[roles],
             width=config.width(self.context),
             micro_batches=config.micro_batches if is_pair else 1,
             turns=self._turns,
@@ -140,15 +138,15 @@ class Engine:
             self.potentials.check(request.params.potential)
         request = self._with_negative_prompt(request)
         check_fits(request, self.config, self.memory.capacity, self.context, self.tokenizer.size)
-        params, decoding = request.params, self._decoding_now(request)
+        params, rules = request.params, self._rules_now(request)
         sizes = {"prompt": len(request.prompt), "negative": request.negative_size}
-        expected = self.forecast.pages(decoding, params, rows=decoding.rows(params), **sizes)
+        expected = self.forecast.pages(rules, params, rows=rules.rows(params), **sizes)
         check_queue(expected, self.config, len(self.registry.queue), self.registry.queue.pages)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        rules = StopRules(params, self.tokenizer)
-        group = SequenceGroup(request, seed, rules, self._clock() - request.waited, next(self._numbers), expected)
-        if decoding is not group.decoding:
-            group.choose(decoding)
+        stop_rules = StopRules(params, self.tokenizer)
+        group = SequenceGroup(request, seed, stop_rules, self._clock() - request.waited, next(self._numbers), expected)
+        if rules is not group.rules:
+            group.choose(rules)
         self.registry.add(group, held=not self._preparation.is_ready(group))
         self._admit()
 
@@ -201,9 +199,9 @@ class Engine:
 
     def _run_decode_step(self) -> list[Pending[RoundOutcome]]:
         """Launch rounds of all running requests. Return the rounds whose results were read."""
-        programs = self.registry.rounds.values()
-        self._turns.begin_step(group for rounds in programs for group in rounds.constrained())
-        return [outcome for rounds in programs for outcome in rounds.step(self.preemption.allocate)]
+        every = self.registry.rounds.values()
+        self._turns.begin_step(group for rounds in every for group in rounds.constrained())
+        return [outcome for rounds in every for outcome in rounds.step(self.preemption.allocate)]
 
     def _process_results(self, rounds: list[Pending[RoundOutcome]]) -> None:
         self.prefill.budget.accrue(rounds)
@@ -236,7 +234,7 @@ class Engine:
         preempted, and while other requests hold the slots. It is dropped only if the request has too few pages for more
         particles and no other request could be preempted."""
         group = self.registry.groups.get(request_id)
-        if group is None or not group.has_particles or not group.decoding.resizable:
+        if group is None or not group.has_particles or not group.rules.resizable:
             raise ValueError(f"request_id={request_id!r} names no running request of method='smc'")
         if not group.params.least_rows <= particles <= group.params.rows:
             raise ValueError(f"particles={particles}; allowed: {group.params.least_rows}..{group.params.rows}")
@@ -252,16 +250,16 @@ class Engine:
         earlier."""
         self.fallback.has_draft = False
         self.results.report_ended()
-        for program in (Program.PAIR, Program.DRAFT):
-            self.registry.rounds[program].abandon()
+        for roles in (BOTH_MODELS, Decoding.DRAFT.roles):
+            self.registry.rounds[roles].abandon()
         dropped = []
         for group in list(self.registry.groups.values()):
             if group.state is RequestState.RESCORING:
                 continue
-            if group.method.without_draft is None:
+            if group.requested.without_draft is None:
                 self.registry.release(group)
                 dropped.append(group.id)
-            elif group.method.without_draft is not group.method:
+            elif group.requested.without_draft is not group.requested:
                 self.fallback.fall_back(group)
         self.prefill.forget(ModelRole.DRAFT)
         self.memory.renew(ModelRole.DRAFT, self.memory.capacity[ModelRole.DRAFT])
@@ -288,23 +286,23 @@ class Engine:
             )
         return replace(request, negative_prompt=(self.tokenizer.start_id,))
 
-    def _decoding_now(self, request: Request) -> Decoding:
+    def _rules_now(self, request: Request) -> DecodingRules:
         """Return how a request that arrives now begins. Raises NoDraft if it needs the lost draft."""
-        decoding = decoding_of(request.params)
+        rules = rules_of(request.params)
         if self.fallback.has_draft:
-            return decoding
-        if decoding.without_draft is None:
+            return rules
+        if rules.without_draft is None:
             raise NoDraft(
                 f"method={request.params.method.value!r} needs the draft, whose workers were lost and start again; "
                 "try again later"
             )
-        return decoding.without_draft
+        return rules.without_draft
 
     def take_stats(self) -> EngineStats:
         """Return the current state, and the counters since the last call."""
-        stats = self.registry.rounds[Program.PAIR].take_stats()
-        for program in (Program.TARGET, Program.DRAFT):
-            alone = self.registry.rounds[program].take_stats()
+        stats = self.registry.rounds[BOTH_MODELS].take_stats()
+        for decoding in (Decoding.TARGET, Decoding.DRAFT):
+            alone = self.registry.rounds[decoding.roles].take_stats()
             stats.spec_alone_rounds += alone.spec_alone_rounds
             stats.mask_seconds += alone.mask_seconds
         memory = self.memory
@@ -324,9 +322,9 @@ class Engine:
             stats.pages_leaked = memory.leaked()
         return stats
 
-    def rounds_of(self, method: Method) -> RoundScheduler:
-        """Return the scheduler of a method's rounds, for timing."""
-        return self.registry.rounds[program_of(method)]
+    def rounds_of(self, decoding: Decoding) -> RoundScheduler:
+        """Return the scheduler of the rounds of requests that are decoded in this way, for timing."""
+        return self.registry.rounds[decoding.roles]
 
     def check_books(self) -> None:
         """Check that an idle engine has freed everything except the prefix cache. Raises AssertionError otherwise."""

@@ -14,16 +14,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.resampling import log_mean_weight, normalise
 from smc.algorithm.selection import final_weights
 from smc.api.engine_config import EngineConfig
-from smc.api.sampling_params import Method, SamplingParams
-from smc.round.plan import Program
+from smc.api.sampling_params import SamplingParams
 from smc.scheduler.slots import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
 from smc.scheduler.speculation import Acceptance
 from smc.scheduler.stats import EngineStats, RequestCounters
-from smc.types import ModelRole
+from smc.types import Decoding, ModelRole
 
 ROUNDS_IN_FLIGHT = 2
 """Maximum rounds of one request in flight: the one whose result is read, and the next."""
@@ -59,7 +57,7 @@ class Progress(NamedTuple):
 
 
 class CountedRequest(Protocol):
-    """The parts of a request that `Decoding.count_round` uses. `smc.scheduler.sequence_group.SequenceGroup` has
+    """The parts of a request that `DecodingRules.count_round` uses. `smc.scheduler.sequence_group.SequenceGroup` has
     them."""
 
     slots: np.ndarray
@@ -95,17 +93,12 @@ class RoundFacts(NamedTuple):
     """Whether the round drafted the next block while the target scored the current one."""
 
 
-class Decoding(ABC):
+class DecodingRules(ABC):
     """How requests of one method are decoded."""
 
-    program: Program
-    """The kind of rounds that its requests take part in."""
-    roles: tuple[ModelRole, ...]
-    """Models that run its prompts."""
+    decoding: Decoding
     first: ModelRole
     """The model whose distribution the first token is drawn from."""
-    kind = PopulationKind.INDEPENDENT
-    """How rows are continued."""
     coupled = False
     """Whether drafted rows are coupled to the target's draws (`smc.algorithm.coupling`)."""
     needs_every_mask = True
@@ -114,7 +107,12 @@ class Decoding(ABC):
     """Whether the caller, or a shortage of pages, may change the number of particles."""
 
     @property
-    def without_draft(self) -> Decoding | None:
+    def roles(self) -> tuple[ModelRole, ...]:
+        """Models that run its prompts, and take part in its rounds."""
+        return self.decoding.roles
+
+    @property
+    def without_draft(self) -> DecodingRules | None:
         """How its requests continue while there is no draft; None: they cannot."""
         return None if ModelRole.DRAFT in self.roles else self
 
@@ -260,11 +258,9 @@ class Decoding(ABC):
         return select_rows(checkpoint, rows, params.resampling, keys)
 
 
-class DraftTargetDecoding(Decoding):
+class DraftTargetRules(DecodingRules):
     """The draft proposes, the target accepts."""
 
-    program = Program.PAIR
-    roles = (ModelRole.DRAFT, ModelRole.TARGET)
     first = ModelRole.TARGET
 
     def stride(self, config: EngineConfig) -> int:
@@ -284,9 +280,10 @@ class DraftTargetDecoding(Decoding):
         return 0 if particle.ended else max(particle.length - pending, 0)
 
 
-class Independent(DraftTargetDecoding):
+class Independent(DraftTargetRules):
     """Particles draw for themselves and are resampled: `smc.algorithm.selection`."""
 
+    decoding = Decoding.INDEPENDENT
     resizable = True
     records_ess = True
     """Whether the effective sample size before resampling, as a share of the particles, is recorded."""
@@ -314,7 +311,7 @@ class Independent(DraftTargetDecoding):
         stats.count_round(ess_share, group.lag, facts.resampled, facts.collapsed)
 
 
-class Competing(DraftTargetDecoding):
+class Competing(DraftTargetRules):
     """All candidates of a request compete for its rows: `smc.algorithm.expansion`. If there are fewer particles than
     rows, a row without a particle repeats another one and has no weight."""
 
@@ -329,14 +326,14 @@ class Competing(DraftTargetDecoding):
         return any_open_A
 
     def shrink(self, checkpoint: Checkpoint, rows: int, params: SamplingParams, keys: RandomKeys) -> ShrunkCheckpoint:
-        return expand_rows(checkpoint, rows, self.kind, keys)
+        return expand_rows(checkpoint, rows, self.decoding, keys)
 
 
 class Distinct(Competing, Independent):
     """Particles are drawn without replacement. Their weights are unequal by construction, so their effective sample
     size says little."""
 
-    kind = PopulationKind.DISTINCT
+    decoding = Decoding.DISTINCT
     records_ess = False
 
     def log_z(self, logw_N: np.ndarray, count: int) -> float:
@@ -352,12 +349,12 @@ class Exact(Competing):
     `smc.algorithm.verification`. Only tokens that the target has drawn are part of the answer. Other tokens may be
     taken back, even if all rows agree on them."""
 
-    kind = PopulationKind.BEST
+    decoding = Decoding.WALK
     coupled = True
     needs_every_mask = False
 
     @property
-    def without_draft(self) -> Decoding | None:
+    def without_draft(self) -> DecodingRules | None:
         return TARGET_ALONE
 
     def adaptive(self, params: SamplingParams) -> bool:
@@ -415,7 +412,7 @@ class Rejection(Exact):
     """The draft's tokens are kept or replaced such that answers follow the target's distribution:
     `smc.algorithm.verification`. Answers depend on the number of chains, so it is always the requested one."""
 
-    kind = PopulationKind.CHAINS
+    decoding = Decoding.REJECTION
     coupled = False
 
     def adaptive(self, params: SamplingParams) -> bool:
@@ -435,11 +432,11 @@ class Rejection(Exact):
         return {role: begins[role] + answers[role] + (ROUNDS_IN_FLIGHT + 1) * rounds[role] for role in self.roles}
 
 
-class SingleModelDecoding(Decoding):
+class SingleModelRules(DecodingRules):
     """One model decodes alone, token after token."""
 
-    def __init__(self, role: ModelRole) -> None:
-        self.program, self.roles, self.first = Program(role), (role,), role
+    def __init__(self, decoding: Decoding) -> None:
+        self.decoding, (self.first,) = decoding, decoding.roles
 
     def rows(self, params: SamplingParams) -> int:
         return 1
@@ -454,26 +451,16 @@ class SingleModelDecoding(Decoding):
         return 0 if particle.ended else particle.length - 1
 
 
-TARGET_ALONE = SingleModelDecoding(ModelRole.TARGET)
+TARGET_ALONE = SingleModelRules(Decoding.TARGET)
 """Plain decoding, and exact decoding while nothing is drafted: both draw the same tokens."""
-DECODINGS: dict[tuple[Method, str | None], Decoding] = {
-    (Method.SMC, "independent"): Independent(),
-    (Method.SMC, "distinct"): Distinct(),
-    (Method.EXACT, "walk"): Exact(),
-    (Method.EXACT, "rejection"): Rejection(),
-    (Method.TARGET, None): TARGET_ALONE,
-    (Method.DRAFT, None): SingleModelDecoding(ModelRole.DRAFT),
+RULES: dict[Decoding, DecodingRules] = {
+    rules.decoding: rules
+    for rules in (TARGET_ALONE, SingleModelRules(Decoding.DRAFT), Exact(), Rejection(), Independent(), Distinct())
 }
-"""Decodings by method and by population or verification."""
-PROGRAMS: dict[Program, Decoding] = {decoding.program: decoding for decoding in DECODINGS.values()}
-"""One decoding of each program: all decodings of a program have rounds of the same shape."""
+RULES_OF_ROUNDS: dict[tuple[ModelRole, ...], DecodingRules] = {rules.roles: rules for rules in RULES.values()}
+"""Rules by the models that take part in rounds: those for the same models have rounds of the same shape."""
 
 
-def decoding_of(params: SamplingParams) -> Decoding:
+def rules_of(params: SamplingParams) -> DecodingRules:
     """Return how a request is decoded, unless exact decoding falls back to `TARGET_ALONE`."""
-    return DECODINGS[params.method, params.population or params.verification]
-
-
-def program_of(method: Method) -> Program:
-    """Return the kind of rounds that requests of a method take part in."""
-    return next(decoding.program for (name, _), decoding in DECODINGS.items() if name is method)
+    return RULES[params.decoding]

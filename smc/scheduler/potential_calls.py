@@ -74,7 +74,7 @@ class PotentialCall:
         held = [(tuple(tokens[:length]), ended) for tokens, length, ended in rows]
         index = {one: i for i, one in enumerate(dict.fromkeys(held))}
         tokens, ended = zip(*index)
-        texts = tuple(map(self.group.rules.text, tokens))
+        texts = tuple(map(self.group.stop_rules.text, tokens))
         found = potential(Prefixes(self.group.prompt_text, texts, tokens, ended))
         return np.array(log_values(self.name, found, len(texts)))[[index[one] for one in held]]
 
@@ -179,6 +179,6 @@ class PotentialCalls:
             return False
         slots.weighed_S[at] = call.length_N
         slots.logw_S[at], slots.logphi_S[at] = logw_N, logphi_N
-        slots.vacate(at[~group.decoding.alive(logw_N)])
+        slots.vacate(at[~group.rules.alive(logw_N)])
         group.end_potential(slots)
         return False

@@ -61,7 +61,7 @@ class Preemption:
     def _shrink(self, group: SequenceGroup) -> None:
         """Halve the particles in the round that is about to be launched, as far as the request allows."""
         rows = _half(group)
-        if group.decoding.resizable and group.next_rows is None and rows < group.count:
+        if group.rules.resizable and group.next_rows is None and rows < group.count:
             self._prefill.resize(group, rows)
             self._shrinks += 1
 
@@ -73,7 +73,7 @@ class Preemption:
         if self._prefill.num_rescoring or any(group.in_flight for group in admitted):
             return False
         short = self._memory.short(first.round_pages(self._config))
-        *older, youngest = (group for group in admitted if set(short) & set(group.decoding.roles))
+        *older, youngest = (group for group in admitted if set(short) & set(group.rules.roles))
         if youngest is first and older:
             return False
         # A request that was about to get more particles loses the slots for them.

@@ -20,7 +20,7 @@ from smc.memory.kv_cache import KVCacheManager
 from smc.round.plan import SequenceHandoff
 from smc.scheduler.capacity import PageForecast
 from smc.scheduler.decode import commit_tokens
-from smc.scheduler.methods import TARGET_ALONE, Decoding
+from smc.scheduler.methods import TARGET_ALONE, DecodingRules
 from smc.scheduler.prefill_batches import Chunk, PrefillJob, PrefillRequest, PromptRow, RescoringJob, prefill_step
 from smc.scheduler.prefix_reuse import PrefixReuse
 from smc.scheduler.round_plan import Population
@@ -58,18 +58,20 @@ class Handoff:
         """Write the first token of every particle to its slot. Waits for the draw."""
         assert job.first is not None, "scheduled with the last chunk"
         group, result = job.group, job.first.result()
-        n, rules, slots = len(group.slots), group.rules, self._slots
+        n, stop_rules, slots = len(group.slots), group.stop_rules, self._slots
         tokens_N, logp_N = result.drawn_RD[job.batch_index, :n], result.drawn_logp_RD[job.batch_index, :n]
         log_z = float(result.log_z_R[job.batch_index])
         if (why := job.first.failures().get(job.batch_index)) is not None:
             group.fail_constraint(why)
         if np.isnan(log_z):
-            group.fail(group.decoding.first)
+            group.fail(group.rules.first)
         logw_N = result.logw_RD[job.batch_index, :n]
         # Slots without a particle repeat the first one, which has a particle.
-        like_N = np.where(group.decoding.alive(logw_N), np.arange(n), 0)
+        like_N = np.where(group.rules.alive(logw_N), np.arange(n), 0)
         tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
-        text_N = rules.machine.after(np.full(n, START), tokens_N, self._token_bytes, early=group.params.min_tokens > 0)
+        text_N = stop_rules.machine.after(
+            np.full(n, START), tokens_N, self._token_bytes, early=group.params.min_tokens > 0
+        )
         if result.raw_logp_RD.shape[1]:
             slots.raw_logp_SL[group.slots, 0] = result.raw_logp_RD[job.batch_index, :n][like_N]
         slots.begin(
@@ -98,7 +100,7 @@ class Handoff:
     def add_sequences(self, job: PrefillRequest) -> None:
         """Hand the particles to the models that decode them."""
         group = job.group
-        for role in group.decoding.roles:
+        for role in group.rules.roles:
             self._executor.join(role, self._particles(group, role, job.rows[Stream(role)]))
         for stream in (stream for stream in group.streams if stream.unconditional):
             slots_N = self._slots.unconditional_slots(group.slots)
@@ -126,7 +128,7 @@ class Handoff:
             pending_N=pending_N.astype(np.int32),
             logq_NQ=slots.logq_SL[slots_N[:, None], column_NQ],
             ended_N=ended_N,
-            alive_N=group.decoding.alive(slots.logw_S[slots_N]),
+            alive_N=group.rules.alive(slots.logw_S[slots_N]),
             text_N=self._text(group, first_N).astype(np.int32),
             logw_N=slots.logw_S[slots_N],
             stops=group.stop_entry,
@@ -148,10 +150,10 @@ class Handoff:
 
     def _text(self, group: SequenceGroup, length_N: np.ndarray) -> np.ndarray:
         """States of the stop machine after the first `length` tokens of each particle."""
-        tokens_SL, rules = self._slots.tokens_SL, group.rules
+        tokens_SL, stop_rules = self._slots.tokens_SL, group.stop_rules
         return np.array(
             [
-                rules.state(tokens_SL[slot, :length].tolist())
+                stop_rules.state(tokens_SL[slot, :length].tolist())
                 for slot, length in zip(group.slots.tolist(), length_N.tolist())
             ]
         )
@@ -342,7 +344,7 @@ class PrefillManager:
         job = PrefillRequest(group, self.config)
         if group.slots_needed > self.slots.num_free or not self._has_room(job):
             return False
-        entry = self.stops.claim(group.rules.machine)
+        entry = self.stops.claim(group.stop_rules.machine)
         if entry is None:
             return False
         group.stop_entry = entry
@@ -455,24 +457,24 @@ class PrefillManager:
             self.prefixes.release(job)
         self.memory.no_longer_expect(group.number)
 
-    def switch(self, group: SequenceGroup, decoding: Decoding, rows: int) -> bool:
+    def switch(self, group: SequenceGroup, rules: DecodingRules, rows: int) -> bool:
         """Let a running request of exact decoding continue by another decoding, from its confirmed tokens. A model that
         has run them and is still needed keeps its pages; the other models run them as for a resumed request. Return
         False if there are not enough slots or pages."""
         checkpoint = group.save(self.slots)
         length = checkpoint.longest
-        expected = self._forecast.pages(decoding, group.params, group.prompt_size, rows, length, group.negative_size)
-        new = {role: pages for role, pages in expected.items() if role not in group.decoding.roles}
+        expected = self._forecast.pages(rules, group.params, group.prompt_size, rows, length, group.negative_size)
+        new = {role: pages for role, pages in expected.items() if role not in group.rules.roles}
         if (rows - len(group.slots)) * group.params.slots_per_row > self.slots.num_free or not self.memory.admits(new):
             return False
-        if decoding.chains(rows) > self.slots.num_free_chains:
+        if rules.chains(rows) > self.slots.num_free_chains:
             return False
-        carried = self.prefixes.carry(group, decoding, rows, checkpoint["tokens_SL"][0, : length - 1])
+        carried = self.prefixes.carry(group, rules, rows, checkpoint["tokens_SL"][0, : length - 1])
         if carried is None:
             return False
         self._release_slots(group)
-        slots = self.slots.claim(rows, group.params.guided, chained=decoding.chains(rows) > 0)
-        group.switch(decoding, rows, checkpoint, slots)
+        slots = self.slots.claim(rows, group.params.guided, chained=rules.chains(rows) > 0)
+        group.switch(rules, rows, checkpoint, slots)
         self._forecast.expect(group)
         job = PrefillRequest(group, self.config)
         job.rows = carried
@@ -494,7 +496,7 @@ class PrefillManager:
         if change is None or change.switches:
             return
         if group.state is RequestState.PREFILL and group.draws_first_token and change.rows < group.count:
-            self._narrow(group, group.decoding, change.rows)
+            self._narrow(group, group.rules, change.rows)
         elif not group.is_running or group.next_rows is not None:
             return
         elif change.rows == group.count:
@@ -514,8 +516,8 @@ class PrefillManager:
         if more:
             self._handoff.add_empty(group, new)
 
-    def _narrow(self, group: SequenceGroup, decoding: Decoding, rows: int | None = None) -> None:
-        self.slots.release(group.narrow(decoding, rows))
+    def _narrow(self, group: SequenceGroup, rules: DecodingRules, rows: int | None = None) -> None:
+        self.slots.release(group.narrow(rules, rows))
         self._forecast.expect(group)
 
     def _release_slots(self, group: SequenceGroup) -> None:

@@ -110,13 +110,13 @@ class PrefillRequest(PrefillJob):
 
     def draws_at(self, role: ModelRole) -> bool:
         """Whether first tokens are drawn from this model."""
-        return role is self.group.decoding.first and self.group.draws_first_token
+        return role is self.group.rules.first and self.group.draws_first_token
 
     def pages(self, stream: Stream) -> int:
         group = self.group
         if group.checkpoint is None:
             return len(group.prompt_of(stream))
-        return group.checkpoint.pages((group.decoding, stream), lambda: count_pages(self.sequences(stream)))
+        return group.checkpoint.pages((group.rules, stream), lambda: count_pages(self.sequences(stream)))
 
     def sequences(self, stream: Stream) -> list[np.ndarray]:
         group = self.group
@@ -127,7 +127,7 @@ class PrefillRequest(PrefillJob):
         sequences = []
         for tokens_L, length, block, ended in zip(*saved):
             particle = Progress(int(length), int(block), bool(ended), group.rounds)
-            held = group.decoding.held_tokens(self.config, stream.role, particle)
+            held = group.rules.held_tokens(self.config, stream.role, particle)
             sequences.append(np.concatenate((prompt, tokens_L[:held])))
         return sequences
 
@@ -392,7 +392,7 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
             [*(part.count for part in scored), *(part.count for part in scored if part.guided)], np.int32
         ),
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
-        machines=tuple(g.rules.machine if biased else None for g, biased in zip(groups, is_biased)),
+        machines=tuple(g.stop_rules.machine if biased else None for g, biased in zip(groups, is_biased)),
         given_Y=np.concatenate([_given(part) for part in scored]) if any(part.of_prompt for part in scored) else None,
         **_guidance(groups, [part.guided for part in scored]),
     )
@@ -411,15 +411,15 @@ def _first_draws(jobs: list[PrefillRequest]) -> Draws:
     population = Population(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
     seen = [(row, token) for row, group in enumerate(groups) for token in group.repeated_tokens()]
-    machines = tuple(group.rules.machine if group.params.masked else None for group in groups)
+    machines = tuple(group.stop_rules.machine if group.params.masked else None for group in groups)
     return Draws(
-        distribution=population.distribution_of(groups[0].decoding.first),
+        distribution=population.distribution_of(groups[0].rules.first),
         seed_R=population.seed_G,
         round_R=np.array([group.redraws for group in groups], dtype=np.int64),
         stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
         purpose=Purpose.TARGET,
         count_R=population.size_G.astype(np.int32),
-        kind_R=np.array([g.decoding.kind for g in groups], dtype=np.int32),
+        decoding_R=np.array([g.rules.decoding for g in groups], dtype=np.int32),
         biased_row_Y=np.array([row for row, _, _ in biases], dtype=np.int32),
         biased_token_Y=np.array([token for _, token, _ in biases], dtype=np.int32),
         bias_Y=np.array([bias for _, _, bias in biases], dtype=np.float32),

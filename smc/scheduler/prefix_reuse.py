@@ -12,7 +12,7 @@ from smc.arrays import common_length
 from smc.executor.messages import Stream
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE, OutOfPages
-from smc.scheduler.methods import Decoding
+from smc.scheduler.methods import DecodingRules
 from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots
@@ -70,12 +70,12 @@ class PrefixReuse:
         job.count_cached(min(rows[0].known for stream, rows in job.rows.items() if not stream.unconditional))
 
     def carry(
-        self, group: SequenceGroup, decoding: Decoding, rows: int, answer: np.ndarray
+        self, group: SequenceGroup, rules: DecodingRules, rows: int, answer: np.ndarray
     ) -> dict[Stream, list[PromptRow]] | None:
         """Return rows of a running request's prompt and confirmed `answer` for another decoding: complete at a model
         that has run them already. Return None if there are too few pages for the other models. The pages at a model
         that is no longer needed are cached."""
-        memory, slot, streams = self.memory, int(group.living(self.slots)[0]), group.streams_by(decoding)
+        memory, slot, streams = self.memory, int(group.living(self.slots)[0]), group.streams_by(rules)
         either = dict.fromkeys((*group.streams, *streams))
         sequences = {
             stream: np.concatenate((np.array(group.prompt_of(stream), dtype=np.int64), answer)) for stream in either
@@ -84,7 +84,7 @@ class PrefixReuse:
         new = [stream for stream in streams if stream not in group.streams]
         cached = {stream: memory.match(stream.role, keys[stream], len(sequences[stream])) for stream in new}
         try:
-            round_pages = decoding.round_pages(self.config, group.params, rows)
+            round_pages = rules.round_pages(self.config, group.params, rows)
             spare = memory.spare({stream.role: round_pages[stream.role] for stream in new})
             new_pages = self._allocate({stream: len(sequences[stream]) - cached[stream][0] for stream in new}, spare)
         except OutOfPages:
@@ -148,7 +148,7 @@ class PrefixReuse:
         """Cache the pages that the models have computed for a request's answer."""
         keys = self.memory.keys((*group.request.prompt, *tokens), group.request.cache_salt)
         slot, size = int(group.slots[particle]), group.prompt_size + len(tokens)
-        for role in group.decoding.roles:
+        for role in group.rules.roles:
             self._remember(role, keys, self._path(role, slot)[:size])
 
     def forget_prompt(self, group: SequenceGroup) -> None:

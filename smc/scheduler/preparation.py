@@ -48,12 +48,10 @@ class Preparation:
         if constraint is None:
             return []
         asked = self._asked.setdefault(group, {})
-        for role in group.decoding.roles:
+        for role in group.rules.roles:
             worker = self._workers[role]
             if role not in asked or asked[role][0] is not worker:
                 asked[role] = worker, worker.compile(constraint)
         return [
-            worker
-            for worker, number in (asked[role] for role in group.decoding.roles)
-            if not worker.has_compiled(number)
+            worker for worker, number in (asked[role] for role in group.rules.roles) if not worker.has_compiled(number)
         ]

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from smc.api.request import Answer
-from smc.round.plan import Program
 from smc.scheduler.decode import RoundScheduler
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
+from smc.types import ModelRole
 
 
 class RequestQueue:
@@ -99,9 +99,11 @@ def _order(group: SequenceGroup) -> tuple[bool, int, int]:
 class RequestRegistry:
     """All requests that are not finished."""
 
-    def __init__(self, slots: Slots, prefill: PrefillManager, rounds: Mapping[Program, RoundScheduler]) -> None:
+    def __init__(
+        self, slots: Slots, prefill: PrefillManager, rounds: Mapping[tuple[ModelRole, ...], RoundScheduler]
+    ) -> None:
         self.rounds = rounds
-        """Rounds of running requests, by the program that decodes them."""
+        """Rounds of running requests, by the models that take part."""
         self.groups: dict[str, SequenceGroup] = {}
         """All requests, by their ids."""
         self.queue = RequestQueue()
@@ -139,7 +141,7 @@ class RequestRegistry:
     def run(self, group: SequenceGroup) -> None:
         """Let a request take part in rounds, unless it has ended already."""
         if not group.error and not self.complete(group):
-            self.rounds[group.decoding.program].add(group)
+            self.rounds[group.rules.roles].add(group)
 
     def preempt(self, group: SequenceGroup) -> None:
         """Release a request's slots and pages, and queue it to be admitted again. A running request keeps a checkpoint
@@ -177,7 +179,7 @@ class RequestRegistry:
     def _withdraw(self, group: SequenceGroup) -> None:
         """Remove a request from the queue, or from the admitted requests: it then holds no slots and pages."""
         if group.is_running:
-            self.rounds[group.decoding.program].remove(group)
+            self.rounds[group.rules.roles].remove(group)
         if group.is_queued:
             self.queue.remove(group)
             return

@@ -57,14 +57,14 @@ def make_answer(
         if tokens:
             logp += tuple(group.array(slots, scores)[particle, group.streamed : len(tokens)].tolist())
     if group.has_particles:
-        log_z += group.decoding.log_z(group.array(slots, "logw_S"), group.count)
+        log_z += group.rules.log_z(group.array(slots, "logw_S"), group.count)
     particles = _particles(group, slots, reason, tokens) if group.params.return_particles else None
     if reason is None:
-        reason, matched = group.rules.why(tokens)
+        reason, matched = group.stop_rules.why(tokens)
     return Answer(
         request_id=group.id,
         tokens=tokens,
-        text=group.rules.text(tokens),
+        text=group.stop_rules.text(tokens),
         finish_reason=reason,
         matched=matched,
         seed=group.seed,
@@ -86,7 +86,7 @@ def cut_answer(answer: Answer, group: SequenceGroup, reason: FinishReason) -> An
     return replace(
         answer,
         tokens=tokens,
-        text=group.rules.text(tokens),
+        text=group.stop_rules.text(tokens),
         finish_reason=reason,
         matched=None,
         logprobs=None if answer.logprobs is None else answer.logprobs[: len(tokens)],
@@ -102,7 +102,7 @@ def _particles(
     """The population that the answer `drawn` was drawn from; the answer alone if its method has no population."""
     if not drawn or reason in UNDRAWN:
         return ()
-    population = group.decoding.population(group.array(slots, "logw_S"))
+    population = group.rules.population(group.array(slots, "logw_S"))
     if not population:
         return (_particle(group, drawn, reason, 1.0),)
     return tuple(
@@ -114,8 +114,8 @@ def _particles(
 
 def _particle(group: SequenceGroup, tokens: tuple[int, ...], reason: FinishReason | None, weight: float) -> Particle:
     if reason is None:
-        reason, _ = group.rules.why(tokens)
-    return Particle(tokens, group.rules.text(tokens), reason, weight)
+        reason, _ = group.stop_rules.why(tokens)
+    return Particle(tokens, group.stop_rules.text(tokens), reason, weight)
 
 
 def _best(group: SequenceGroup, slots: Slots, reason: FinishReason | None) -> int:
@@ -231,7 +231,7 @@ class ResultReporter:
         if self._constraints is None or constraint is None:
             return False
         try:
-            check_end(self._constraints, constraint, tokens, group.rules.why(tokens)[0])
+            check_end(self._constraints, constraint, tokens, group.stop_rules.why(tokens)[0])
         except ConstraintFailed as error:
             group.fail_constraint(str(error))
         return group.error is not None

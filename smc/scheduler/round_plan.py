@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
@@ -25,10 +24,10 @@ from smc.executor.state import width_of
 from smc.memory.pages import PageAllocator
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
 from smc.round.tensors import Lineage
-from smc.scheduler.methods import Decoding
+from smc.scheduler.methods import DecodingRules
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.slots import Slots
-from smc.types import ModelRole
+from smc.types import Decoding, ModelRole
 
 
 class Population:
@@ -62,17 +61,17 @@ class Population:
         draft's own."""
         params = self.params
         if role is ModelRole.DRAFT:
-            temperatures = [g.method.draft_temperature(g.params) for g in self.groups]
+            temperatures = [g.requested.draft_temperature(g.params) for g in self.groups]
         else:
             temperatures = [p.temperature for p in params]
         return DistributionSpec.of_settings(params, temperatures).canonical()
 
-    def by_decoding(self) -> list[tuple[Decoding, np.ndarray | slice]]:
+    def by_rules(self) -> list[tuple[DecodingRules, np.ndarray | slice]]:
         """Return each decoding of the requests with the indices of the slots that it decodes, out of A."""
-        decodings = list(dict.fromkeys(g.decoding for g in self.groups))
+        decodings = list(dict.fromkeys(g.rules for g in self.groups))
         if len(decodings) == 1:
             return [(decodings[0], slice(None))]
-        index_A = np.array([decodings.index(g.decoding) for g in self.groups])[self.group_A]
+        index_A = np.array([decodings.index(g.rules) for g in self.groups])[self.group_A]
         return [(decoding, np.flatnonzero(index_A == i)) for i, decoding in enumerate(decodings)]
 
     def least(self, values_A: np.ndarray) -> np.ndarray:
@@ -133,7 +132,7 @@ def padded(values_A: np.ndarray, size: int, fill: float) -> np.ndarray:
     return padded
 
 
-COMMON_KINDS = frozenset({PopulationKind.INDEPENDENT, PopulationKind.DISTINCT, PopulationKind.BEST})
+COMMON = frozenset({Decoding.INDEPENDENT, Decoding.DISTINCT, Decoding.WALK})
 """A round with several kinds is treated as having all of these, so that graphs are captured for few combinations."""
 
 
@@ -152,26 +151,26 @@ tokens of context. Results are at most the config's F and K, which other request
 
 
 class RoundPlanner:
-    """Plans rounds of requests of one program."""
+    """Plans rounds of requests with the same models."""
 
     def __init__(
         self,
         config: EngineConfig,
         slots: Slots,
-        decoding: Decoding,
+        rules: DecodingRules,
         width: int,
         decide: DecideSize | None = None,
     ) -> None:
         """`width`: positions of the models' block tables. `decide`: called for rounds in which all requests are
         adaptive."""
-        self.config, self.slots, self.decoding = config, slots, decoding
-        self.shape, self.width = decoding.shape(config), width
+        self.config, self.slots, self.rules = config, slots, rules
+        self.shape, self.width = rules.shape(config), width
         self._decide = decide
 
     def plan(self, population: Population, pages: list[RoundPages]) -> RoundPlan[np.ndarray]:
         groups, slots, shape = population.groups, self.slots, self.shape
         total, size = len(population.slot_A), bucket(len(population.slot_A))
-        stride = self.decoding.stride(self.config)
+        stride = self.rules.stride(self.config)
         launched_G = np.array([g.launched for g in groups], dtype=np.int64)
         prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
         length_A = slots.length_S[population.slot_A]
@@ -185,7 +184,7 @@ class RoundPlanner:
         columns = min(columns, self.width)
         own = {
             role: np.concatenate([given[Stream(role)] for given in pages]).reshape(total, -1)
-            for role in self.decoding.roles
+            for role in self.rules.roles
         }
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
         decide = self._decide if all(g.adaptive for g in groups) else None
@@ -200,9 +199,9 @@ class RoundPlanner:
         count_G = np.array([g.count for g in groups])
         draws_G = np.array([g.count if g.next_rows is None else g.next_rows for g in groups])
         params = population.params
-        kind_G = np.array([g.decoding.kind for g in groups], dtype=np.int32)
-        kinds = frozenset(g.decoding.kind for g in groups)
-        chain_C = np.flatnonzero(kind_G[population.group_A] == PopulationKind.CHAINS)
+        decoding_G = np.array([g.rules.decoding for g in groups], dtype=np.int32)
+        decodings = frozenset(g.rules.decoding for g in groups)
+        chain_C = np.flatnonzero(decoding_G[population.group_A] == Decoding.REJECTION)
         distribution_C = self.slots.distribution_S[population.slot_A[chain_C]].astype(np.int64)
         if len(chain_C):
             chains = min(bucket(len(chain_C)), self.slots.chains)
@@ -223,7 +222,7 @@ class RoundPlanner:
             draws_G=padded(draws_G.astype(np.int32), size, 0),
             shared_G=padded(shared_G.astype(np.int32), size, 0),
             threshold_G=padded(np.array([p.ess_threshold or 0.0 for p in params], np.float64), size, 0.0),
-            kind_G=padded(kind_G, size, int(PopulationKind.INDEPENDENT)),
+            decoding_G=padded(decoding_G, size, int(Decoding.TARGET)),
             chain_C=chain_C,
             distribution_C=distribution_C,
             scheme_G=padded(np.array(schemes, np.int32), size, 0),
@@ -233,12 +232,11 @@ class RoundPlanner:
         )
         constrained = [g for g in groups if g.params.masked]
         kind = RoundKind(
-            program=self.decoding.program,
             contexts=Contexts.of(columns, total, len(groups)),
-            populations=kinds if len(kinds) == 1 else COMMON_KINDS | kinds,
+            decodings=decodings if len(decodings) == 1 else COMMON | decodings,
             steps=steps,
             biased=self._biased(population),
-            every_step=any(g.decoding.needs_every_mask for g in constrained),
+            every_step=any(g.rules.needs_every_mask for g in constrained),
             raw_logprobs=reports_raw(self.config, params),
             has_answers=any(g.params.constraint_scope == "answer" for g in constrained),
         )
@@ -303,7 +301,7 @@ class RoundPlanner:
         # Tokens after the first one of a block may still be drawn or scored.
         next_G = population.least(self.slots.block_S[population.slot_A]) + 1
         widths = [
-            width_of(group.rules.machine)
+            width_of(group.stop_rules.machine)
             for group, next_ in zip(population.groups, next_G.tolist())
             if group.params.logit_bias or next_ < group.params.min_tokens
         ]

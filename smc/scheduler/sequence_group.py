@@ -43,7 +43,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import ModelLost, Pending, Stream
 from smc.executor.state import biased_tokens
 from smc.scheduler.detokenizer import StopRules, TextStream
-from smc.scheduler.methods import TARGET_ALONE, Decoding, decoding_of
+from smc.scheduler.methods import TARGET_ALONE, DecodingRules, rules_of
 from smc.scheduler.slots import Checkpoint, RandomKeys, Slots
 from smc.scheduler.speculation import Acceptance
 from smc.scheduler.stats import RequestCounters
@@ -101,7 +101,7 @@ class SequenceGroup:
 
     request: Request
     seed: int
-    rules: StopRules
+    stop_rules: StopRules
     submitted: float
     """Engine time of the request's arrival, seconds."""
     number: int
@@ -111,9 +111,9 @@ class SequenceGroup:
     state: RequestState = field(init=False, default=RequestState.WAITING)
     pending: PendingChange | None = field(init=False, default=None)
     """The change to apply when no round of the request is in flight."""
-    method: Decoding = field(init=False)
+    requested: DecodingRules = field(init=False)
     """How the request's method decodes it while there is a draft."""
-    decoding: Decoding = field(init=False)
+    rules: DecodingRules = field(init=False)
     """How the request is decoded now: by its method, or exact decoding by the target alone."""
     checkpoint: Checkpoint | None = field(init=False, default=None)
     """The particles that the request resumes from, while they hold no slots."""
@@ -176,15 +176,15 @@ class SequenceGroup:
     counters: RequestCounters = field(init=False)
 
     def __post_init__(self) -> None:
-        self.method = self.decoding = decoding_of(self.params)
+        self.requested = self.rules = rules_of(self.params)
         self.most_rows = self.params.rows
-        self.text = TextStream(self.rules)
+        self.text = TextStream(self.stop_rules)
         self.counters = RequestCounters(self.params.rows)
 
     @property
     def draft_exponent(self) -> float:
         """Exponent of coupled drafting; 0 if the current decoding does not couple rows."""
-        return self.fitted_exponent if self.decoding.coupled else 0.0
+        return self.fitted_exponent if self.rules.coupled else 0.0
 
     @property
     def fitted_exponent(self) -> float:
@@ -225,11 +225,11 @@ class SequenceGroup:
             self._enter(RequestState.PREEMPTED if resumes else RequestState.WAITING, {RequestState.PREFILL})
         self.counters.preemptions += 1
 
-    def switch(self, decoding: Decoding, rows: int, checkpoint: Checkpoint, slots: np.ndarray) -> None:
+    def switch(self, rules: DecodingRules, rows: int, checkpoint: Checkpoint, slots: np.ndarray) -> None:
         """Continue by another decoding, in other slots, from the confirmed tokens. The old slots were released."""
         self._enter(RequestState.PREFILL, {RequestState.RUNNING})
         self.checkpoint = checkpoint
-        self._decode_by(decoding, rows)
+        self._decode_by(rules, rows)
         self.slots = slots
 
     def redraw(self) -> None:
@@ -254,17 +254,17 @@ class SequenceGroup:
 
     # Changes within a state.
 
-    def choose(self, decoding: Decoding, rows: int | None = None) -> None:
+    def choose(self, rules: DecodingRules, rows: int | None = None) -> None:
         """While queued, set how the request is decoded from its admission on. `rows`: number of rows; by default as
         many as the request asks for."""
         assert self.state in QUEUED, f"a request changes its decoding while it is {self.state.value}"
-        self._decode_by(decoding, rows)
+        self._decode_by(rules, rows)
 
-    def narrow(self, decoding: Decoding, rows: int | None = None) -> np.ndarray:
+    def narrow(self, rules: DecodingRules, rows: int | None = None) -> np.ndarray:
         """During prefill, reduce the request to the rows of this decoding. Return the slots that are no longer
         needed."""
         assert self.state is RequestState.PREFILL, f"a request begins with fewer rows while it is {self.state.value}"
-        self._decode_by(decoding, rows)
+        self._decode_by(rules, rows)
         spare = self.slots[self.count :]
         self.slots = self.slots[: self.count]
         return spare
@@ -274,7 +274,7 @@ class SequenceGroup:
         assert self.state is RequestState.PREEMPTED, "a request that is preempted"
         assert self.checkpoint is not None, "a preempted request has a checkpoint"
         keys = RandomKeys(self.seed, self.counters.preemptions)
-        self.checkpoint, kept_X, log_z = self.decoding.shrink(self.checkpoint, rows, self.params, keys)
+        self.checkpoint, kept_X, log_z = self.rules.shrink(self.checkpoint, rows, self.params, keys)
         self.particles = self.particles[kept_X]
         self.count = len(self.particles)
         self.most_rows = rows
@@ -363,9 +363,9 @@ class SequenceGroup:
         assert self.state in allowed, f"a request becomes {state.value} that is {self.state.value}"
         self.state = state
 
-    def _decode_by(self, decoding: Decoding, rows: int | None = None) -> None:
-        self.decoding, self.pending = decoding, None
-        self._have_rows(rows or decoding.rows(self.params))
+    def _decode_by(self, rules: DecodingRules, rows: int | None = None) -> None:
+        self.rules, self.pending = rules, None
+        self._have_rows(rows or rules.rows(self.params))
 
     def _have_rows(self, rows: int) -> None:
         self.particles = np.arange(rows)
@@ -398,7 +398,7 @@ class SequenceGroup:
     @property
     def alone(self) -> bool:
         """Whether the target decodes the request alone, although its method would draft."""
-        return self.decoding is not self.method
+        return self.rules is not self.requested
 
     @property
     def switches(self) -> bool:
@@ -406,10 +406,10 @@ class SequenceGroup:
         return self.pending is not None and self.pending.switches
 
     @property
-    def after_switch(self) -> tuple[Decoding, int]:
+    def after_switch(self) -> tuple[DecodingRules, int]:
         """Decoding and number of rows after the pending switch."""
         assert self.pending is not None and self.pending.switches, "a switch is pending"
-        return (self.method, self.pending.rows) if self.pending.rows else (TARGET_ALONE, 1)
+        return (self.requested, self.pending.rows) if self.pending.rows else (TARGET_ALONE, 1)
 
     @property
     def tree_rows(self) -> int:
@@ -436,12 +436,12 @@ class SequenceGroup:
     @property
     def adaptive(self) -> bool:
         """Whether a policy decides the number of rows, and whether anything is drafted."""
-        return self.method.adaptive(self.params)
+        return self.requested.adaptive(self.params)
 
     @property
     def rows(self) -> int:
         """Slots of the request without those of unconditional rows: those that it has, or will get."""
-        return len(self.particles) or self.decoding.rows(self.params)
+        return len(self.particles) or self.rules.rows(self.params)
 
     @property
     def slots_needed(self) -> int:
@@ -451,11 +451,11 @@ class SequenceGroup:
     @property
     def chains_needed(self) -> int:
         """Draft chains of the request, for which token distributions are stored."""
-        return self.decoding.chains(self.rows)
+        return self.rules.chains(self.rows)
 
     def round_pages(self, config: EngineConfig) -> dict[ModelRole, int]:
         """Pages that one round of the request allocates in each pool."""
-        return self.decoding.round_pages(config, self.params, self.rows)
+        return self.rules.round_pages(config, self.params, self.rows)
 
     @property
     def launched(self) -> int:
@@ -475,7 +475,7 @@ class SequenceGroup:
     @cached_property
     def prompt_text(self) -> str:
         """The prompt as text, for the potential. Computed at first use, in the thread of the potential's call."""
-        return self.rules.tokenizer.decode(self.request.prompt)
+        return self.stop_rules.tokenizer.decode(self.request.prompt)
 
     @property
     def negative_size(self) -> int:
@@ -490,12 +490,12 @@ class SequenceGroup:
     @property
     def streams(self) -> tuple[Stream, ...]:
         """Streams of sequences that the models run for the request."""
-        return self.streams_by(self.decoding)
+        return self.streams_by(self.rules)
 
-    def streams_by(self, decoding: Decoding) -> tuple[Stream, ...]:
+    def streams_by(self, rules: DecodingRules) -> tuple[Stream, ...]:
         """Streams that the models would run for the request under this decoding."""
-        guided = (role for role in decoding.roles if role in self.params.guided_roles)
-        return (*map(Stream, decoding.roles), *(Stream(role, unconditional=True) for role in guided))
+        guided = (role for role in rules.roles if role in self.params.guided_roles)
+        return (*map(Stream, rules.roles), *(Stream(role, unconditional=True) for role in guided))
 
     def prompt_of(self, stream: Stream) -> tuple[int, ...]:
         if not stream.unconditional:
@@ -506,12 +506,12 @@ class SequenceGroup:
     def living(self, slots: Slots) -> np.ndarray:
         """Slots of the request whose particles differ from each other."""
         slots_N = self.slots[: self.count]
-        return self.decoding.living(slots_N, slots.logw_S[slots_N])
+        return self.rules.living(slots_N, slots.logw_S[slots_N])
 
     def save(self, slots: Slots) -> Checkpoint:
         """Return a checkpoint of a running request's particles; in exact decoding, of its confirmed tokens."""
         checkpoint = Checkpoint.of(slots, self.living(slots))
-        self.decoding.trim_checkpoint(checkpoint)
+        self.rules.trim_checkpoint(checkpoint)
         return checkpoint
 
     def array(self, slots: Slots, name: str) -> np.ndarray:
@@ -522,7 +522,7 @@ class SequenceGroup:
         """Return the biases of the logits that the first token is drawn from: pairs of token and bias."""
         if not self.params.min_tokens:
             return list(self.params.logit_bias)
-        return [(token, early) for token, (early, _) in biased_tokens(self.rules.machine).items()]
+        return [(token, early) for token, (early, _) in biased_tokens(self.stop_rules.machine).items()]
 
     def repeated_tokens(self) -> list[int]:
         """Return the distinct tokens of the prompt if the request has a repetition penalty, else no tokens."""

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand
+from smc.algorithm.expansion import CandidateTokens, expand
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
 from smc.memory.pages import PageAllocator
 from smc.round.tensors import Lineage
-from smc.types import ModelRole
+from smc.types import Decoding, ModelRole
 
 SAVED = (
     *("tokens_SL", "logp_SL", "raw_logp_SL", "logq_SL", "length_S", "block_S"),
@@ -248,7 +248,7 @@ class ShrunkCheckpoint(NamedTuple):
     """Increment of the request's log Z-hat."""
 
 
-def expand_rows(checkpoint: Checkpoint, rows: int, kind: PopulationKind, keys: RandomKeys) -> ShrunkCheckpoint:
+def expand_rows(checkpoint: Checkpoint, rows: int, kind: Decoding, keys: RandomKeys) -> ShrunkCheckpoint:
     """Keep `rows` particles of a population drawn without replacement: `smc.algorithm.expansion`."""
     logw_N = torch.from_numpy(checkpoint["logw_S"])
     n, one_G = len(logw_N), torch.ones(1, dtype=torch.int64)

@@ -16,13 +16,13 @@ from functools import cache
 import numpy as np
 
 from smc.api.engine_config import EngineConfig
-from smc.round.plan import Program
-from smc.scheduler.methods import TARGET_ALONE, Decoding
+from smc.scheduler.methods import TARGET_ALONE, DecodingRules
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.round_plan import DraftSize, bucket
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyModel, tokens_a_round
+from smc.types import BOTH_MODELS, ModelRole
 
 FREE = 1.01
 """A round drafts as many branches as lengthen it by no more than this factor."""
@@ -313,7 +313,7 @@ class DraftFallback:
             return
         rows = rows or group.most_rows
         if group.is_queued:
-            group.choose(group.method, rows)
+            group.choose(group.requested, rows)
         else:
             group.request_switch(rows)
 
@@ -327,12 +327,12 @@ class DraftFallback:
     def _fits_pair(self, group: SequenceGroup) -> bool:
         """Whether the pools can hold the request; a new draft may have fewer pages than the one at its admission."""
         config, capacity = self._prefill.config, self._prefill.memory.capacity
-        needs = group.method.most_pages(config, group.params, group.prompt_size, negative=group.negative_size)
+        needs = group.requested.most_pages(config, group.params, group.prompt_size, negative=group.negative_size)
         return all(pages <= capacity[role] for role, pages in needs.items())
 
-    def _switch(self, group: SequenceGroup, decoding: Decoding, rows: int) -> None:
-        rounds = self._registry.rounds[group.decoding.program]
-        if not group.error and not self._registry.complete(group) and self._prefill.switch(group, decoding, rows):
+    def _switch(self, group: SequenceGroup, rules: DecodingRules, rows: int) -> None:
+        rounds = self._registry.rounds[group.rules.roles]
+        if not group.error and not self._registry.complete(group) and self._prefill.switch(group, rules, rows):
             rounds.remove(group)
 
 
@@ -363,7 +363,7 @@ class TreeController:
         elif rows and group.alone:
             self._fallback.reenable_draft(group, rows)
         elif rows:
-            group.choose(group.decoding, rows)
+            group.choose(group.rules, rows)
 
     def follow(
         self, running: Sequence[SequenceGroup], waiting: Sequence[SequenceGroup], latency: LatencyModel | None
@@ -436,8 +436,8 @@ def _adaptive(groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
 def _load(groups: Sequence[SequenceGroup]) -> OtherLoad:
     """Summarise the requests that are not adaptive."""
     others = [group for group in groups if not group.adaptive]
-    of_pair = [group for group in others if group.decoding.program is Program.PAIR]
-    of_target = [group for group in others if group.decoding.program is Program.TARGET]
+    of_pair = [group for group in others if group.rules.roles == BOTH_MODELS]
+    of_target = [group for group in others if group.rules.roles == (ModelRole.TARGET,)]
     return OtherLoad(
         pair=len(of_pair),
         pair_rows=sum(group.slots_needed for group in of_pair),

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand, inclusion, keep_roots
+from smc.algorithm.expansion import CandidateTokens, expand, inclusion, keep_roots
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
+from smc.types import Decoding
 
-DISTINCT, BEST = int(PopulationKind.DISTINCT), int(PopulationKind.BEST)
+DISTINCT, BEST = int(Decoding.DISTINCT), int(Decoding.WALK)
 MASSES = st.lists(st.floats(-40, 3), min_size=1, max_size=12)
 
 
@@ -32,11 +33,11 @@ def expanded(share_RC, mass_R, sizes, most, kind, *, seeds=None, there_R=None, l
     count = len(sizes)
     there_R = torch.ones(len(share_RC), dtype=torch.bool) if there_R is None else torch.tensor(there_R)
     keys = (torch.tensor(seeds or [7] * count), torch.ones(count, dtype=torch.int64), step)
-    most_G, kind_G = torch.full((count,), most), torch.full((count,), kind)
+    most_G, decoding_G = torch.full((count,), most), torch.full((count,), kind)
     rows = bounds(*[most] * count)
     offers = CandidateTokens(token_RC, share_RC, share_RC)
     mass_R = torch.tensor(mass_R, dtype=torch.float64)
-    return expand(offers, mass_R, there_R, bounds(*sizes), rows, most_G, kind_G, keys, most * count, least)
+    return expand(offers, mass_R, there_R, bounds(*sizes), rows, most_G, decoding_G, keys, most * count, least)
 
 
 @settings(max_examples=30, deadline=None)

@@ -31,7 +31,7 @@ def test_no_round_waits_for_pages(form, law):
     asked = load.make_requests(SamplingParams(ignore_eos=True, **law), 24)
     engine = local_engine(pair(), sized_config(config, asked, load.requests))
     for method in {"target", law["method"]}:
-        engine.rounds_of(SamplingParams(method=method).method).pipelined = True
+        engine.rounds_of(SamplingParams(method=method).decoding).pipelined = True
     loop, allocate, left_out = Waves(engine, repeated(asked), load.requests), engine.preemption.allocate, []
 
     def counted(wanting):

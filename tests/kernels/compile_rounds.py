@@ -18,6 +18,8 @@ from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
+from smc.types import OF_BOTH_MODELS, Decoding
+
 os.environ.pop("TRITON_INTERPRET", None)
 
 import numpy as np
@@ -27,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from smc.algorithm.expansion import CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.expansion import CandidateTokens, Expansion
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
 from smc.distributions import DistributionSpec, Processors
@@ -58,8 +60,8 @@ from tests.model.tiny import random_decoder, tiny_config
 
 CPU = torch.device("cpu")
 KINDS = [
-    frozenset(PopulationKind),
-    *(frozenset({kind}) for kind in PopulationKind if kind is not PopulationKind.CHAINS),
+    OF_BOTH_MODELS,
+    *(frozenset({kind}) for kind in sorted(OF_BOTH_MODELS) if kind is not Decoding.REJECTION),
 ]
 
 
@@ -138,7 +140,7 @@ def compile_only(compiled: set[str]) -> None:
     JITFunction.run, CUDABackend.add_stages = warm_up, add_stages
 
 
-def target_stages(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
+def target_stages(kinds: frozenset[Decoding], lookahead: bool) -> None:
     made = Round(1, kinds, lookahead, CPU)
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
     laid_out = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
@@ -147,8 +149,8 @@ def target_stages(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
         RoundOps().score_candidates(inputs),
         Selector(None, inputs.state, RoundOps(), lookahead=lookahead),
     )
-    own = selector._selected(inputs.plan, scored) if PopulationKind.INDEPENDENT in kinds else None
-    trees = selector._regrown(inputs.plan, scored, drafted.block) if kinds - {PopulationKind.INDEPENDENT} else None
+    own = selector._selected(inputs.plan, scored) if Decoding.INDEPENDENT in kinds else None
+    trees = selector._regrown(inputs.plan, scored, drafted.block) if kinds - {Decoding.INDEPENDENT} else None
     none_T1 = torch.zeros(len(laid_out.label_T), 1)
     TritonOps().verify(laid_out, made.plan, none_T1[:, 0], TargetDraws(none_T1.long(), none_T1, none_T1[:, 0]), None)
     TritonOps().score_candidates(inputs)
@@ -167,20 +169,20 @@ def target_stages(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
     TritonOps().advance(made.state, made.plan.arrays.slot_A, choice, next_)
 
 
-def draft_rows(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
+def draft_rows(kinds: frozenset[Decoding], lookahead: bool) -> None:
     """Run what begins a draft, extends its rows and ends it."""
     made = DraftRound(1, kinds, lookahead, CPU)
     plan, tree = made.plan, made.tree()
     inputs = TritonOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True))
     none_X = torch.zeros_like(tree.root_X)
     chosen = own = chains = None
-    if kinds - {PopulationKind.INDEPENDENT}:
+    if kinds - {Decoding.INDEPENDENT}:
         ess_G = plan.arrays.threshold_G
         expansion = Expansion(none_X, none_X, tree.mass_X, tree.alive_X, ess_G, ess_G > 0, ess_G > 0)
         chosen = ChosenTokens(expansion, CandidateTokens(none_X[:, None], tree.logq_XK[:, :1], tree.logq_XK[:, :1]))
-    if PopulationKind.INDEPENDENT in kinds:
+    if Decoding.INDEPENDENT in kinds:
         own = OwnDraws(tree.tokens_XK[:, :1].int(), tree.logq_XK[:, :1])
-    if PopulationKind.CHAINS in kinds:
+    if Decoding.REJECTION in kinds:
         chains = ChainDraws(none_X, none_X, tree.logq_XK[:, 0])
     for step, before in enumerate((inputs.tree, tree)):
         TritonOps().reparent(before, Continuation(chosen, own, chains), plan, made.state, step=step)
@@ -189,7 +191,7 @@ def draft_rows(kinds: frozenset[PopulationKind], lookahead: bool) -> None:
 
 
 def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
-    made, vocab = DraftRound(1, frozenset({PopulationKind.BEST}), True, CPU), 5000
+    made, vocab = DraftRound(1, frozenset({Decoding.WALK}), True, CPU), 5000
     plan, places = made.plan, len(made.plan.arrays.slot_A)
     ids_M = torch.arange(vocab) * 2 if has_head else None
     coupling = Coupling(plan.arrays.exponent_A, plan.target_distribution.temperature_R, plan.arrays.seed_A, ids_M)
@@ -217,9 +219,23 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     TritonOps().limit_outcomes(plan, grown.tree, candidates, True)
     token_RC, share_RC = torch.zeros(places, 33, dtype=torch.int64), torch.zeros(places, 33)
     bounds = Spans(torch.zeros(1, dtype=torch.int32), torch.full((1,), places, dtype=torch.int32))
-    most_G, kind_G, random_G = bounds.size_G, torch.full((1,), 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    most_G, decoding_G, random_G = (
+        bounds.size_G,
+        torch.full((1,), 2, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int64),
+    )
     candidates, is_there_R = CandidateTokens(token_RC, share_RC, share_RC), torch.ones(places) > 0
-    given = (candidates, one_R.double(), is_there_R, bounds, bounds, most_G, kind_G, (random_G, random_G, 0), places)
+    given = (
+        candidates,
+        one_R.double(),
+        is_there_R,
+        bounds,
+        bounds,
+        most_G,
+        decoding_G,
+        (random_G, random_G, 0),
+        places,
+    )
     TritonOps().expand(*given, ended_R=is_there_R, has_rest=True)
 
 

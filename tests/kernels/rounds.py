@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.expansion import CandidateTokens
 from smc.distributions import NO_PROCESSORS, DistributionSpec
-from smc.round.plan import Contexts, Program, RoundArrays, RoundKind, RoundPlan
+from smc.round.plan import Contexts, RoundArrays, RoundKind, RoundPlan
 from smc.round.slots import SlotState
 from smc.round.tensors import DraftedRows, ScoreInputs, TargetOutputs, VerifyInputs, VerifyOutputs
 from smc.stops import StopMachine, StopTables, TokenBytes
+from smc.types import Decoding
 
 VOCAB, WIDTH = 12, 64
 NO_MASS = -np.inf
@@ -45,7 +46,7 @@ class Round:
     """One randomly drawn round."""
 
     def __init__(
-        self, seed: int, kinds: frozenset[PopulationKind], lookahead: bool, device: torch.device, *, largest: int = 6
+        self, seed: int, kinds: frozenset[Decoding], lookahead: bool, device: torch.device, *, largest: int = 6
     ) -> None:
         self.rng, self.device, self.kinds, self.lookahead = np.random.default_rng(seed), device, kinds, lookahead
         rng = self.rng
@@ -85,7 +86,7 @@ class Round:
         slot_A = np.concatenate((rng.permutation(self.slots)[: self.used], np.full(self.padding, self.slots)))
         kinds = rng.choice(sorted(self.kinds), len(self.sizes))
         chain_C = np.flatnonzero(
-            np.array([*kinds, PopulationKind.INDEPENDENT])[np.minimum(group_A, len(kinds))] == PopulationKind.CHAINS
+            np.array([*kinds, Decoding.INDEPENDENT])[np.minimum(group_A, len(kinds))] == Decoding.REJECTION
         )
         arrays = RoundArrays(
             slot_A=self.here(slot_A),
@@ -103,7 +104,7 @@ class Round:
             draws_G=padded([rng.integers(1, size + 1) if rng.random() < 0.2 else size for size in self.sizes]),
             shared_G=padded([0] * len(self.sizes)),
             threshold_G=self.here(rng.choice([0.0, 0.5, 1.0], groups)),
-            kind_G=padded(kinds, int(PopulationKind.INDEPENDENT)),
+            decoding_G=padded(kinds, int(Decoding.INDEPENDENT)),
             chain_C=self.here(chain_C),
             distribution_C=self.here(chain_C),
             scheme_G=padded(rng.integers(0, 5, len(self.sizes))),
@@ -111,7 +112,7 @@ class Round:
             begin_pages_AP=self.here(np.zeros((self.places, 1), np.int32)),
             branch_pages_XB=self.here(np.zeros((self.places * self.f, self.k - 1), np.int32)),
         )
-        kind = RoundKind(Program.PAIR, Contexts.SHORT, self.kinds)
+        kind = RoundKind(Contexts.SHORT, self.kinds)
         return RoundPlan(kind, WIDTH, arrays, law, law).sized()
 
     def _state(self) -> SlotState:
@@ -144,8 +145,10 @@ class Round:
         }
         for name, value in values.items():
             getattr(state, name)[:-1] = self.here(value[:-1], getattr(state, name).dtype)
-        for first, size, kind in zip(self.plan.arrays.first_G.tolist(), self.sizes, self.plan.arrays.kind_G.tolist()):
-            if kind == PopulationKind.CHAINS:
+        for first, size, kind in zip(
+            self.plan.arrays.first_G.tolist(), self.sizes, self.plan.arrays.decoding_G.tolist()
+        ):
+            if kind == Decoding.REJECTION:
                 # Give some chains the same tokens.
                 slots = self.plan.arrays.slot_A[first : first + size]
                 like = slots[self.here(rng.integers(0, size, size) * rng.integers(0, 2, size))]
@@ -161,8 +164,10 @@ class Round:
         """Random drafted rows. The rows of a group are in the order of the batch indices that they come from."""
         rng, x = self.rng, self.places * self.f
         root_X = np.repeat(np.arange(self.places), self.f)
-        for size, first, kind in zip(self.sizes, self.plan.arrays.first_G.tolist(), self.plan.arrays.kind_G.tolist()):
-            if kind != PopulationKind.INDEPENDENT:
+        for size, first, kind in zip(
+            self.sizes, self.plan.arrays.first_G.tolist(), self.plan.arrays.decoding_G.tolist()
+        ):
+            if kind != Decoding.INDEPENDENT:
                 mine = slice(first * self.f, (first + size) * self.f)
                 root_X[mine] = np.sort(rng.integers(first, first + size, size * self.f))
         tokens_XK, logq_XK = rng.integers(0, VOCAB, (x, self.k)), self.floats(x, self.k)
@@ -170,9 +175,9 @@ class Round:
         share_X = self.floats(x)
         share_X[self.used * self.f :] = NO_MASS
         # Rows of exact decoding may begin at an inner node of their root's block.
-        kind_X = self.plan.arrays.kind_G.cpu().numpy()[self.plan.arrays.group_A.cpu().numpy()][root_X]
+        kind_X = self.plan.arrays.decoding_G.cpu().numpy()[self.plan.arrays.group_A.cpu().numpy()][root_X]
         block_X = self.state.pending_S.cpu().numpy()[self.plan.arrays.slot_A.cpu().numpy()][root_X]
-        cut_X = np.where(self.lookahead & (kind_X == PopulationKind.BEST), rng.integers(0, block_X), 0)
+        cut_X = np.where(self.lookahead & (kind_X == Decoding.WALK), rng.integers(0, block_X), 0)
         given = {
             "tokens_XK": tokens_XK,
             "logq_XK": logq_XK,
@@ -215,10 +220,10 @@ class Round:
             return TargetOutputs(logp_X)
         own = (
             (logp_X, self.here(rng.integers(0, VOCAB, rows)), log_z_A)
-            if PopulationKind.INDEPENDENT in self.kinds
+            if Decoding.INDEPENDENT in self.kinds
             else (None, None, log_z_A)
         )
-        if self.kinds == {PopulationKind.INDEPENDENT}:
+        if self.kinds == {Decoding.INDEPENDENT}:
             return TargetOutputs(*own)
         candidate_logp_AC = self.here(self.floats(rows, c))
         offers = CandidateTokens(

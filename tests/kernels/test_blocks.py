@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smc.algorithm.expansion import PopulationKind
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.round.tensors import TargetDraws, VerifyInputs
+from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
 from tests.kernels.test_round_choice import ROUNDS, name_of
@@ -40,8 +40,8 @@ def test_block_layout_and_verification_equal_torch(kinds, lookahead):
             labelled_T, logp_T, log_z_T = (made.here(made.floats(*shape)) for _ in range(3))
             drawn = TargetDraws(made.here(made.rng.integers(0, VOCAB, (*shape, 1))), logp_T[:, None], log_z_T)
             given = (
-                labelled_T if kinds - {PopulationKind.BEST} else None,
-                drawn if PopulationKind.BEST in kinds else None,
+                labelled_T if kinds - {Decoding.WALK} else None,
+                drawn if Decoding.WALK in kinds else None,
             )
             verified.append(ops.verify(asked, made.plan, *given, None))
         assert_equal(laid[1], laid[0])

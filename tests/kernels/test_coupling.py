@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from smc.algorithm.coupling import is_ranked
-from smc.algorithm.expansion import PopulationKind
 from smc.arrays import map_tensors
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.draft import observe_draws
@@ -23,6 +22,7 @@ from smc.executor.triton_ops import TritonOps
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import Purpose
 from smc.round.draws import Coupling, DrawKeys
+from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB
 from tests.kernels.test_draft import CPU, DraftRound
@@ -110,7 +110,7 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
     for seed in range(12):
         found = []
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
-            made = DraftRound(seed, frozenset({PopulationKind.BEST}), lookahead, device, largest=6)
+            made = DraftRound(seed, frozenset({Decoding.WALK}), lookahead, device, largest=6)
             tree, choice = made.tree(), choice_of(made)
             ids_M = torch.arange(0, VOCAB, 2, device=device) if has_head else None
             columns = VOCAB if ids_M is None else len(ids_M)
@@ -142,7 +142,7 @@ def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
     ranked last. Ranks are computed at some positions only."""
     found = {False: 0, True: 0}
     for seed in range(40):
-        made = DraftRound(seed, frozenset({PopulationKind.BEST}), False, CPU, largest=6)
+        made = DraftRound(seed, frozenset({Decoding.WALK}), False, CPU, largest=6)
         plan, tree, choice = made.plan, made.tree(), choice_of(made)
         kept_BV = made.here(made.rng.normal(size=(made.places, VOCAB)).astype(np.float32))
         if seed % 2:  # like a token mask

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.expansion import PopulationKind
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.round.tensors import DraftInputs, DraftShape, LastTokens, TokenTree
+from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
 from tests.kernels.test_slot_update import choice_of
 
 CPU = torch.device("cpu")
 SEEDS = range(2)
-KINDS = [frozenset({kind}) for kind in PopulationKind] + [frozenset(PopulationKind)]
+KINDS = [frozenset({kind}) for kind in sorted(OF_BOTH_MODELS)] + [OF_BOTH_MODELS]
 in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
 
 
@@ -28,7 +28,7 @@ class DraftRound(Round):
     rows."""
 
     def __init__(
-        self, seed: int, kinds: frozenset[PopulationKind], lookahead: bool, device: torch.device, **options: int
+        self, seed: int, kinds: frozenset[Decoding], lookahead: bool, device: torch.device, **options: int
     ) -> None:
         super().__init__(seed, kinds, lookahead, device, **options)
         rng, n, pending = self.rng, self.slots + 1, 1 if lookahead else 2
@@ -117,7 +117,7 @@ def test_particles_go_on_as_by_the_torch_one(lookahead):
     for seed in range(4):
         kept = []
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
-            made = DraftRound(seed, frozenset(PopulationKind), lookahead, device, largest=64 if seed == 0 else 6)
+            made = DraftRound(seed, OF_BOTH_MODELS, lookahead, device, largest=64 if seed == 0 else 6)
             plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
             reach_A = state.end_S[plan.arrays.slot_A[choice.ancestor_A]] - choice.cut_A + made.k - 1
             next_ = ops.resume_draft(state, plan, tree, choice, max(1, made.k - seed % 2))

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc.algorithm import expansion as reference
-from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens, Expansion, PopulationKind
+from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens, Expansion
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples as reference_match
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import map_tensors
 from smc.kernels import expansion
 from smc.kernels.verify import match_samples
+from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
 
 ON_GPU = DEVICE.type == "cuda"
@@ -54,7 +55,7 @@ def grouped(
     rows = bounds([group["size"] for group in groups] + [0] * padding_groups)
     for group, first in zip(groups, sources[0].tolist()):
         there_R[[first + dead for dead in group.get("dead", ())]] = False
-    most_G, kind_G = (
+    most_G, decoding_G = (
         torch.tensor([group[name] for group in groups] + [0] * padding_groups, dtype=torch.int32)
         for name in ("most", "kind")
     )
@@ -68,7 +69,7 @@ def grouped(
         sources,
         rows,
         most_G,
-        kind_G,
+        decoding_G,
         (seed_G, torch.full_like(seed_G, 7), step),
         total,
         least,
@@ -117,11 +118,11 @@ def groups(draw, width: int) -> dict:
     kind = draw(
         st.sampled_from(
             [
-                PopulationKind.DISTINCT,
-                PopulationKind.DISTINCT,
-                PopulationKind.BEST,
-                PopulationKind.BEST,
-                PopulationKind.INDEPENDENT,
+                Decoding.DISTINCT,
+                Decoding.DISTINCT,
+                Decoding.WALK,
+                Decoding.WALK,
+                Decoding.INDEPENDENT,
             ]
         )
     )
@@ -166,7 +167,7 @@ def test_equals_the_torch_expansion_up_to_the_largest_shape(sources, width, size
     same = {"mass_R": mass_R, "share_RC": shares(sources, width, size, 3.0), "size": size, "most": size}
     assert_same(
         grouped(
-            [same | {"kind": kind, "seed": 3} for kind in (PopulationKind.BEST, PopulationKind.DISTINCT)],
+            [same | {"kind": kind, "seed": 3} for kind in (Decoding.WALK, Decoding.DISTINCT)],
             width,
             padding=1,
         ),
@@ -174,7 +175,7 @@ def test_equals_the_torch_expansion_up_to_the_largest_shape(sources, width, size
     )
 
 
-@pytest.mark.parametrize("kind", [PopulationKind.BEST, PopulationKind.DISTINCT])
+@pytest.mark.parametrize("kind", [Decoding.WALK, Decoding.DISTINCT])
 @pytest.mark.parametrize("masses", ["equal", "in steps of e^100", "one", "halves", "two of each"])
 def test_masses_in_ties_and_in_steps(masses, kind):
     """Among equal masses the first are the best. In steps, every further candidate becomes certain in turn, some of
@@ -202,8 +203,8 @@ def test_collapsed_group_keeps_its_candidates():
     }
     made = assert_same(
         grouped(
-            [given | {"kind": kind} for kind in (PopulationKind.DISTINCT, PopulationKind.BEST)]
-            + [given | {"dead": (0, 1, 2), "kind": 1}],
+            [given | {"kind": kind} for kind in (Decoding.DISTINCT, Decoding.WALK)]
+            + [given | {"dead": (0, 1, 2), "kind": Decoding.DISTINCT}],
             4,
         )
     )
@@ -219,7 +220,7 @@ def test_collapsed_group_keeps_its_candidates():
 def test_edge_points_fill_all_rows_without_zero_mass(uniform, monkeypatch):
     monkeypatch.setattr(expansion, "draw_uniforms", lambda _, position_X, __: position_X.to(tl.float64) * 0 + uniform)
     log = torch.tensor([0.0, 1.0, 1.0, 0.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0], dtype=torch.float64).log()
-    given = {"mass_R": log, "share_RC": torch.zeros(11, 1), "size": 8, "kind": PopulationKind.DISTINCT}
+    given = {"mass_R": log, "share_RC": torch.zeros(11, 1), "size": 8, "kind": Decoding.DISTINCT}
     arguments = grouped([given | {"most": most} for most in (2, 4, 5)], 1)
     made = expansion.expand(*arguments, chunk=4)
     assert [int(made.alive_X[8 * i : 8 * i + 8].sum()) for i in range(3)] == [2, 4, 5]

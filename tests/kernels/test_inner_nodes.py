@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind
+from smc.algorithm.expansion import CandidateTokens
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.round.slots import InnerNodes
 from smc.round.tensors import DraftStep, GrownRows, RoundChoice
+from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
 from tests.kernels.test_slot_update import choice_of
 from tests.pairwise import one_of
 
-BEST = frozenset({PopulationKind.BEST})
+BEST = frozenset({Decoding.WALK})
 WIDTH = VOCAB + 1
 """Candidates of a row: every token, and one for the rest."""
 
@@ -61,7 +62,7 @@ def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundChoice]:
     return nodes, choice
 
 
-@pytest.mark.parametrize("kinds", one_of(frozenset(PopulationKind), BEST), ids=["all", "best"])
+@pytest.mark.parametrize("kinds", one_of(OF_BOTH_MODELS, BEST), ids=["all", "best"])
 def test_nodes_are_the_torch_ones(kinds):
     seen = 0
     for seed in range(6):
@@ -116,7 +117,7 @@ def outcomes_of(made: DraftRound) -> np.ndarray:
     return outcome_X
 
 
-@pytest.mark.parametrize("kinds", one_of(BEST, frozenset(PopulationKind)), ids=["best", "all"])
+@pytest.mark.parametrize("kinds", one_of(BEST, OF_BOTH_MODELS), ids=["best", "all"])
 def test_outcomes_are_limited_as_by_the_torch_form(kinds):
     left_out = 0
     for seed in range(8):
@@ -141,7 +142,7 @@ def test_an_outcome_gets_no_more_rows_than_the_group_may_have():
     first row always stays."""
     seen = 0
     for seed in range(20):
-        made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
+        made = DraftRound(seed, frozenset({Decoding.WALK}), True, CPU)
         tree = made.tree()._replace(outcome_X=made.here(outcomes_of(made)))
         shares_XC = made.here(made.floats(len(tree.mass_X), WIDTH, nan=False))
         candidates = CandidateTokens(shares_XC.long(), shares_XC, shares_XC)
@@ -175,7 +176,7 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
     """No outcome equals the beginning of a row of the block, and all outcomes differ."""
     outcomes = 0
     for seed in range(40):
-        made = DraftRound(seed, frozenset({PopulationKind.BEST}), True, CPU)
+        made = DraftRound(seed, frozenset({Decoding.WALK}), True, CPU)
         if made.k == 1:
             continue
         nodes, grown = InnerNodes.allocate(made.slots, made.k, VOCAB, CPU), grown_rows(made)

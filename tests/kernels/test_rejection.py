@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import PopulationKind
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps, TritonSampling
 from smc.executor.verify import chain_groups, lay_out
 from smc.kernels.sampling import write_distribution
+from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, Round, assert_equal
 from tests.pairwise import one_of
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 ON_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter")
 VOCABS = [VOCAB, 77, 5000, pytest.param(128_256, marks=ON_GPU)]
 """The next to last is larger than one block of the kernel."""
-KINDS = frozenset({PopulationKind.CHAINS})
+KINDS = frozenset({Decoding.REJECTION})
 
 
 def laws(rng: np.random.Generator, rows: tuple[int, ...], vocab: int) -> Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smc.algorithm.expansion import PopulationKind
 from smc.algorithm.verification import match_samples
 from smc.arrays import map_tensors
 from smc.executor.ops import RoundOps
@@ -14,27 +13,28 @@ from smc.executor.round_stages import Selector
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
 from smc.round.tensors import ScoreInputs
+from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import Round, assert_equal
 
-ALL = frozenset(PopulationKind)
+ALL = OF_BOTH_MODELS
 ROUNDS = [
     *((ALL, lookahead) for lookahead in (True, False)),
-    *(pytest.param(frozenset({kind}), kind % 2 == 0, marks=pytest.mark.slow) for kind in PopulationKind),
+    *(pytest.param(frozenset({kind}), kind % 2 == 0, marks=pytest.mark.slow) for kind in sorted(OF_BOTH_MODELS)),
 ]
 """(kinds, whether in look-ahead): all kinds in both forms, each kind alone in one form."""
 CPU = torch.device("cpu")
 SEEDS = range(6)
 
 
-def name_of(value: frozenset[PopulationKind] | bool) -> str:
+def name_of(value: frozenset[Decoding] | bool) -> str:
     if isinstance(value, bool):
         return "ahead" if value else "lockstep"
     return "+".join(kind.name.lower() for kind in sorted(value))
 
 
 def inputs_of(
-    seed: int, kinds: frozenset[PopulationKind], lookahead: bool, device: torch.device, **options: int
+    seed: int, kinds: frozenset[Decoding], lookahead: bool, device: torch.device, **options: int
 ) -> ScoreInputs:
     made = Round(seed, kinds, lookahead, device, **options)
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
@@ -42,7 +42,7 @@ def inputs_of(
     return made.inputs(asked, drafted, match_samples)
 
 
-def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **options: int) -> None:
+def assert_same(seed: int, kinds: frozenset[Decoding], lookahead: bool, **options: int) -> None:
     inputs, there = (inputs_of(seed, kinds, lookahead, device, **options) for device in (CPU, DEVICE))
     wanted = RoundOps().score_candidates(inputs)
     found = TritonOps().score_candidates(there)
@@ -57,8 +57,8 @@ def assert_same(seed: int, kinds: frozenset[PopulationKind], lookahead: bool, **
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name
     selector, plan = Selector(None, inputs.state, RoundOps(), lookahead=lookahead), inputs.plan
-    own = selector._selected(plan, wanted) if PopulationKind.INDEPENDENT in kinds else None
-    trees = selector._regrown(plan, wanted, inputs.drafted.block) if kinds - {PopulationKind.INDEPENDENT} else None
+    own = selector._selected(plan, wanted) if Decoding.INDEPENDENT in kinds else None
+    trees = selector._regrown(plan, wanted, inputs.drafted.block) if kinds - {Decoding.INDEPENDENT} else None
     expected = RoundOps().finalize(inputs, wanted, own, trees)
     here = map_tensors(lambda tensor: tensor.to(DEVICE), (wanted, own, trees))
     assert_equal(TritonOps().finalize(there, *here), expected)

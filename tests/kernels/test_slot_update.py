@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.expansion import PopulationKind
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.round.slots import SlotState
 from smc.round.tensors import NextSequences, RoundChoice
+from smc.types import OF_BOTH_MODELS
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal
 
@@ -61,7 +61,7 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
     for seed in range(20):
         kept = []
         for device, ops in ((torch.device("cpu"), RoundOps()), (DEVICE, TritonOps())):
-            made = Round(seed, frozenset(PopulationKind), lookahead, device)
+            made = Round(seed, OF_BOTH_MODELS, lookahead, device)
             state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
             logq_SQ = made.here(made.floats(made.slots + 1, made.q))
             reach_A = state.held(plan.arrays.slot_A[choice.ancestor_A]) + made.q
@@ -80,7 +80,7 @@ def test_tokens_of_a_slice_are_kept():
     for seed in range(4):
         kept = []
         for device, ops in ((torch.device("cpu"), RoundOps()), (DEVICE, TritonOps())):
-            made = Round(seed, frozenset(PopulationKind), False, device)
+            made = Round(seed, OF_BOTH_MODELS, False, device)
             made.drafted()
             choice, a = choice_of(made), made.places
             end_A, pending_A, text_A = (made.here(made.rng.integers(1, 30, a)) for _ in range(3))

@@ -8,16 +8,17 @@ import math
 import numpy as np
 import pytest
 
-from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens, PopulationKind
+from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.reference import heaviest_paths
 from smc.round.tensors import DraftStep, GrownRows
+from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
 
-BEST = frozenset({PopulationKind.BEST})
+BEST = frozenset({Decoding.WALK})
 in_both = pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
 
 
@@ -67,8 +68,8 @@ def grown_tree(made: DraftRound, *, ties: bool = False) -> GrownRows:
     ("kinds", "lookahead"),
     [
         (BEST, True),
-        (frozenset(PopulationKind), False),
-        pytest.param(frozenset(PopulationKind), True, marks=pytest.mark.slow),
+        (OF_BOTH_MODELS, False),
+        pytest.param(OF_BOTH_MODELS, True, marks=pytest.mark.slow),
     ],
     ids=["best-ahead", "all-lockstep", "all-ahead"],
 )

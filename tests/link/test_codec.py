@@ -24,7 +24,6 @@ from services.link.messages import (
     WorkRequest,
     WorkResponse,
 )
-from smc.algorithm.expansion import PopulationKind
 from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
@@ -33,7 +32,6 @@ from smc.round.plan import (
     ConstrainedRows,
     Contexts,
     Penalties,
-    Program,
     RoundArrays,
     RoundKind,
     RoundPlan,
@@ -42,6 +40,7 @@ from smc.round.plan import (
 )
 from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RoundResult
 from smc.stops import StopMachine
+from smc.types import Decoding
 
 examples = settings(max_examples=20, deadline=None)
 
@@ -211,10 +210,8 @@ def test_a_group_joins(drawn, shared, stopping):
 
 
 @examples
-@given(
-    sizes(), st.booleans(), st.sampled_from(Program), st.sampled_from(Contexts), st.integers(1, 3), st.integers(0, 3)
-)
-def test_a_round(drawn, flag, program, contexts, f, b):
+@given(sizes(), st.booleans(), st.sampled_from(Contexts), st.integers(1, 3), st.integers(0, 3))
+def test_a_round(drawn, flag, contexts, f, b):
     rng, a, q = drawn
 
     def ints(*shape: int, dtype: type = np.int64) -> np.ndarray:
@@ -230,13 +227,12 @@ def test_a_round(drawn, flag, program, contexts, f, b):
     constrained = ConstrainedRows(ints(a, dtype=np.int32), ints(a), rng.random(a) < 0.5) if rng.random() < 0.5 else None
     of_group = {
         name: ints(a, dtype=np.int32)
-        for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "kind_G", "scheme_G")
+        for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "decoding_G", "scheme_G")
     }
-    populations = {PopulationKind.BEST, PopulationKind.DISTINCT} if flag else {PopulationKind.INDEPENDENT}
+    decodings = {Decoding.WALK, Decoding.DISTINCT} if flag else {Decoding.INDEPENDENT}
     kind = RoundKind(
-        program=program,
         contexts=contexts,
-        populations=frozenset(populations),
+        decodings=frozenset(decodings),
         biased=256 if flag else 0,
         every_step=flag,
         has_answers=not flag,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from services.gateway.config import GatewayConfig
-from services.openai.pages import ELSEWHERE, METHODS, settings_document
-from smc.api.sampling_params import SETTINGS, Method, SamplingParams
+from services.openai.pages import ELSEWHERE, settings_document
+from smc.api.sampling_params import SETTINGS, Method, SamplingParams, methods_of
 from smc.local_engine import ModelPair
 from tests.gateway.harness import Service, serving
 from tests.openai.asking import ask
@@ -131,7 +131,7 @@ def test_a_setting_is_offered_for_the_methods_that_it_has_an_effect_with(name):
     more = {"draft_temperature": {"verification": "rejection"}}.get(name, {})
     for method in Method:
         fields = {"method": method.value, name: given} | (more if method is Method.EXACT else {})
-        if method in METHODS[SETTINGS[name].scope]:
+        if method in methods_of(SETTINGS[name]):
             SamplingParams(**fields)
         else:
             with pytest.raises(ValueError, match=f"{name}=.* has no effect with"):

@@ -18,10 +18,11 @@ from smc.executor.model_runner import ModelRunner
 from smc.executor.ops import RoundOps
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
-from smc.round.plan import Contexts, Program
+from smc.round.plan import Contexts
 from smc.round.tensors import Rows
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import SequenceGroup
+from smc.types import BOTH_MODELS
 from tests.pairwise import one_of
 
 FORMS = [
@@ -111,7 +112,7 @@ class TokensOfPages:
 
 def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tuple[int, list[int]]]:
     """(slot, tokens whose keys and values the slot must hold) for each particle of a group that has not ended."""
-    slots, of_pair = engine.slots, group.decoding.program is Program.PAIR
+    slots, of_pair = engine.slots, group.rules.roles == BOTH_MODELS
     found = []
     for slot in group.slots[~slots.ended_S[group.slots]].tolist():
         if side == "target" and of_pair:
@@ -123,7 +124,7 @@ def open_particles(engine: Engine, group: SequenceGroup, side: str) -> list[tupl
                 engine.config.form == "lockstep"
                 and group.rounds > 0
                 and side == "draft"
-                and group.decoding.program is Program.PAIR
+                and group.rules.roles == BOTH_MODELS
             )
             # Also where a population without weight has continued from a prefix.
             cuts = group.params.method is Method.EXACT or group.counters.collapses > 0
@@ -139,7 +140,7 @@ def check_kv(engine: Engine, written: dict[str, TokensOfPages]) -> int:
     slots, seen = engine.slots, 0
     engine.memory.check()
     for group in running(engine):
-        for side in group.decoding.roles:
+        for side in group.rules.roles:
             allocator, table_SL = engine.memory.allocators[side], engine.executor.runners[side].state.table_SL
             assert (slots.head_S[side][group.slots[group.count :]] == 0).all(), "a slot without a particle holds pages"
             for slot, tokens in open_particles(engine, group, side):

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.api.sampling_params import Method
 from smc.scheduler.decode import WINDOW, commit_tokens
-from smc.scheduler.methods import DECODINGS
+from smc.scheduler.methods import RULES
 from smc.scheduler.round_plan import Population
 from smc.scheduler.slots import Slots
+from smc.types import Decoding
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=4)
 
@@ -36,7 +36,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
         # Exact decoding: only the first token is confirmed, the block in flight begins after it. SMC: all tokens have
         # been scored.
         slots.block_S[claimed] = 0 if confirms else slots.length_S[claimed] - 1
-        decoding = DECODINGS[(Method.EXACT, "walk") if confirms else (Method.SMC, "independent")]
+        decoding = RULES[Decoding.WALK if confirms else Decoding.INDEPENDENT]
         members.append(
             SimpleNamespace(
                 slots=claimed,

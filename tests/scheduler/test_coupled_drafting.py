@@ -10,10 +10,10 @@ import pytest
 
 from smc import demo
 from smc.api.engine_config import EngineConfig
-from smc.api.sampling_params import Method
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.speculation import Acceptance
+from smc.types import Decoding
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
@@ -63,7 +63,7 @@ def test_a_draft_that_is_the_target_is_always_right(form, temperature, monkeypat
     ]
     found = answers(engine, requests)
     # The target's token is also the draft's first choice: always at temperature 0, nearly always otherwise.
-    acceptance = engine.rounds_of(Method.EXACT).acceptance
+    acceptance = engine.rounds_of(Decoding.WALK).acceptance
     assert len(ranks) > 2 and acceptance.missed_first <= 8 * temperature and acceptance.missed_wide == 0
     for n in sizes:
         for seed in range(2):
@@ -104,6 +104,6 @@ def test_the_exponent_follows_the_pair(shipped):
     ]
     found = answers(engine, requests)
     assert found["4"].statistics.draft_exponent > 1.3
-    acceptance = engine.rounds_of(Method.EXACT).acceptance
+    acceptance = engine.rounds_of(Decoding.WALK).acceptance
     assert acceptance.missed_first > acceptance.missed_wide > 0
     assert answers(engine, [request(prompts[0], method="target", max_tokens=2)])["r"].statistics.draft_exponent == 0

@@ -52,7 +52,7 @@ class Breaking:
 
     def _ask_round(self, plan) -> object:
         asked = self._round(plan)
-        return asked if self.there or plan.kind.program.value == "target" else Lost()
+        return asked if self.there or plan.kind.roles == ("target",) else Lost()
 
     def step(self) -> tuple[list, list[str]]:
         """Outputs of a step, and the ids of requests that ended with the draft."""

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smc.algorithm.expansion import CandidateTokens, PopulationKind, expand
+from smc.algorithm.expansion import CandidateTokens, expand
 from smc.algorithm.resampling import Spans
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason
 from smc.api.sampling_params import POPULATIONS, Method, SamplingParams
 from smc.local_engine import local_engine
+from smc.types import Decoding
 from tests.model.tiny import in_fp8
 from tests.pairwise import one_of
 from tests.scheduler.harness import CASES, LOOKAHEAD_FIRST, answers, config_id, request
@@ -193,7 +194,7 @@ def test_the_tree_is_of_tokens_that_are_likely_themselves():
         Spans(zero_G, one_G),
         Spans(zero_G, one_G * 3),
         one_G * 3,
-        one_G * int(PopulationKind.BEST),
+        one_G * int(Decoding.WALK),
     )
     chosen = expand(offers, *given, (zero_G.long(), zero_G.long(), 0), 3, has_rest=True)
     assert chosen.candidate_X.tolist() == [0, 1, 0] and chosen.alive_X.tolist() == [True, True, False]

@@ -84,7 +84,7 @@ def test_grown_pages_are_those_of_running_particles(monkeypatch):
         for side, allocator in engine.memory.allocators.items():
             pages = set()
             for group in running(engine):
-                for slot in group.slots[: group.count] if side in group.decoding.roles else ():
+                for slot in group.slots[: group.count] if side in group.rules.roles else ():
                     held = int(engine.slots.held_S[side][slot])
                     pages.update(
                         allocator.path(int(engine.slots.head_S[side][slot]), held)[group.prompt_size :].tolist()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.api.sampling_params import Method
 from smc.arrays import map_tensors
 from smc.calibration.latency import BRIEF, TREE, Effort, live_plan, measure_latency
 from smc.calibration.warm_up import warm_up_plans
@@ -17,9 +16,9 @@ from smc.executor.forward import StaticForward
 from smc.executor.model_runner import LocalRoundExecutor
 from smc.executor.ops import RoundOps
 from smc.local_engine import local_engine
-from smc.round.plan import Program
 from smc.scheduler.engine import Engine
 from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
+from smc.types import Decoding
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
 
@@ -161,14 +160,14 @@ def test_timed_rounds_change_nothing(config):
     engine = local_engine(tiny_pair(), config)
     assert engine.latency is None and measure_latency(engine, BRIEF)
     engine.check_books()
-    assert not engine.rounds_of(Method.EXACT).acceptance.tried_D, "what was timed decides about users"
+    assert not engine.rounds_of(Decoding.WALK).acceptance.tried_D, "what was timed decides about users"
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
 
 
 @by_form
-@pytest.mark.parametrize("program", [Program.PAIR, Program.TARGET])
-def test_timed_rounds_are_of_kinds_that_are_warmed_up(config, program):
+@pytest.mark.parametrize("decoding", [Decoding.WALK, Decoding.TARGET])
+def test_timed_rounds_are_of_kinds_that_are_warmed_up(config, decoding):
     """Plans of timed rounds have the same arrays, types and shapes as warm-up plans of the same key: captured graphs
     share memory by key."""
 
@@ -177,8 +176,8 @@ def test_timed_rounds_are_of_kinds_that_are_warmed_up(config, program):
 
     warmed_up = {plan.kind: plan for plan in warm_up_plans(config, 600)}
     for count in (1, 2, 8, config.max_slots):
-        for tree in (TREE, 1) if program is Program.PAIR else (1,):
-            plan = live_plan(program, config, count, 256, tree)
+        for tree in (TREE, 1) if decoding is Decoding.WALK else (1,):
+            plan = live_plan(decoding, config, count, 256, tree)
             assert layout(plan) == layout(warmed_up[plan.kind])
 
 

@@ -54,7 +54,7 @@ def test_past_short_rows(monkeypatch):
     shapes, run = set(), engine.executor.round
 
     def shape_of(plan):
-        return plan.kind.program, plan.kind.contexts, plan.kind.batch_size
+        return plan.kind.roles, plan.kind.contexts, plan.kind.batch_size
 
     engine.executor.round = lambda plan: (
         shapes.add(shape_of(plan)),

@@ -12,8 +12,8 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
-from smc.round.plan import Program
 from smc.scheduler.engine import Engine
+from smc.types import BOTH_MODELS
 from tests.pairwise import one_of
 from tests.scheduler.harness import CASES, FORMS, LOOKAHEAD_FIRST, answers, assert_empty, config_id, request, running
 from tests.scheduler.random_histories import answers_with_plenty_of_memory, assert_same, live, small_engine
@@ -180,7 +180,7 @@ def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
     engine = starved_engine(replace(FORMS[0], prefix_cache=False), monkeypatch)
     engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
     engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))
-    rounds, allocator, taken = engine.registry.rounds[Program.PAIR], engine.memory.allocators["target"], []
+    rounds, allocator, taken = engine.registry.rounds[BOTH_MODELS], engine.memory.allocators["target"], []
     advance = rounds.step
 
     def advance_and_take_all(provide) -> list:

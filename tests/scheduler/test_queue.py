@@ -12,7 +12,7 @@ from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from smc.scheduler.admission import DuplicateRequest, QueueFull
 from smc.scheduler.detokenizer import StopRules
-from smc.scheduler.methods import decoding_of
+from smc.scheduler.methods import rules_of
 from smc.scheduler.queue import RequestQueue
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Checkpoint
@@ -44,9 +44,7 @@ def test_pages():
     config = EngineConfig(block=2, max_slots=4)
     asked = four("a")
     need = sum(
-        decoding_of(asked.params)
-        .expected_pages(config, asked.params, len(asked.prompt), rows=4, answer=5, own=5)
-        .values()
+        rules_of(asked.params).expected_pages(config, asked.params, len(asked.prompt), rows=4, answer=5, own=5).values()
     )
     engine = local_engine(tiny_pair(), EngineConfig(block=2, max_slots=4, max_queue_pages=2 * need - 1))
     engine.submit(four("a"))
@@ -102,7 +100,7 @@ def test_queue_order():
     queue = RequestQueue()
     rules = StopRules(four("x").params, tiny_pair().tokenizer)
     groups = [
-        SequenceGroup(four(str(n)), seed=1, rules=rules, submitted=0.0, number=n, expected={"draft": n})
+        SequenceGroup(four(str(n)), seed=1, stop_rules=rules, submitted=0.0, number=n, expected={"draft": n})
         for n in range(6)
     ]
     for n in (3, 0, 5, 1, 4, 2):
@@ -130,7 +128,7 @@ def test_lower_priorities_are_admitted_first():
     assert_empty(engine)
     queue, rules = RequestQueue(), StopRules(running.params, tiny_pair().tokenizer)
     groups = [
-        SequenceGroup(replace(running, priority=p), seed=1, rules=rules, submitted=0.0, number=n, expected={})
+        SequenceGroup(replace(running, priority=p), seed=1, stop_rules=rules, submitted=0.0, number=n, expected={})
         for n, p in enumerate((7, -1, 3))
     ]
     groups[0].checkpoint = Checkpoint({})

@@ -22,7 +22,7 @@ from smc.local_engine import local_engine
 from smc.memory.kv_cache import pages_that_fit
 from smc.model.draft_vocab import DraftVocab
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import decoding_of
+from smc.scheduler.methods import rules_of
 from smc.types import ModelRole
 from tests.pairwise import one_of
 from tests.scheduler.harness import (
@@ -231,7 +231,7 @@ def test_equal_chains_fit_the_admission_limit():
     pair = replace(pair, draft=pair.target)
     asked = request(seed=1, particles=6, max_tokens=70, ignore_eos=True, **REJECTION | {"temperature": 0.02})
     config = EngineConfig(block=3, branches=2, max_slots=16)
-    needs = decoding_of(asked.params).most_pages(config, asked.params, len(asked.prompt))
+    needs = rules_of(asked.params).most_pages(config, asked.params, len(asked.prompt))
     engine = local_engine(pair, replace(config, pages=max(needs.values())))
     assert len(answers(engine, [asked])["r"].tokens) == 70
     assert_empty(engine)

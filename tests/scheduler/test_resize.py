@@ -46,7 +46,7 @@ def up(engine: Engine, group: SequenceGroup) -> None:
 
 def evidence(group: SequenceGroup) -> float:
     """log Z-hat of a preempted request."""
-    return group.log_z + group.decoding.log_z(group.checkpoint["logw_S"], group.count)
+    return group.log_z + group.rules.log_z(group.checkpoint["logw_S"], group.count)
 
 
 def saved(engine: Engine, group: SequenceGroup) -> None:

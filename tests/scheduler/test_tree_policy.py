@@ -14,7 +14,7 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
-from smc.api.sampling_params import Method, SamplingParams
+from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyCurve, LatencyModel, ModelLatency, tokens_a_round
@@ -27,6 +27,7 @@ from smc.scheduler.tree_policy import (
     ThroughputForecast,
     TreeRequest,
 )
+from smc.types import Decoding
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, assert_empty, running
 from tests.scheduler.pairs import tiny_pair
@@ -481,7 +482,7 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     monkeypatch.setattr("smc.scheduler.tree_policy.FADE", 0.94)
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.latency = made()
-    acceptance, alone = engine.rounds_of(Method.EXACT).acceptance, []
+    acceptance, alone = engine.rounds_of(Decoding.WALK).acceptance, []
     acceptance.misses_D, acceptance.tried_D = [900.0], [{1: 300.0}]
     for seed in range(5):
         engine.submit(
@@ -507,7 +508,7 @@ def test_acceptance_decays_per_step(tokens):
 
     config = EngineConfig(block=3, max_slots=64)
     engine = local_engine(pair(), config, trees=Never(config))
-    acceptance = engine.rounds_of(Method.EXACT).acceptance
+    acceptance = engine.rounds_of(Decoding.WALK).acceptance
     acceptance.misses_D, acceptance.tried_D = [900.0], [{1: 300.0}]
     for step in range(45):
         if step % 3 == 0 and len(running(engine)) < 3:

@@ -7,18 +7,18 @@ from itertools import product
 
 import pytest
 
-from smc.algorithm.expansion import PopulationKind
 from smc.api.engine_config import EngineConfig
-from smc.api.sampling_params import Method
 from smc.calibration.warm_up import REPEATS, rare_requests, warm_up
 from smc.distributions import Processors
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
-from smc.round.plan import Program, RoundPlan
+from smc.round.plan import RoundPlan
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.engine import Engine
-from smc.scheduler.round_plan import COMMON_KINDS
+from smc.scheduler.methods import RULES_OF_ROUNDS
+from smc.scheduler.round_plan import COMMON
 from smc.scheduler.speculation import Acceptance
+from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.sizes import possible
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.harness import answers, assert_empty, request
@@ -31,7 +31,7 @@ CONFIG = EngineConfig(block=3, max_slots=16)
 def traits(plan: RoundPlan) -> tuple:
     """The properties of a plan, apart from sizes, that decide which kernels run."""
     guided = plan.target_unconditional is not None
-    return plan.kind.program, tuple(sorted(plan.kind.populations)), plan.kind.biased, guided
+    return plan.kind.roles, tuple(sorted(plan.kind.decodings)), plan.kind.biased, guided
 
 
 def rows_of(plan: RoundPlan) -> int:
@@ -71,27 +71,27 @@ def test_every_rarer_kind_has_its_rounds(warmed_up):
         assert len(keys) > REPEATS and all(keys.count(key) >= REPEATS for key in keys[:-1]), name
     asked = [plan for plans in seen.values() for plan in plans]
     found = {traits(plan) for plan in asked}
-    assert {program for program, *_ in found} == set(Program)
+    assert {roles for roles, *_ in found} == set(RULES_OF_ROUNDS)
     assert {kinds for _, kinds, *_ in found} >= {
-        *((kind,) for kind in PopulationKind),
-        tuple(sorted(COMMON_KINDS)),
-        tuple(sorted(PopulationKind)),
+        *((kind,) for kind in Decoding),
+        tuple(sorted(COMMON)),
+        tuple(sorted(OF_BOTH_MODELS)),
     }
     # Rounds that mix all kinds: with and without top-k and biases, for which the kernels over logits differ.
     every = [
         plan.kind
         for plan in asked
-        if plan.kind.populations == frozenset(PopulationKind) and plan.kind.target_processors & Processors.ALPHA
+        if plan.kind.decodings == OF_BOTH_MODELS and plan.kind.target_processors & Processors.ALPHA
     ]
     assert {(bool(kind.target_processors & Processors.TOP_K), kind.biased > 0) for kind in every} == set(
         product((False, True), repeat=2)
     )
     guided = {kinds for _, kinds, _, is_guided in found if is_guided}
-    assert guided >= {(kind,) for kind in PopulationKind}
+    assert guided >= {(decoding,) for decoding in Decoding if decoding is not Decoding.DRAFT}
     # Rounds of both models, and of the target alone, reach the maximum number of rows.
     rows = {
-        program: max(rows_of(plan) for plan in asked if plan.kind.program is program)
-        for program in (Program.PAIR, Program.TARGET)
+        decoding: max(rows_of(plan) for plan in asked if plan.kind.roles == decoding.roles)
+        for decoding in (Decoding.WALK, Decoding.TARGET)
     }
     assert set(rows.values()) == {max(possible(CONFIG.max_slots))}
 
@@ -115,6 +115,6 @@ def test_answers_are_what_they_would_have_been(pair, warmed_up):
     engine, _ = warmed_up
     asked = [request([0, 1], str(i), particles=n, seed=i, max_tokens=12) for i, n in enumerate((3, 8))]
     expected = answers(local_engine(pair, CONFIG), asked)
-    assert engine.rounds_of(Method.EXACT).acceptance == Acceptance(MEMORY), "what nobody asked for decides about users"
+    assert engine.rounds_of(Decoding.WALK).acceptance == Acceptance(MEMORY), "what nobody asked for decides about users"
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
