@@ -94,6 +94,8 @@ class ServingPair:
     """Data types of both models, as `smc.model.source.name_dtypes` writes them."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of `SamplingParams` that the target's checkpoint brings, by name."""
+    placement: str = "apart"
+    """`apart`: each model has processes of its own; `shared`: every process has its share of both."""
 
     def fingerprint(self) -> str:
         """Return a hash of what answers depend on besides the request: two services, or runs of a batch, with the same

@@ -587,7 +587,15 @@ class Metrics(RequestMetrics, EngineMetrics):
         self._draft_restarts.inc()
 
     def set_build_info(
-        self, version: str, model: str, form: str, link: str, max_slots: int, block: int, weights: dict[str, str]
+        self,
+        version: str,
+        model: str,
+        form: str,
+        link: str,
+        max_slots: int,
+        block: int,
+        weights: dict[str, str],
+        placement: str,
     ) -> None:
         """Describe this service. Call it once, at the start, while no request holds a slot. `model`: the name under
         which the pair is served; `weights`: fingerprints of both models' weights, by role."""
@@ -598,7 +606,7 @@ class Metrics(RequestMetrics, EngineMetrics):
                 self._accepted_at.labels(verification, position)
         # `weights` are the target's: answers depend on them, so a rollout is about them.
         fingerprints = {"weights": weights["target"], "draft_weights": weights["draft"]}
-        self._build.info({"version": version, "form": form, "link": link, **fingerprints})
+        self._build.info({"version": version, "form": form, "link": link, "placement": placement, **fingerprints})
         self._slots_capacity.set(max_slots)
         self._slots_free.set(max_slots)
 
@@ -619,7 +627,7 @@ class Metrics(RequestMetrics, EngineMetrics):
             "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
         )
         self._build = prom.Info(
-            "smc_build", "Version, form and link of the service, and its models.", registry=self.registry
+            "smc_build", "Version, form, link and placement of the service, and its models.", registry=self.registry
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,11 +76,12 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
     """Make an engine over `pair`; `engine_options` are passed on to Engine."""
     config = config or EngineConfig()
     context = config.context(pair.max_context)
-    pages = config.pool_pages(context, _room(pair, config))
+    models = {role: getattr(pair, role) for role in ModelRole}
+    pages = config.pool_pages(context, pages_with_room(models, config, pair.tokenizer.size))
     workers = {
         role: ModelWorker(
             role,
-            getattr(pair, role),
+            model,
             width=config.width(context),
             context=context,
             pages=pages,
@@ -88,7 +89,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
             token_bytes=TokenBytes.of(pair.tokenizer),
             draft_head=pair.draft_head if role == ModelRole.DRAFT else None,
         )
-        for role in ModelRole
+        for role, model in models.items()
     }
     rounds = LocalRoundExecutor(config, workers, ops_for(workers[ModelRole.TARGET].device))
     return Engine(
@@ -137,15 +138,18 @@ def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineC
         return None
 
 
-def _room(pair: ModelPair, config: EngineConfig) -> int | None:
-    """Number of pages for which there is memory in both pools; None on a CPU."""
+def pages_with_room(
+    models: Mapping[ModelRole, Decoder], config: EngineConfig, vocab_size: int, *, crowded: bool = False
+) -> int | None:
+    """Return the number of pages for which there is memory in the pool of each of these models, which get equally
+    many; None on a CPU. `crowded`: another process has the other model on the same GPU, and needs as much."""
     page_bytes: Counter[torch.device] = Counter()
     distribution_bytes: Counter[torch.device] = Counter()
-    for role in ModelRole:
-        model = getattr(pair, role)
+    for role, model in models.items():
         weight = model.embed.weight
-        page_bytes[weight.device] += KVPool.page_bytes(model.config, weight.dtype)
-        distribution_bytes[weight.device] += config.distribution_bytes(role, pair.tokenizer.size)
+        page_bytes[weight.device] += KVPool.page_bytes(model.config, weight.dtype) * (1 + crowded)
+        roles = ModelRole if crowded else (role,)
+        distribution_bytes[weight.device] += sum(config.distribution_bytes(each, vocab_size) for each in roles)
     gpus = (device for device in page_bytes if device.type == "cuda")
     return min(
         (pages_that_fit(page_bytes[device], device, distribution_bytes[device]) for device in gpus), default=None

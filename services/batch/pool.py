@@ -142,10 +142,10 @@ def count_that_fit(spec: ReplicaSpec, is_own_cluster: bool) -> int:
     for hosts."""
     group = spec.group
     if is_own_cluster and group.device == "cpu":  # our own cluster declares more CPUs than the machine has
-        return max(1, (os.cpu_count() or 1) // (group.target_tp + group.draft_tp))
-    gpus = group.device == "cuda"
-    sides = ((group.target_tp, gpus, group.target_resource), (group.draft_tp, gpus, group.draft_resource))
-    return max(1, cluster.count_that_fit(sides))
+        return max(1, (os.cpu_count() or 1) // group.ranks)
+    return max(
+        1, cluster.count_that_fit([(one.size, group.device == "cuda", one.resource) for one in group.rank_groups])
+    )
 
 
 def _set_up(in_order: bool) -> None:

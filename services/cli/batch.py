@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.batch.config import BatchConfig, is_url
 from services.cli import options
-from services.cli.service_options import BatchOptions, fields_of, worker_group_config
+from services.cli.service_options import BatchOptions, fields_of, placed, worker_group_config
 from smc.terminal import err, print_error, print_warning
 
 JOB_DIRECTORIES = "working_dir_files"
@@ -26,7 +26,7 @@ def batch(arguments: BatchOptions) -> int:
     from services.launch.logs import TEXT
 
     logging.basicConfig(level=logging.WARNING, format=TEXT)
-    given = options.values_of(arguments)
+    given = placed(options.values_of(arguments))
     config = BatchConfig(**fields_of(BatchConfig, given))
     output = config.output if is_url(config.output) else str(Path(config.output).resolve())
     if JOB_DIRECTORIES in Path(output).parts:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from services.cli import options
-from services.cli.service_options import ServeOptions, effective, gateway_config, worker_group_config
+from services.cli.service_options import ServeOptions, effective, gateway_config, placed, worker_group_config
 from smc.api.engine_config import MAX_QUEUE
 from smc.terminal import err, print_error
 
@@ -27,7 +27,7 @@ def serve(arguments: ServeOptions) -> int:
     from services.launch import logs
     from services.launch.config import check_gpus
 
-    given = {"max_queue": MAX_QUEUE} | options.values_of(arguments)
+    given = placed({"max_queue": MAX_QUEUE} | options.values_of(arguments))
     group, gateway = worker_group_config(given), gateway_config(given)
     if not arguments.print_config:
         check_ports(gateway)  # before `serving_pair` reads the models' files, which may take seconds
@@ -46,7 +46,16 @@ def serve(arguments: ServeOptions) -> int:
         else:
             err.print(text, soft_wrap=True)
 
-    say("starting Ray; then draft, target and coordinator, each in a process of its own")
+    processes = (
+        "the coordinator and a process with both models"
+        if group.ranks == 1
+        else (
+            "draft, target and coordinator, each in a process of its own"
+            if group.placement == "apart"
+            else f"the coordinator and {group.ranks} processes with a share of both models each"
+        )
+    )
+    say(f"starting Ray; then {processes}")
     begin = time.monotonic()
 
     def announce(served: Gateway) -> None:

@@ -102,9 +102,13 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     if given.get("load") in ("random", "grown") and not (given.get("target") and given.get("draft")):
         raise ValueError(f"--load {given['load']} needs --target and --draft, each the name of a published shape")
     target, draft = pair_directories(given.get("target"), given.get("draft"))
-    # In lockstep one model waits for the other; with two micro-batches both work. In look-ahead both work anyway.
-    micro_batches = 2 if given.get("form") == "lockstep" else 1
+    is_shared = given.get("placement") == "shared"
+    # In lockstep one model waits for the other; with two micro-batches both work. In look-ahead both work anyway, and
+    # in one process only one does.
+    micro_batches = 2 if given.get("form") == "lockstep" and not is_shared else 1
     settings: dict[str, Any] = {"micro_batches": micro_batches}
+    if is_shared:
+        settings["form"] = "lockstep"
     if given.get("device") == "cuda":
         settings |= GPU_PREFILL
     engine = EngineConfig(**settings | fields_of(EngineConfig, given))
@@ -113,6 +117,13 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     return WorkerGroupConfig(
         **fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
     )
+
+
+def placed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options of `serve` or `batch`, with the placement that is used if none is given."""
+    from services.launch.config import default_placement
+
+    return {**given, "placement": given.get("placement") or default_placement(given)}
 
 
 def gateway_config(given: Mapping[str, Any]) -> GatewayConfig:

@@ -153,6 +153,11 @@ class ServerInfo:
     """Maximum size of a request in bytes."""
     default_max_tokens: int
     """Maximum tokens of a chat's answer over HTTP if its request gives no `max_tokens`."""
+    placement: str
+    """`apart`: each model has processes of its own; `shared`: every process has its share of both models."""
+    draft_pages: int
+    """Token positions in the KV pool of the draft; 0 until the workers have reported them."""
+    target_pages: int
 
 
 Prompt = str | Sequence[int] | Sequence[Message]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from services.coordinator.messages import EngineStep
 from services.coordinator.service import CoordinatorServer, EngineLoop
 from services.link.base import LinkError
 from services.link.connect import Rendezvous, coordinator_end
-from services.link.remote_worker import RemotePair, RemoteWorker, WorkerFailed
+from services.link.remote_worker import RemoteModel, RemotePair, RemoteWorker, WorkerFailed
 from services.link.store import GroupStore
 from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import Effort, measure_latency
@@ -42,6 +43,8 @@ class CoordinatorSpec:
     """The coordinator's start parameters."""
 
     rendezvous: Rendezvous
+    ranks: Mapping[ModelRole, str]
+    """Name of the ranks that hold each model."""
     target: ModelSource
     """Source of the target model; its tokenizer serves both models."""
     engine: EngineConfig
@@ -61,7 +64,8 @@ class CoordinatorSpec:
 
 
 class RemoteEngine:
-    """The engine with its links to the leaders of both models. Once it exists, both models have run a round."""
+    """The engine with its links to the leaders of both models, or to the one leader of ranks that hold both. Once it
+    exists, both models have run a round."""
 
     def __init__(self, spec: CoordinatorSpec) -> None:
         """Returns when every rank has run a round, on GPUs rounds of every kind. Raises LinkError, ValueError, or the
@@ -70,13 +74,23 @@ class RemoteEngine:
         self.timeline = Timeline(trace=spec.trace is not None)
         self._store = spec.rendezvous.store()
         self._rendezvous = dict.fromkeys(ModelRole, spec.rendezvous)
-        self.workers = {role: self._worker(role, self._store, self.timeline) for role in ModelRole}
+        leaders = {
+            name: self._worker(name, spec.rendezvous, self._store, self.timeline)
+            for name in dict.fromkeys(spec.ranks.values())
+        }
+        self.workers = {role: leaders[spec.ranks[role]] for role in ModelRole}
+        """The worker that holds each model."""
+        self._models = {role: RemoteModel(worker, role) for role, worker in self.workers.items()}
         pages = {role: self.pages(role) for role in ModelRole}
         self.lost_draft = 0
         """Incarnation of the draft that was lost last; 0: none has been lost."""
-        self._pair = RemotePair(self.workers)
         self.engine = Engine(
-            spec.engine, self.workers, spec.target.tokenizer(), executor=self._pair, pages=pages, context=spec.context
+            spec.engine,
+            self._models,
+            spec.target.tokenizer(),
+            executor=RemotePair(self.workers),
+            pages=pages,
+            context=spec.context,
         )
         try:
             self._warm_up()
@@ -85,13 +99,18 @@ class RemoteEngine:
 
     def stop(self) -> None:
         """Tell the workers to end."""
-        for worker in self.workers.values():
+        for worker in self.leaders:
             worker.stop()
+
+    @property
+    def leaders(self) -> list[RemoteWorker]:
+        """All workers; one that holds both models once."""
+        return list(dict.fromkeys(self.workers.values()))
 
     @property
     def present(self) -> list[RemoteWorker]:
         """Workers that are not known to be lost."""
-        return [worker for worker in self.workers.values() if not worker.lost]
+        return [worker for worker in self.leaders if not worker.lost]
 
     def detach_draft(self, why: str) -> list[str]:
         """Make the engine go on without the draft, which is lost. Return the ids of requests that end with it.
@@ -114,7 +133,7 @@ class RemoteEngine:
         rendezvous = self._rendezvous[ModelRole.DRAFT] = replace(
             self._spec.rendezvous, incarnation=incarnation, start_timeout=self._spec.timeout
         )
-        return self._worker(ModelRole.DRAFT, rendezvous.store(), Timeline())
+        return self._worker(ModelRole.DRAFT, rendezvous, rendezvous.store(), Timeline())
 
     def target_meets(self, draft: RemoteWorker) -> bool:
         """Return whether the target has a link to the new draft. The first call makes the target open the link. Raises
@@ -124,21 +143,21 @@ class RemoteEngine:
     def pages(self, role: ModelRole) -> int:
         """Return the number of KV pages of the worker that was connected last. Do not call it in the engine's
         thread."""
-        return int(self._store.get(self._rendezvous[role].name(f"{role}/pages")))
+        return int(self._store.get(self._rendezvous[role].name(f"{self._spec.ranks[role]}/pages")))
 
     def attach_draft(self, draft: RemoteWorker, pages: int) -> None:
         """Replace the lost draft with a new one that has a link to the target (`target_meets`)."""
         draft.timeline = self.timeline
         self.workers[ModelRole.DRAFT] = draft
+        self._models[ModelRole.DRAFT] = RemoteModel(draft, ModelRole.DRAFT)
         self.engine.attach_draft(pages)
 
-    def _worker(self, role: ModelRole, store: GroupStore, timeline: Timeline) -> RemoteWorker:
-        """Connect to the leader of the role's current incarnation."""
-        rendezvous = self._rendezvous[role]
-        end = coordinator_end(rendezvous, store, role)
-        may_be_lost = role == ModelRole.DRAFT and self._spec.outlives_draft
+    def _worker(self, name: str, rendezvous: Rendezvous, store: GroupStore, timeline: Timeline) -> RemoteWorker:
+        """Connect to the leader of the ranks `name` of an incarnation."""
+        end = coordinator_end(rendezvous, store, name)
+        may_be_lost = name == ModelRole.DRAFT and self._spec.outlives_draft
         return RemoteWorker(
-            role, end, rendezvous.incarnation, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost
+            name, end, rendezvous.incarnation, rendezvous.start_timeout, timeline, may_be_lost=may_be_lost
         )
 
     def cause(self, error: Exception) -> Exception:
@@ -155,8 +174,9 @@ class RemoteEngine:
                 for role in (
                     ModelRole if self.lost_draft < self.workers[ModelRole.DRAFT].incarnation else (ModelRole.TARGET,)
                 ):
-                    if what := self._rendezvous[role].failure_report(self._store, role):
-                        return WorkerFailed(role, what)
+                    name = self._spec.ranks[role]
+                    if what := self._rendezvous[role].failure_report(self._store, name):
+                        return WorkerFailed(name, what)
                 time.sleep(REPORT_SECONDS / 10)
         except RuntimeError:
             logger.warning("the store in which workers report why they end cannot be reached")
@@ -173,11 +193,11 @@ class RemoteEngine:
             self._run_dummy_rounds()
         self.engine.check_books()
         self.engine.forget()
-        for worker in self.workers.values():
+        for worker in self.leaders:
             worker.set_clock()
         if spec.timing:
             self._time_models(spec.timing)
-        for worker in self.workers.values():
+        for worker in self.leaders:
             worker.timeout = self._spec.timeout
         self.timeline.forget()
 

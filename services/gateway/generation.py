@@ -18,6 +18,7 @@ from services.protobuf.generation import to_finish, to_sampling
 from services.security import caller_of
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Output, Request, check_guidance, check_priority
+from smc.types import ModelRole
 
 API = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 METHOD = f"{API}/Generate"
@@ -83,6 +84,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             max_calls=config.max_calls,
             max_message_bytes=config.message_bytes(self._pair.context),
             default_max_tokens=config.default_max_tokens,
+            placement=self._pair.placement,
+            draft_pages=status.pages.get(ModelRole.DRAFT, 0),
+            target_pages=status.pages.get(ModelRole.TARGET, 0),
         )
 
     async def _request(self, request_id: str, message: pb.GenerateRequest) -> Request:

@@ -182,7 +182,14 @@ class Gateway:
         version = importlib.metadata.version("smcserve")
         weights = {"draft": pair.draft.weights, "target": pair.target.weights}
         metrics.set_build_info(
-            version, config.name_of(pair.target.name), engine.form, pair.link, engine.max_slots, engine.block, weights
+            version,
+            config.name_of(pair.target.name),
+            engine.form,
+            pair.link,
+            engine.max_slots,
+            engine.block,
+            weights,
+            pair.placement,
         )
 
     async def start(self) -> None:

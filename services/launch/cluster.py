@@ -28,8 +28,6 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from smc.types import ModelRole
-
 logger = logging.getLogger(__name__)
 LOCAL_CPUS = 64
 """CPUs that a cluster started here declares: its processes share this machine's cores anyway."""
@@ -198,7 +196,7 @@ def disconnect() -> None:
 
 
 def reserve(ranks: int, gpus: bool, resource: str | None) -> PlacementGroup:
-    """Request room for the ranks of one model on one host, which must have the custom resource `resource` if one is
+    """Request room for ranks that share models on one host, which must have the custom resource `resource` if one is
     given. Does not wait until there is room (`wait_for`)."""
     name = f"{_owner()}{secrets.token_hex(8)}"
     return placement_group([_bundle(gpus, resource)] * ranks, strategy="STRICT_PACK", name=name)
@@ -259,11 +257,11 @@ def _bundle(gpus: bool, resource: str | None) -> dict[str, float]:
     return {"CPU": 1} | ({"GPU": 1} if gpus else {}) | ({resource: RESOURCE_SHARE} if resource else {})
 
 
-def start_rank(group: PlacementGroup, role: ModelRole, rank: int, gpus: bool) -> ray.actor.ActorHandle:
+def start_rank(group: PlacementGroup, name: str, rank: int, gpus: bool) -> ray.actor.ActorHandle:
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
     # Two calls at a time: `run` occupies one until the rank stops.
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": int(gpus), "max_restarts": 0, "max_concurrency": 2}
-    return _remote(RankActor, f"{role} rank {rank}").options(scheduling_strategy=strategy, **options).remote()
+    return _remote(RankActor, f"{name} rank {rank}").options(scheduling_strategy=strategy, **options).remote()
 
 
 def end(actor: ray.actor.ActorHandle, pid: int | None) -> None:

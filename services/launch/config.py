@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from services.link.base import LINKS
+from services.link.base import LINKS, SHARED
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE, DTYPE_NAMES, LOADS
@@ -42,9 +43,27 @@ RESOURCE = Holds(
     lambda name: bool(name.strip()) and name not in RAY_RESOURCES,
     f"a name of `ray start --resources`, none of {', '.join(RAY_RESOURCES)}",
 )
+PLACEMENTS = ("apart", "shared")
 LONGEST = 1_000_000
 """Longest deadline in seconds: torch and Ray accept neither infinity nor durations that overflow their clocks."""
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The processes of a worker group among which models are divided: the ranks of one model, or of both."""
+
+    name: str
+    """`draft`, `target` or `shared`."""
+    degrees: Mapping[ModelRole, int]
+    """Number of ranks among which each model is divided. If it is 1, every rank has the whole model."""
+    resource: str | None
+    """Ray resource of the hosts that may run these ranks; None: any host."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return max(self.degrees.values())
 
 
 class WorkerGroupError(RuntimeError):
@@ -94,6 +113,16 @@ class WorkerGroupConfig:
     """Each has its share of the heads. The model's shape decides which numbers are allowed."""
     draft_tp: int = setting(
         1, None, option=Option("Number of processes, and of GPUs, that share the draft.", "COUNT", panel=MODELS)
+    )
+    placement: str = setting(
+        "apart",
+        OneOf(PLACEMENTS),
+        option=Option(
+            "apart: each model has processes of its own. shared: every process has its share of both models, which "
+            "work in turn (form lockstep). Default: apart; shared if this machine has too few GPUs for that.",
+            "apart|shared",
+            panel=MODELS,
+        ),
     )
     device: str = setting(
         "cpu",
@@ -233,6 +262,8 @@ class WorkerGroupConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.placement == "shared":
+            self._check_shared()
         if self.heartbeat >= self.link_timeout:
             raise ValueError(
                 f"heartbeat={self.heartbeat:g}; allowed: below link_timeout={self.link_timeout:g}, "
@@ -241,15 +272,52 @@ class WorkerGroupConfig:
         if self.trace is not None and not self.trace.absolute().parent.is_dir():
             raise ValueError(f"trace={str(self.trace)!r}: its directory does not exist")
 
+    def _check_shared(self) -> None:
+        """Raise ValueError for settings that processes with both models cannot have."""
+        if self.engine.lookahead:
+            raise ValueError(
+                "form='lookahead' with placement='shared'; allowed: form lockstep, because one process cannot run both "
+                "models at a time, or placement apart"
+            )
+        if self.draft_tp not in (1, self.target_tp):
+            raise ValueError(
+                f"draft_tp={self.draft_tp} with placement='shared' and target_tp={self.target_tp}; allowed: "
+                f"{self.target_tp}, or 1 (every process has the whole draft)"
+            )
+        if self.draft_resource is not None:
+            raise ValueError(
+                f"draft_resource={self.draft_resource!r} has no effect with placement='shared'; give target_resource"
+            )
+
     def degree(self, role: ModelRole) -> int:
         return self.draft_tp if role == ModelRole.DRAFT else self.target_tp
 
     @property
+    def rank_groups(self) -> tuple[RankGroup, ...]:
+        """All ranks, in groups that start together."""
+        draft, target = {ModelRole.DRAFT: self.draft_tp}, {ModelRole.TARGET: self.target_tp}
+        if self.placement == "shared":
+            return (RankGroup(SHARED, draft | target, self.target_resource),)
+        return (
+            RankGroup(ModelRole.DRAFT, draft, self.draft_resource),
+            RankGroup(ModelRole.TARGET, target, self.target_resource),
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that hold models, and of GPUs if they use GPUs."""
+        return sum(group.size for group in self.rank_groups)
+
+    def ranks_of(self, role: ModelRole) -> RankGroup:
+        """Return the ranks that hold a model."""
+        return next(group for group in self.rank_groups if role in group.degrees)
+
+    @property
     def outlives_draft(self) -> bool:
-        """Whether the target goes on when the draft is lost, and another draft can join it. This is not so with NCCL
-        between GPUs: its kernel that waits for a dead rank never ends, and all later work on the stream waits behind
-        it."""
-        return self.link == "grpc" or self.device == "cpu"
+        """Whether the target goes on when the draft is lost, and another draft can join it. This is not so if the lost
+        processes held both models, nor with NCCL between GPUs: its kernel that waits for a dead rank never ends, and
+        all later work on the stream waits behind it."""
+        return self.placement == "apart" and (self.link == "grpc" or self.device == "cpu")
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -258,9 +326,6 @@ class WorkerGroupConfig:
 
         directories = (self.target, self.draft)
         return pair_dtypes(self.dtype, self.target_dtype, self.draft_dtype, self.device, directories)
-
-    def resource(self, role: ModelRole) -> str | None:
-        return self.draft_resource if role == ModelRole.DRAFT else self.target_resource
 
     @cached_property
     def sources(self) -> SourcePair:
@@ -291,23 +356,43 @@ class WorkerGroupConfig:
             context=self.engine.context(sources.max_context),
             engine=self.engine,
             link=self.link,
+            placement=self.placement,
             files=(files := sources.target.tokenizer_files),
             sampling=sampling_defaults(files) if files and self.generation_config == "auto" else {},
             dtypes=name_dtypes(self.dtypes),
         )
 
 
+def default_placement(given: Mapping[str, Any]) -> str:
+    """Return the placement for these options of a command, which name none: `shared` if this machine is the whole
+    cluster and its GPUs suffice for it, but not for `apart`. Imports torch for `device=cuda` only."""
+    if given.get("device") != "cuda" or given.get("form") == "lookahead" or _joins_cluster(given.get("ray_address")):
+        return "apart"
+    target, draft = given.get("target_tp", 1), given.get("draft_tp", 1)
+    import torch
+
+    suffices = draft in (1, target) and target <= torch.cuda.device_count() < target + draft
+    return "shared" if suffices else "apart"
+
+
+def _joins_cluster(ray_address: str | None) -> bool:
+    return bool(ray_address or os.environ.get("RAY_ADDRESS"))
+
+
 def check_gpus(config: WorkerGroupConfig, ray_address: str | None, groups: int = 1) -> None:
     """Raise ValueError if this machine is the whole cluster and has fewer GPUs than the ranks of `groups` worker groups
     need. Imports torch for `device=cuda` only."""
-    if config.device != "cuda" or ray_address or os.environ.get("RAY_ADDRESS"):
+    if config.device != "cuda" or _joins_cluster(ray_address):
         return
     import torch
 
-    if (count := torch.cuda.device_count()) < groups * (config.target_tp + config.draft_tp):
+    if (count := torch.cuda.device_count()) < groups * config.ranks:
         why = "" if torch.version.cuda else " (this torch was built without CUDA)"
         times = "" if groups == 1 else f", for each of {groups} worker groups"
-        raise ValueError(f"this machine has {_counted(count)}{why}; {_needed(config)}{times}")
+        fewer = ""
+        if config.placement == "apart" and config.draft_tp in (1, config.target_tp):
+            fewer = f"; --placement shared needs {config.target_tp}"
+        raise ValueError(f"this machine has {_counted(count)}{why}; {_needed(config)}{times}{fewer}")
 
 
 def warn_of_few_gpus(config: WorkerGroupConfig) -> None:
@@ -317,7 +402,7 @@ def warn_of_few_gpus(config: WorkerGroupConfig) -> None:
         return
     import ray
 
-    if (count := int(ray.cluster_resources().get("GPU", 0))) < config.target_tp + config.draft_tp:
+    if (count := int(ray.cluster_resources().get("GPU", 0))) < config.ranks:
         waits = f"waiting for hosts to join, at most {config.start_timeout:g} s"
         logger.warning("the cluster has %s; %s; %s", _counted(count), _needed(config), waits)
 
@@ -328,4 +413,6 @@ def _counted(count: int) -> str:
 
 def _needed(config: WorkerGroupConfig) -> str:
     target, draft = config.target_tp, config.draft_tp
+    if config.placement == "shared":
+        return f"--device cuda with --placement shared needs {config.ranks}: --target-tp {target}, one for each process"
     return f"--device cuda needs {target + draft}: --target-tp {target} and --draft-tp {draft}, one for each process"

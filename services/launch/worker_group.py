@@ -18,13 +18,13 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from services.backend import ServingPair, StartProgress
 from services.coordinator.process import CoordinatorSpec, EngineStuck
 from services.launch import cluster
-from services.launch.config import WorkerGroupConfig, WorkerGroupError, warn_of_few_gpus
+from services.launch.config import RankGroup, WorkerGroupConfig, WorkerGroupError, warn_of_few_gpus
 from services.link.base import LinkError, first_line
 from services.link.connect import Rendezvous
 from services.link.store import GroupStore, StoreServer
-from services.workers.process import RankSpec
+from services.workers.spec import ModelSpec, RankSpec
 from smc.calibration.latency import BRIEF, THOROUGH
-from smc.model.parallel import Shard
+from smc.model.parallel import WHOLE, Shard
 from smc.types import ModelRole
 
 LOOK_SECONDS = 0.1
@@ -40,21 +40,30 @@ def rank_spec(
     config: WorkerGroupConfig,
     pair: ServingPair,
     rendezvous: Rendezvous,
-    role: ModelRole,
-    shard: Shard,
+    name: str,
+    place: Shard,
     *,
     shares_gpu: bool = False,
 ) -> RankSpec:
-    """Return the start parameters of one rank. `shares_gpu`: ranks of both models are on one GPU, so the leaders do not
-    talk over NCCL, which does not accept two ranks on one GPU."""
+    """Return the start parameters of one rank, at its place among the ranks of the group `name`. `shares_gpu`: ranks of
+    both models, in processes of their own, are on one GPU, so the leaders do not talk over NCCL, which does not accept
+    two ranks on one GPU."""
+    (group,) = (group for group in config.rank_groups if group.name == name)
+    models = {
+        role: ModelSpec(
+            source=config.sources.of_role(role),
+            shard=place if degree > 1 else WHOLE,
+            dtype=config.dtypes[role],
+            draft_vocab=config.sources.draft_vocab if role == ModelRole.DRAFT else None,
+        )
+        for role, degree in group.degrees.items()
+    }
     return RankSpec(
         rendezvous=rendezvous,
-        role=role,
-        shard=shard,
-        source=config.sources.of_role(role),
+        name=group.name,
+        place=place,
+        models=models,
         vocabulary=config.sources.target,
-        draft_vocab=config.sources.draft_vocab if role == ModelRole.DRAFT else None,
-        dtype=config.dtypes[role],
         device=config.device,
         context=pair.context,
         shares_gpu=shares_gpu,
@@ -63,7 +72,7 @@ def rank_spec(
         timeout=2 * max(config.link_timeout, config.start_timeout),
         threads=config.threads,
         engine=pair.engine,
-        outlives_peer=role == ModelRole.TARGET and config.outlives_draft,
+        outlives_peer=name == ModelRole.TARGET and config.outlives_draft,
     )
 
 
@@ -75,6 +84,7 @@ def coordinator_spec(
     compiles, times = config.device == "cuda", warm_up and pair.engine.drafting == "adaptive"
     return CoordinatorSpec(
         rendezvous=rendezvous,
+        ranks={role: config.ranks_of(role).name for role in ModelRole},
         target=config.sources.target,
         engine=pair.engine,
         context=pair.context,
@@ -95,9 +105,9 @@ class WorkerGroup:
         self._config, self._pair, self.incarnation = config, pair, incarnation
         self.secret = secrets.token_hex(16)
         self.actors: dict[str, ray.actor.ActorHandle] = {}
-        """Keys: `coordinator`, `draft0`, `draft1`, .., `target0`, .."""
+        """Keys: `coordinator`, `draft0`, `draft1`, .., `target0`, ..; for ranks with both models `shared0`, .."""
         self._groups: dict[str, PlacementGroup] = {}
-        """Reservations, by model role."""
+        """Reservations, by name of the ranks."""
         self._guard = threading.Lock()
         self._processes: dict[str, ray.ObjectRef] = {}
         """Results of `RankActor.process`, by name of the actor."""
@@ -131,12 +141,12 @@ class WorkerGroup:
         """Return the progress of the start."""
         with self._guard:
             server, rendezvous, begun = self._store, self._rendezvous, set(self.actors)
-        degrees = {role: self._config.degree(role) for role in ModelRole}
-        if server is None or rendezvous is None or len(begun - {"coordinator"}) < sum(degrees.values()):
+        if server is None or rendezvous is None or len(begun - {"coordinator"}) < self._config.ranks:
             return StartProgress("reserve")
+        sizes = {role: self._config.ranks_of(role).size for role in ModelRole}
         percent = {
-            role.value: min(_percent(server.store, rendezvous.loaded(role, rank)) for rank in range(degree))
-            for role, degree in degrees.items()
+            role.value: min(_percent(server.store, rendezvous.loaded(role, rank)) for rank in range(size))
+            for role, size in sizes.items()
         }
         return StartProgress("load" if min(percent.values()) < 100 else "prepare", percent)
 
@@ -209,7 +219,7 @@ class WorkerGroup:
 
     def _start_draft(self, rendezvous: Rendezvous) -> None:
         deadline = time.monotonic() + rendezvous.start_timeout
-        self._start_side(ModelRole.DRAFT, rendezvous)
+        self._start_ranks(self._config.ranks_of(ModelRole.DRAFT), rendezvous)
         runs = {run: name for run, name in self._runs.items() if _is_draft(name)}
         while (server := self._store) is not None and not server.store.check([rendezvous.name("draft/pages")]):
             self._wait_for(list(runs), runs, LOOK_SECONDS)
@@ -237,11 +247,11 @@ class WorkerGroup:
         _end(*ended)
 
     def _take(
-        self, names: Iterable[str], roles: Iterable[str]
+        self, names: Iterable[str], groups: Iterable[str]
     ) -> tuple[list[tuple[ray.actor.ActorHandle, int | None]], list]:
         """Remove processes and reservations from the records, so that the caller can end them. Returns the actors, each
         with the id of its process if that is on this host and may still run, otherwise with None; and the
-        reservations of `roles`."""
+        reservations of the ranks `groups`."""
         names, runs = set(names), {name: run for run, name in self._runs.items()}
         over = set(ray.wait(list(runs.values()), num_returns=len(runs), timeout=0)[0]) if runs else set()
         actors = []
@@ -252,7 +262,7 @@ class WorkerGroup:
             self._waited.pop(name, None)
             actors.append((self.actors.pop(name), None if process is None or ended else cluster.local_pid(process)))
         self._runs = {run: name for run, name in self._runs.items() if name not in names}
-        return actors, [self._groups.pop(role) for role in roles if role in self._groups]
+        return actors, [self._groups.pop(name) for name in groups if name in self._groups]
 
     @contextlib.contextmanager
     def _adding(self) -> Iterator[None]:
@@ -271,11 +281,12 @@ class WorkerGroup:
             host, self._store.port, self.incarnation, self.secret, config.link, config.start_timeout
         )
         warn_of_few_gpus(config)
-        for role in ModelRole:
-            self._start_side(role, self._rendezvous)
+        for group in config.rank_groups:
+            self._start_ranks(group, self._rendezvous)
         beside = None
         if config.near_target:
-            beside, _ = ray.get(self._processes[f"{ModelRole.TARGET}0"], timeout=config.start_timeout)
+            leader = f"{config.ranks_of(ModelRole.TARGET).name}0"
+            beside, _ = ray.get(self._processes[leader], timeout=config.start_timeout)
         with self._adding():
             self.actors["coordinator"] = coordinator = cluster.start_coordinator(beside)
             spec = pickle.dumps(coordinator_spec(config, self._pair, self._rendezvous))
@@ -287,19 +298,19 @@ class WorkerGroup:
         with self._adding():
             self._runs[coordinator.wait.remote()] = "coordinator"
 
-    def _start_side(self, role: ModelRole, rendezvous: Rendezvous) -> None:
-        """Reserve room for every rank of a model, and start them; each begins to load its weights."""
-        config = self._config
-        degree, resource, gpus = config.degree(role), config.resource(role), config.device == "cuda"
+    def _start_ranks(self, group: RankGroup, rendezvous: Rendezvous) -> None:
+        """Reserve room for every rank of a group, and start them; each begins to load its weights."""
+        config, size = self._config, group.size
+        gpus = config.device == "cuda"
         with self._adding():
-            group = self._groups[role] = cluster.reserve(degree, gpus, resource)
-        cluster.wait_for(group, degree, gpus, resource, config.start_timeout)
-        for rank in range(degree):
+            room = self._groups[group.name] = cluster.reserve(size, gpus, group.resource)
+        cluster.wait_for(room, size, gpus, group.resource, config.start_timeout)
+        for rank in range(size):
             with self._adding():
-                name = f"{role}{rank}"
-                self.actors[name] = actor = cluster.start_rank(group, role, rank, gpus)
+                name = f"{group.name}{rank}"
+                self.actors[name] = actor = cluster.start_rank(room, group.name, rank, gpus)
                 self._processes[name] = actor.process.remote()
-                spec = pickle.dumps(rank_spec(config, self._pair, rendezvous, role, Shard(rank, degree)))
+                spec = pickle.dumps(rank_spec(config, self._pair, rendezvous, group.name, Shard(rank, size)))
                 self._runs[actor.run.remote(spec)] = name
 
     def _wait_for(self, some: list[ray.ObjectRef], runs: dict[ray.ObjectRef, str], timeout: float | None) -> bool:

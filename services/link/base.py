@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 LINKS = ("nccl", "grpc")
 """Kinds of links."""
 
+SHARED = "shared"
+"""Name of ranks that hold both models. Ranks that hold one have the name of its role."""
+
 CLOSE_SECONDS = 3.0
 """Time for sent messages to be received when an end is closed."""
 

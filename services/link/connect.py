@@ -111,24 +111,24 @@ class Rendezvous:
         """Return the name under which a rank reports how many percent of its weights it has loaded."""
         return self.name(f"{role}/loaded/{rank}")
 
-    def report_failure(self, store: GroupStore, role: ModelRole, error: Exception) -> None:
-        """Record in the store why a rank of `role` ends. Call it before closing the links, on which messages in transit
-        may be lost. A broken link is not recorded as a cause."""
+    def report_failure(self, store: GroupStore, name: str, error: Exception) -> None:
+        """Record in the store why one of the ranks `name` ends. Call it before closing the links, on which messages in
+        transit may be lost. A broken link is not recorded as a cause."""
         if not isinstance(error, LinkError):
             with suppress(RuntimeError):  # the store has gone with the rest of the worker group
-                store.set(self.name(f"{role}/failure"), failure_text(error))
+                store.set(self.name(f"{name}/failure"), failure_text(error))
 
-    def failure_report(self, store: GroupStore, role: ModelRole) -> str | None:
-        """Return why a rank of `role` ended, or None if it is not recorded."""
-        name = self.name(f"{role}/failure")
-        return store.get(name).decode() if store.check([name]) else None
+    def failure_report(self, store: GroupStore, name: str) -> str | None:
+        """Return why one of the ranks `name` ended, or None if it is not recorded."""
+        key = self.name(f"{name}/failure")
+        return store.get(key).decode() if store.check([key]) else None
 
 
-def coordinator_end(rendezvous: Rendezvous, store: GroupStore, role: ModelRole) -> End:
-    """Return the coordinator's end of the link to the leader of `role`."""
+def coordinator_end(rendezvous: Rendezvous, store: GroupStore, name: str) -> End:
+    """Return the coordinator's end of the link to the leader of the ranks `name`."""
     if rendezvous.link == "grpc":
-        return StreamCaller(_address(rendezvous, store, role), rendezvous.secret, "Work")
-    group = make_group(store, rendezvous.name(f"{role}/link"), 0, 2, rendezvous.start_timeout)
+        return StreamCaller(_address(rendezvous, store, name), rendezvous.secret, "Work")
+    group = make_group(store, rendezvous.name(f"{name}/link"), 0, 2, rendezvous.start_timeout)
     return DistributedEnd(group)
 
 
@@ -137,28 +137,34 @@ class LeaderEnds:
     """A leader's ends of its links to the coordinator and to the other leader."""
 
     coordinator: End
-    peer: PeerEnd
+    peer: PeerEnd | None
+    """None if there is no other leader: this one has both models."""
     server: StreamServer | None = None
 
     def close(self) -> None:
         """Close all ends. May be called twice, and after another end has replaced `peer`."""
-        self.peer.close()
+        if self.peer is not None:
+            self.peer.close()
         self.coordinator.close()
         if self.server is not None:
             self.server.close()
 
 
 def leader_ends(
-    rendezvous: Rendezvous, store: GroupStore, role: ModelRole, host: str, between: torch.device
+    rendezvous: Rendezvous, store: GroupStore, name: str, host: str, between: torch.device | None
 ) -> LeaderEnds:
-    """Return the ends of the leader of `role`. `between`: device of the tensors between the leaders; on a GPU they go
-    over NCCL."""
+    """Return the ends of the leader of the ranks `name`. `between`: device of the tensors between the leaders of both
+    models; on a GPU they go over NCCL. None: this leader has both models."""
+    server = None
+    coordinator: End
     if rendezvous.link == "grpc":
         server = StreamServer(host, rendezvous.secret)
-        _publish(rendezvous, store, role, server.address)
-        return LeaderEnds(server.coordinator, peer_end(rendezvous, store, role, between, server), server)
-    group = make_group(store, rendezvous.name(f"{role}/link"), 1, 2, rendezvous.start_timeout)
-    return LeaderEnds(DistributedEnd(group), peer_end(rendezvous, store, role, between))
+        _publish(rendezvous, store, name, server.address)
+        coordinator = server.coordinator
+    else:
+        coordinator = DistributedEnd(make_group(store, rendezvous.name(f"{name}/link"), 1, 2, rendezvous.start_timeout))
+    peer = None if between is None else peer_end(rendezvous, store, ModelRole(name), between, server)
+    return LeaderEnds(coordinator, peer, server)
 
 
 def peer_end(

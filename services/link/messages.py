@@ -11,6 +11,7 @@ from smc.api.constraint import Constraint
 from smc.executor.messages import PromptBatch, PromptResult
 from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.round.tensors import DraftReport, RoundResult
+from smc.types import ModelRole
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class WorkRequest:
     sequence: int
     """Counts up by one."""
     command: Command
+    role: ModelRole | None = None
+    """The model that a `PromptBatch` or a `SequenceHandoff` is for; None for other commands. All models of the rank
+    that a round needs take part in it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,26 @@ class Failure:
     message: str
 
 
-Result = Pong | MemoryUse | ReconnectResult | Failure | PromptResult | RoundResult | DraftReport
+@dataclass(frozen=True)
+class ModelResult:
+    """What one model did for a prompt batch or a round."""
+
+    result: PromptResult | RoundResult | DraftReport
+    work: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """When the model, and what follows its pass, began and ended to work, by the worker's monotonic clock, without
+    waits for the other model. See `smc.executor.messages.Pending.spans`."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Why constraints cannot be followed any further, see `smc.executor.messages.Pending.failures`."""
+
+
+@dataclass(frozen=True)
+class ModelResults:
+    """Results of all models of the worker that took part."""
+
+    by_role: dict[ModelRole, ModelResult]
+
+
+Result = Pong | MemoryUse | ReconnectResult | Failure | ModelResults
 
 
 @dataclass(frozen=True)
@@ -103,13 +126,8 @@ class WorkResponse:
     """That of the command."""
     result: Result
     begin_ns: int = 0
-    """When the worker began the command, by its own monotonic clock."""
+    """When the worker began a command that it carries out at once, by its own monotonic clock."""
     end_ns: int = 0
-    work: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Of a round: when the model, and what follows its pass, began and ended to work, by the same clock, without waits
-    for the other model. See `smc.executor.messages.Pending.spans`."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """Why constraints cannot be followed any further, see `smc.executor.messages.Pending.failures`."""
     compiled: int = 0
     """Number of `Compile` commands that have been carried out so far."""
 

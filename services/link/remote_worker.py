@@ -1,4 +1,5 @@
-"""Workers in other processes, used over a link through the engine's interface to workers.
+"""Workers in other processes, used over a link through the engine's interface to workers. A worker has one model, or
+both.
 
 A result is read when the engine asks for it; the begin and end times that the worker reports go into a `Timeline`."""
 
@@ -6,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from services.link.base import End, LinkError
+from services.link.base import SHARED, End, LinkError
 from services.link.messages import (
     REQUESTS,
     RESPONSES,
@@ -22,6 +24,8 @@ from services.link.messages import (
     Failure,
     MemoryQuery,
     MemoryUse,
+    ModelResult,
+    ModelResults,
     Ping,
     Reconnect,
     ReconnectResult,
@@ -35,7 +39,6 @@ from smc.constraints import MOST_KEPT
 from smc.executor.messages import ModelLost, PromptBatch, PromptResult
 from smc.executor.model_runner import LocalRound
 from smc.round.plan import RoundPlan, SequenceHandoff
-from smc.round.tensors import DraftReport, RoundResult
 from smc.scheduler.stats import Timeline
 from smc.types import ModelRole
 
@@ -47,52 +50,62 @@ Result = TypeVar("Result")
 class WorkerFailed(LinkError):
     """The worker has reported an error, and its process ends."""
 
-    def __init__(self, role: ModelRole, what: str) -> None:
-        super().__init__(f"the {role} model's worker failed: {what}")
-        self.role = role
+    def __init__(self, name: str, what: str) -> None:
+        """`name`: as of a `RemoteWorker`."""
+        worker = "the worker of both models" if name == SHARED else f"the {name} model's worker"
+        super().__init__(f"{worker} failed: {what}")
         self.began_here = not what.startswith(LinkError.__name__)
         """See `LinkError`; False if the worker merely lost its link to the other worker."""
-        self._what = what
+        self._name, self._what = name, what
 
     def __reduce__(self) -> tuple[type[WorkerFailed], tuple[str, str]]:
-        return WorkerFailed, (self.role, self._what)
+        return WorkerFailed, (self._name, self._what)
 
 
 @dataclass(eq=False)
-class RemotePending(Generic[Result]):
-    """A result that has been requested from the worker."""
+class RemoteCommand:
+    """A prompt batch or a round that has been requested from a worker."""
 
     worker: RemoteWorker
     sequence: int
-    _response: WorkResponse | None = None
+    _results: ModelResults | None = None
+
+    def of(self, role: ModelRole) -> ModelResult:
+        """Wait for the results; return that of one model. Raises as `RemotePending.result`."""
+        if self._results is None:
+            self._results = cast(ModelResults, self.worker.response(self.sequence).result)
+        return self._results.by_role[role]
+
+
+@dataclass(frozen=True)
+class RemotePending(Generic[Result]):
+    """One model's result of what has been requested from its worker."""
+
+    command: RemoteCommand
+    role: ModelRole
 
     def result(self) -> Result:
         """Wait for the result. Raises LinkError or ModelLost if the worker is gone, silent for too long, or has
         failed."""
-        return cast(Result, self._receive().result)
+        return cast(Result, self.command.of(self.role).result)
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Return the work that the worker did for this result: name -> begin and end in nanoseconds of this process's
+        """Return the work that the model did for this result: name -> begin and end in nanoseconds of this process's
         clock. A model's pass has the name of its role. Call it after `result`."""
-        return self.worker.spans(self._receive())
+        return self.command.worker.spans(self.command.of(self.role))
 
     def failures(self) -> dict[int, str]:
         """See `smc.executor.messages.Pending.failures`."""
-        return self._receive().failures
-
-    def _receive(self) -> WorkResponse:
-        if self._response is None:
-            self._response = self.worker.response(self.sequence)
-        return self._response
+        return self.command.of(self.role).failures
 
 
 class RemoteWorker:
-    """A `smc.executor.messages.Worker` over a link. `timeout` limits every wait, in seconds. `timeline` records the
-    worker's work."""
+    """A process that holds one model or both, or the leader of such processes, over a link. `timeout` limits every
+    wait, in seconds. `timeline` records the worker's work."""
 
     def __init__(
         self,
-        role: ModelRole,
+        name: str,
         end: End,
         incarnation: int,
         timeout: float,
@@ -100,16 +113,17 @@ class RemoteWorker:
         *,
         may_be_lost: bool = False,
     ) -> None:
-        """`may_be_lost`: the other model goes on without this worker. A broken link is then raised as ModelLost, and
-        only where results are awaited."""
-        self.role, self.incarnation, self.timeout, self.timeline = role, incarnation, timeout, timeline
+        """`name`: `draft`, `target` or `shared`, after the models that it holds. `may_be_lost`: the other model goes on
+        without this worker, which has one. A broken link is then raised as ModelLost, and only where results are
+        awaited."""
+        self.name, self.incarnation, self.timeout, self.timeline = name, incarnation, timeout, timeline
         self._end, self._may_be_lost = end, may_be_lost
         self._lost: LinkError | None = None
         self._sequence = 0
         self._unanswered = 0
         self._last_sent = time.monotonic()
         self._arrived: dict[int, WorkResponse] = {}
-        self._pending: WeakValueDictionary[int, RemotePending] = WeakValueDictionary()
+        self._pending: WeakValueDictionary[int, RemoteCommand] = WeakValueDictionary()
         """Results that may still be read."""
         self._awaited = 0
         """Sequence number of the response that is awaited now."""
@@ -120,8 +134,8 @@ class RemoteWorker:
         """Numbers of the constraints that the worker keeps."""
         self._asked = 0
 
-    def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
-        return self._ask(batch)
+    def run_prompts(self, role: ModelRole, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
+        return RemotePending(self._ask(batch, role), role)
 
     def compile(self, constraint: Constraint) -> int:
         if constraint not in self._numbers:
@@ -137,11 +151,12 @@ class RemoteWorker:
         """Whether a constraint is known to have been compiled, or refused; True, too, if the worker is lost."""
         return self._compiled >= number or self.lost
 
-    def join(self, group: SequenceHandoff) -> None:
-        self._send(group)
+    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
+        self._send(group, role)
 
-    def round(self, plan: RoundPlan[np.ndarray]) -> RemotePending[RoundResult[np.ndarray] | DraftReport[np.ndarray]]:
-        """Request a round. Its result is a RoundResult, or a DraftReport from the draft in a round of both models."""
+    def round(self, plan: RoundPlan[np.ndarray]) -> RemoteCommand:
+        """Request a round of all models of this worker that it needs. The result of a model is a RoundResult, or a
+        DraftReport from the draft in a round of both models."""
         return self._ask(plan)
 
     def ping(self) -> None:
@@ -165,7 +180,7 @@ class RemoteWorker:
         checks the link. Returns whether it is up. Raises LinkError if that leader does not connect."""
         result = cast(ReconnectResult, self.response(self._send(Reconnect(incarnation, seconds))).result)
         if result.error:
-            raise LinkError(f"the {self.role} has no link to the other side: {result.error}")
+            raise LinkError(f"the {self.name} has no link to the other side: {result.error}")
         return result.connected
 
     @property
@@ -202,7 +217,7 @@ class RemoteWorker:
             if not self._may_be_lost:
                 raise
             self._lost = error
-        raise ModelLost(self.role, str(self._lost)) from self._lost
+        raise ModelLost(ModelRole(self.name), str(self._lost)) from self._lost
 
     def _response(self, sequence: int) -> WorkResponse:
         self._awaited = sequence
@@ -216,37 +231,36 @@ class RemoteWorker:
     def _take(self, response: WorkResponse) -> None:
         check_incarnation(response, self.incarnation)
         if isinstance(response.result, Failure):
-            raise WorkerFailed(self.role, response.result.message)
+            raise WorkerFailed(self.name, response.result.message)
         if response.sequence in self._pending or response.sequence == self._awaited:
             self._arrived[response.sequence] = response
         for sequence in [s for s in self._arrived if s not in self._pending and s != self._awaited]:
             del self._arrived[sequence]
         self._unanswered -= 1
         self._compiled = max(self._compiled, response.compiled)
-        for name, span in self.spans(response).items():
-            self.timeline.worked(self.role, name, *span)
+        if isinstance(response.result, ModelResults):
+            for role, result in response.result.by_role.items():
+                for name, span in self.spans(result).items():
+                    self.timeline.worked(role, name, *span)
 
-    def spans(self, response: WorkResponse) -> dict[str, tuple[int, int]]:
-        """Return the work that a response reports, in times of this process's clock."""
-        work = response.work
-        if isinstance(response.result, PromptResult):
-            work = {"prompt": (response.begin_ns, response.end_ns)}
+    def spans(self, result: ModelResult) -> dict[str, tuple[int, int]]:
+        """Return the work that a result reports, in times of this process's clock."""
         offset = self._clock_offset_ns
-        return {name: (begin + offset, end + offset) for name, (begin, end) in work.items()}
+        return {name: (begin + offset, end + offset) for name, (begin, end) in result.work.items()}
 
-    def _ask(self, command: PromptBatch | RoundPlan) -> RemotePending:
-        pending: RemotePending = RemotePending(self, self._send(command))
-        self._pending[pending.sequence] = pending
-        return pending
+    def _ask(self, command: PromptBatch | RoundPlan, role: ModelRole | None = None) -> RemoteCommand:
+        asked = RemoteCommand(self, self._send(command, role))
+        self._pending[asked.sequence] = asked
+        return asked
 
-    def _send(self, command: Command) -> int:
+    def _send(self, command: Command, role: ModelRole | None = None) -> int:
         self._sequence += 1
         self._last_sent = time.monotonic()
         self._unanswered += not isinstance(command, SILENT)
         if self._lost is not None:
             return self._sequence
         try:
-            self._end.send(REQUESTS.encode(WorkRequest(self.incarnation, self._sequence, command)))
+            self._end.send(REQUESTS.encode(WorkRequest(self.incarnation, self._sequence, command, role)))
         except LinkError as error:
             if not self._may_be_lost:
                 raise
@@ -254,16 +268,40 @@ class RemoteWorker:
         return self._sequence
 
 
+@dataclass(frozen=True)
+class RemoteModel:
+    """A `smc.executor.messages.Worker`: one model of a worker."""
+
+    worker: RemoteWorker
+    role: ModelRole
+
+    def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
+        return self.worker.run_prompts(self.role, batch)
+
+    def compile(self, constraint: Constraint) -> int:
+        return self.worker.compile(constraint)
+
+    def has_compiled(self, number: int) -> bool:
+        return self.worker.has_compiled(number)
+
+    def keep_alive(self, silence: float) -> None:
+        self.worker.keep_alive(silence)
+
+
 class RemotePair:
-    """A `smc.executor.model_runner.RoundExecutor` over two links. The two models exchange tensors directly."""
+    """A `smc.executor.model_runner.RoundExecutor` over the links to the workers of both models, or to one that holds
+    both. The models exchange tensors directly."""
 
     pipelined = True
 
-    def __init__(self, workers: dict[ModelRole, RemoteWorker]) -> None:
+    def __init__(self, workers: Mapping[ModelRole, RemoteWorker]) -> None:
+        """`workers`: the worker that holds each model now."""
         self._workers = workers
 
     def join(self, role: ModelRole, group: SequenceHandoff) -> None:
-        self._workers[role].join(group)
+        self._workers[role].join(role, group)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
-        return LocalRound({role: self._workers[role].round(plan) for role in plan.kind.roles})
+        holders = [self._workers[role] for role in plan.kind.roles]
+        commands = {worker: worker.round(plan) for worker in dict.fromkeys(holders)}
+        return LocalRound({role: RemotePending(commands[self._workers[role]], role) for role in plan.kind.roles})

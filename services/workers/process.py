@@ -1,5 +1,5 @@
-"""The process of one rank: it loads its shard, connects to the other processes and executes commands until it is told
-to stop. Also defines the leader's channel to the leader of the other model."""
+"""The process of one rank: it loads its shard of one model or of both, connects to the other processes and executes
+commands until it is told to stop. Also defines the leader's channel to the leader of the other model."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from services.link.base import LinkError, PeerEnd
-from services.link.connect import Rendezvous, leader_ends, peer_end
+from services.link.connect import LeaderEnds, leader_ends, peer_end
 from services.link.store import GroupStore
-from services.workers.rank import Rank, TensorParallel, follow, lead
-from smc.api.engine_config import EngineConfig
+from services.workers import memory
+from services.workers.rank import Rank, Reconnection, TensorParallel, follow, lead
+from services.workers.spec import RankSpec
 from smc.api.limits import AUTO_DTYPE
 from smc.constraints import Compiler
 from smc.draft_dtype import draft_dtype
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import Sharing
-from smc.executor.model_runner import DraftRunner, TargetRunner
+from smc.executor.model_runner import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ops_for
-from smc.memory.kv_cache import KVPool, pages_that_fit
 from smc.model.decoder import Decoder
-from smc.model.draft_vocab import DraftHead, DraftVocab
+from smc.model.draft_vocab import DraftHead
 from smc.model.linear import DTYPES
-from smc.model.parallel import Shard
-from smc.model.source import ModelSource
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 
@@ -138,66 +137,45 @@ def _begun(make: Callable[[], PeerEnd]) -> Future[PeerEnd]:
 
 
 @dataclass(frozen=True)
-class RankSpec:
-    """A rank's start parameters."""
-
-    rendezvous: Rendezvous
-    role: ModelRole
-    """`draft` or `target`."""
-    shard: Shard
-    source: ModelSource
-    vocabulary: ModelSource
-    """Source of the target model; its tokenizer serves both models."""
-    draft_vocab: DraftVocab | None
-    """For a draft that proposes only some tokens by its own likelihood: those tokens. Otherwise None."""
-    dtype: str
-    """Name of the data type; for a draft also `auto`."""
-    device: str
-    """`cpu` or `cuda`: the one GPU that this process sees."""
-    context: int
-    """Tokens of the longest sequence."""
-    shares_gpu: bool
-    """A rank of the other model is on the same GPU."""
-    vocab_size: int
-    timeout: float
-    """Seconds to wait for a command; the coordinator's heartbeats are more frequent."""
-    threads: int
-    engine: EngineConfig
-    outlives_peer: bool
-    """Whether this rank goes on when the other model is lost."""
-
-    @property
-    def between(self) -> torch.device:
-        """Device of the tensors between the leaders: a GPU (NCCL) if they are on different GPUs, else the CPU."""
-        return torch.device("cpu" if self.shares_gpu else self.device)
-
-
-@dataclass(frozen=True)
 class Loaded:
-    """A rank's shard of a model, with its tensor-parallel group."""
+    """A rank's shards of its models, with its tensor-parallel group."""
 
-    model: Decoder
+    models: dict[ModelRole, Decoder]
     group: TensorParallel | None
     draft_head: DraftHead | None
 
 
 def load_rank(spec: RankSpec) -> Loaded:
-    """Load the shard of a rank. Connects to the other ranks of the model, and waits for them."""
+    """Load the shards of a rank. Connects to the other ranks of its models, and waits for them. Raises ValueError,
+    which says what to lower, if there is too little memory."""
     torch.set_num_threads(spec.threads)
-    device, shard, group = torch.device(spec.device), spec.shard, None
-    store = spec.rendezvous.store()
-    if shard.degree > 1:
-        name = spec.rendezvous.name(f"{spec.role}/ranks")
-        group = TensorParallel(spec.rendezvous.store(), name, shard.rank, shard.degree, device, spec.timeout)
-    report, dtype = _load_reporter(spec, store), DTYPES[_dtype(spec, store)]
-    model = spec.source.load(dtype=dtype, device=device, shard=shard, reduce=group, progress=report)
-    report(1.0)
-    return Loaded(model, group, spec.draft_vocab.head(model) if spec.draft_vocab else None)
+    device, group, store = torch.device(spec.device), None, spec.rendezvous.store()
+    if spec.place.degree > 1:
+        name = spec.rendezvous.name(f"{spec.name}/ranks")
+        group = TensorParallel(spec.rendezvous.store(), name, spec.place.rank, spec.place.degree, device, spec.timeout)
+    # Before anything is loaded: to choose a type for the draft takes memory for a while.
+    dtypes = {role: _dtype(spec, role, store) for role in spec.models}
+    models: dict[ModelRole, Decoder] = {}
+    with memory.enough_for_weights(spec, dtypes):
+        for role in sorted(spec.models, key=lambda role: role is ModelRole.DRAFT):
+            one, report = spec.models[role], _load_reporter(spec, role, store)
+            models[role] = one.source.load(
+                dtype=DTYPES[dtypes[role]],
+                device=device,
+                shard=one.shard,
+                reduce=group if one.shard.degree > 1 else None,
+                beside=models.get(ModelRole.TARGET),
+                progress=report,
+            )
+            report(1.0)
+    draft = spec.models.get(ModelRole.DRAFT)
+    vocab = draft and draft.draft_vocab
+    return Loaded(models, group, vocab.head(models[ModelRole.DRAFT]) if vocab else None)
 
 
-def _load_reporter(spec: RankSpec, store: GroupStore) -> Callable[[float], None]:
-    """Return a function that reports the loaded share (0 to 1) of a rank's weights to the supervisor."""
-    name, last = spec.rendezvous.loaded(spec.role, spec.shard.rank), -1
+def _load_reporter(spec: RankSpec, role: ModelRole, store: GroupStore) -> Callable[[float], None]:
+    """Return a function that reports the loaded share (0 to 1) of a rank's weights of a model to the supervisor."""
+    name, last = spec.rendezvous.loaded(role, spec.place.rank), -1
 
     def report(share: float) -> None:
         nonlocal last
@@ -209,13 +187,14 @@ def _load_reporter(spec: RankSpec, store: GroupStore) -> Callable[[float], None]
     return report
 
 
-def _dtype(spec: RankSpec, store: GroupStore) -> str:
-    """Return the name of the data type. For `auto` the first rank chooses it for all ranks of the model."""
-    if spec.dtype != AUTO_DTYPE:
-        return spec.dtype
-    name = spec.rendezvous.name(f"{spec.role}/dtype")
-    if spec.shard.rank == 0:
-        store.set(name, draft_dtype(spec.source, spec.device, spec.dtype, spec.shard))
+def _dtype(spec: RankSpec, role: ModelRole, store: GroupStore) -> str:
+    """Return the name of a model's data type. For `auto` the first rank chooses it for all ranks of the model."""
+    one = spec.models[role]
+    if one.dtype != AUTO_DTYPE:
+        return one.dtype
+    name = spec.rendezvous.name(f"{role}/dtype")
+    if spec.leads:
+        store.set(name, draft_dtype(one.source, spec.device, one.dtype, one.shard))
     return store.get(name).decode()
 
 
@@ -223,37 +202,41 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
     """Run a rank until the coordinator sends a stop command. Raises any error: the supervisor then restarts the worker
     group."""
     loaded = loaded or load_rank(spec)
-    model, group = loaded.model, loaded.group
-    device, leads = torch.device(spec.device), spec.shard.rank == 0
-    store = spec.rendezvous.store()
-    worker = ModelWorker(
-        spec.role,
-        model,
-        width=spec.engine.width(spec.context),
-        pages=agree_on_pages(spec, model, store),
-        vocab_size=spec.vocab_size,
-        token_bytes=TokenBytes.of(spec.vocabulary.tokenizer()),
-        draft_head=loaded.draft_head,
-        context=spec.context,
-        sharing=Sharing(leads, group and group.share),
-    )
+    device, group, leads = torch.device(spec.device), loaded.group, spec.leads
+    share, store = None if group is None else group.share, spec.rendezvous.store()
+    token_bytes = TokenBytes.of(spec.vocabulary.tokenizer())
+    pages = memory.agree_on_pages(spec, loaded.models, store)
+    with memory.enough_for_pools(spec, loaded.models, pages):
+        workers = {
+            role: ModelWorker(
+                role,
+                model,
+                width=spec.engine.width(spec.context),
+                pages=pages,
+                vocab_size=spec.vocab_size,
+                token_bytes=token_bytes,
+                draft_head=loaded.draft_head if role is ModelRole.DRAFT else None,
+                context=spec.context,
+                sharing=Sharing(leads, share),
+            )
+            for role, model in loaded.models.items()
+        }
     # In a thread of its own: otherwise the first constrained request, and the rest of its batch, would wait for it.
-    threading.Thread(target=Compiler.of(worker.token_bytes).warm, name="vocabulary", daemon=True).start()
+    threading.Thread(target=Compiler.of(token_bytes).warm, name="vocabulary", daemon=True).start()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    ends = leader_ends(spec.rendezvous, store, spec.role, host, spec.between) if leads else None
-    ops = ops_for(device)
-    stages = ops.stage_runner(device)
-    channel = PeerChannel(ends.peer if ends else None, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
-
-    def reconnect(incarnation: int, seconds: float) -> bool:
-        there = replace(spec.rendezvous, incarnation=incarnation, start_timeout=seconds)
-        assert ends is not None
-        return channel.reconnect(incarnation, lambda: peer_end(there, store, spec.role, spec.between, ends.server))
-
-    runner = DraftRunner if spec.role == ModelRole.DRAFT else TargetRunner
-    work = runner(spec.engine, worker, ops, stages, channel)
-    rank = Rank(worker, work, spec.rendezvous.incarnation, spec.timeout, reconnect if leads else None)
+    ends = leader_ends(spec.rendezvous, store, spec.name, host, spec.between) if leads else None
+    executor: LocalRoundExecutor | OneModelExecutor
+    channel, reconnect = None, None
+    enough = partial(memory.enough_for_rounds, spec, pages)
+    with enough():
+        if len(workers) > 1:
+            executor = LocalRoundExecutor(spec.engine, workers, ops_for(device), share)
+        else:
+            executor, channel = _one_model(spec, workers, group, ends)
+    if channel is not None and ends is not None:
+        reconnect = _reconnection(spec, channel, ends, store)
+    rank = Rank(workers, executor, spec.rendezvous.incarnation, spec.timeout, enough, reconnect)
     try:
         if ends is not None:
             lead(rank, ends.coordinator, group.spread if group else None)
@@ -261,28 +244,36 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
             assert group is not None
             follow(rank, group.receive)
     except Exception as error:
-        spec.rendezvous.report_failure(store, spec.role, error)
+        spec.rendezvous.report_failure(store, spec.name, error)
         raise
     finally:
-        if ends is not None:
+        if channel is not None:
             channel.close()
+        if ends is not None:
             ends.close()
 
 
-def agree_on_pages(spec: RankSpec, model: Decoder, store: GroupStore) -> int:
-    """Return the number of pages in the pool: as many as every rank of the model has memory for. The leader reports it
-    to the coordinator."""
-    name, weight = spec.rendezvous.name(f"{spec.role}/pages"), model.embed.weight
-    room = None
-    if weight.device.type == "cuda":
-        roles = ModelRole if spec.shares_gpu else (spec.role,)
-        distribution_bytes = sum(spec.engine.distribution_bytes(role, spec.vocab_size) for role in roles)
-        room = pages_that_fit(KVPool.page_bytes(model.config, weight.dtype), weight.device, distribution_bytes) // len(
-            roles
-        )
-        store.set(f"{name}/{spec.shard.rank}", str(room))
-        room = min(int(store.get(f"{name}/{rank}")) for rank in range(spec.shard.degree))
-    pages = spec.engine.pool_pages(spec.context, room)
-    if spec.shard.rank == 0:
-        store.set(name, str(pages))
-    return pages
+def _one_model(
+    spec: RankSpec, workers: dict[ModelRole, ModelWorker], group: TensorParallel | None, ends: LeaderEnds | None
+) -> tuple[OneModelExecutor, PeerChannel]:
+    """Return the executor of the rank's only model, and its channel to the other one."""
+    ((role, worker),) = workers.items()
+    ops = ops_for(worker.device)
+    stages = ops.stage_runner(worker.device)
+    peer = None if ends is None else ends.peer
+    channel = PeerChannel(peer, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
+    runner = DraftRunner if role is ModelRole.DRAFT else TargetRunner
+    return OneModelExecutor(runner(spec.engine, worker, ops, stages, channel)), channel
+
+
+def _reconnection(spec: RankSpec, channel: PeerChannel, ends: LeaderEnds, store: GroupStore) -> Reconnection:
+    """Return the function by which a leader of one model connects to another leader of the other model."""
+    (role,) = spec.models
+    between = spec.between
+    assert between is not None
+
+    def reconnect(incarnation: int, seconds: float) -> bool:
+        there = replace(spec.rendezvous, incarnation=incarnation, start_timeout=seconds)
+        return channel.reconnect(incarnation, lambda: peer_end(there, store, role, between, ends.server))
+
+    return reconnect

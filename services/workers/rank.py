@@ -1,5 +1,5 @@
-"""Executes the coordinator's commands on one rank of a model, and sends responses once their results have left the
-device. Knows nothing about requests, particles or Ray.
+"""Executes the coordinator's commands on one rank, which holds a part of one model or of both, and sends responses once
+their results have left the device. Knows nothing about requests, particles or Ray.
 
 The leader (rank 0) receives commands over the link and passes their bytes to the other ranks of its tensor-parallel
 group. Every rank executes all commands, so the states of the ranks stay equal. Only the leader responds.
@@ -10,16 +10,17 @@ can take a host's GPUs out of service."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from services.link.messages import (
     Failure,
     MemoryQuery,
     MemoryUse,
+    ModelResult,
+    ModelResults,
     Ping,
     Pong,
     Reconnect,
@@ -46,10 +49,12 @@ from services.link.messages import (
 )
 from services.link.store import GroupStore
 from smc.api.constraint import Constraint
-from smc.executor.messages import PromptBatch
-from smc.executor.model_runner import DraftRunner, TargetRunner
+from smc.executor.graph_runner import AsyncResult
+from smc.executor.messages import Pending, PromptBatch
+from smc.executor.model_runner import LocalRoundExecutor, OneModelExecutor
 from smc.executor.worker import ModelWorker
 from smc.round.plan import RoundPlan, SequenceHandoff
+from smc.types import ModelRole
 
 ROOM = 8 << 20
 """Bytes of the largest sum in symmetric memory."""
@@ -154,7 +159,7 @@ def _exchange(store: dist.Store, name: str, rank: int, degree: int, word: str) -
 
 
 class TensorParallel:
-    """Rank `rank` of `degree` of one model, a `smc.model.parallel.Reduce`. On GPUs small sums of activations use
+    """Rank `rank` of `degree` that share models, a `smc.model.parallel.Reduce`. On GPUs small sums of activations use
     symmetric memory, large ones NCCL; commands always go over gloo."""
 
     def __init__(
@@ -258,19 +263,22 @@ class ResponseSender:
 
 
 class Rank:
-    """Executes commands on a worker."""
+    """Executes commands on the workers of one model or of both, which are on one device."""
 
     def __init__(
         self,
-        worker: ModelWorker,
-        side: DraftRunner | TargetRunner,
+        workers: Mapping[ModelRole, ModelWorker],
+        executor: LocalRoundExecutor | OneModelExecutor,
         incarnation: int,
         timeout: float,
+        enough: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         reconnect: Reconnection | None = None,
     ) -> None:
-        """`side`: runs the worker's part of rounds. `timeout`: seconds to wait for a command. `reconnect`: given to
-        leaders only."""
-        self.worker, self.side, self.incarnation, self.timeout = worker, side, incarnation, timeout
+        """`executor`: runs the workers' part of rounds. `timeout`: seconds to wait for a command. `enough`: in this
+        context commands are executed; it explains a lack of memory. `reconnect`: given to leaders that have a peer."""
+        self.workers, self.executor, self.incarnation, self.timeout = workers, executor, incarnation, timeout
+        self._enough = enough
+        self.device = next(iter(workers.values())).device
         self._reconnect_to = reconnect
         self._compiling = ThreadPoolExecutor(1, "compile")
         self._compiled = 0
@@ -279,30 +287,37 @@ class Rank:
         """Execute a command, and pass its response, if it has one, to `answers`. Raises LinkError for a message of
         another incarnation."""
         check_incarnation(request, self.incarnation)
+        with self._enough():
+            respond = self._begun(request, leads=answers is not None)
+        if answers is not None and respond is not None:
+            answers.put(request.sequence, respond)
+
+    def _begun(self, request: WorkRequest, *, leads: bool) -> Respond | None:
+        """Execute a command as far as the device is not waited for. Returns what responds, if it has a response."""
         command, begin = request.command, time.monotonic_ns()
-        respond: Respond
         match command:
             case SequenceHandoff():
-                self.side.join(command)
-                return
+                assert request.role is not None, "a handoff is for one model"
+                self.executor.join(request.role, command)
+                return None
             case Compile():
-                if answers is not None:  # only leaders compute masks
+                if leads:  # only leaders compute masks
                     self._compiling.submit(self._compile, command.constraint)
-                return
+                return None
             case RoundPlan():
-                respond = self._round(request.sequence, command)
+                return self._respond(request.sequence, self.executor.round(command).readings)
             case PromptBatch():
-                respond = self._prompt(request.sequence, command)
+                assert request.role is not None, "a prompt is for one model"
+                pending = self.workers[request.role].run_prompts(command)
+                return self._respond(request.sequence, {request.role: pending})
             case MemoryQuery():
-                respond = self._at_once(request.sequence, begin, self._status())
+                return self._at_once(request.sequence, begin, self._status())
             case Reconnect():
-                respond = self._at_once(request.sequence, begin, self._reconnect(command))
+                return self._at_once(request.sequence, begin, self._reconnect(command))
             case Ping():
-                respond = self._at_once(request.sequence, begin, Pong())
+                return self._at_once(request.sequence, begin, Pong())
             case _:
                 raise AssertionError(f"a worker cannot carry out {command}")
-        if answers is not None:
-            answers.put(request.sequence, respond)
 
     def _at_once(self, sequence: int, begin: int, result: Result) -> Respond:
         response = self._response(sequence, result, begin, time.monotonic_ns())
@@ -310,39 +325,26 @@ class Rank:
 
     def _compile(self, constraint: Constraint) -> None:
         try:
-            self.worker.compile(constraint)
+            next(iter(self.workers.values())).compile(constraint)  # for all models, which have one vocabulary
         except Exception:  # its request fails when its first mask is needed
             logger.exception("a constraint could not be compiled")
         finally:
             self._compiled += 1
 
-    def _response(self, sequence: int, result: Result, begin: int, end: int, **details: Any) -> WorkResponse:
-        return WorkResponse(self.incarnation, sequence, result, begin, end, compiled=self._compiled, **details)
+    def _response(self, sequence: int, result: Result, begin: int = 0, end: int = 0) -> WorkResponse:
+        return WorkResponse(self.incarnation, sequence, result, begin, end, self._compiled)
 
-    def _round(self, sequence: int, plan: RoundPlan) -> Respond:
-        pending = self.side.round(plan)
-
+    def _respond(self, sequence: int, pending: Mapping[ModelRole, Pending | AsyncResult]) -> Respond:
         def respond() -> WorkResponse:
-            result = pending.result()
-            work = pending.spans()
-            begin, end = min(begin for begin, _ in work.values()), max(end for _, end in work.values())
-            return self._response(sequence, result, begin, end, work=work, failures=dict(pending.failures()))
-
-        return respond
-
-    def _prompt(self, sequence: int, batch: PromptBatch) -> Respond:
-        pending = self.worker.run_prompts(batch)
-
-        def respond() -> WorkResponse:
-            result = pending.result()
-            ((begin, end),) = pending.spans().values()
-            failures = dict(pending.failures())
-            return self._response(sequence, result, begin, end, failures=failures)
+            found = {
+                role: ModelResult(each.result(), each.spans(), dict(each.failures())) for role, each in pending.items()
+            }
+            return self._response(sequence, ModelResults(found))
 
         return respond
 
     def _status(self) -> MemoryUse:
-        device = self.worker.device
+        device = self.device
         return MemoryUse(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
 
     def _reconnect(self, command: Reconnect) -> ReconnectResult:
@@ -357,7 +359,7 @@ class Rank:
 def lead(rank: Rank, end: End, spread: Callable[[bytes], None] | None) -> None:
     """Serve the coordinator until it sends a stop command. `spread` sends a command to the other ranks. Reports errors
     to the coordinator, then raises them."""
-    answers = ResponseSender(end, rank.incarnation, waits=rank.worker.device.type == "cuda")
+    answers = ResponseSender(end, rank.incarnation, waits=rank.device.type == "cuda")
     try:
         while True:
             message = end.receive(rank.timeout)

@@ -93,7 +93,7 @@ class EngineConfig:
         1,
         within(1, 4),
         option=Option(
-            "Number of micro-batches whose rounds alternate, 1..4. Default: 1, with form lockstep 2.",
+            "Number of micro-batches whose rounds alternate, 1..4. Default: 1; 2 in lockstep with placement apart.",
             panel=ENGINE,
             has_flag=False,
         ),

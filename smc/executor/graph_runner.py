@@ -97,6 +97,10 @@ class StageRunner:
         """Device memory of recordings, in bytes."""
         return sum(kept.nbytes for kept in self._keys.values())
 
+    def beside(self) -> StageRunner:
+        """Return a runner of another model whose work takes turns with the work of this one."""
+        return type(self)(self.device)
+
     def working(self) -> AbstractContextManager:
         """Return the context in which all work is requested from this device."""
         return contextlib.nullcontext()
@@ -173,10 +177,14 @@ class GraphRunner(StageRunner):
 
     records = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """`stream`: by default a new one."""
         super().__init__(device)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = stream or torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+
+    def beside(self) -> GraphRunner:
+        return GraphRunner(self.device, self.stream)
 
     @contextlib.contextmanager
     def working(self):

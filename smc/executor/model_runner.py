@@ -56,6 +56,10 @@ OBSERVED_ROOTS = 64
 roots are not observed."""
 
 
+Share = Callable[[Tensor], None]
+"""Replaces the values of a tensor by those of the leader, on every rank."""
+
+
 class Channel(Protocol):
     """One model's end of the connection between the models. Tensors are on this model's device. Every call is made
     inside `StageRunner.working()`, and none waits for a GPU."""
@@ -82,10 +86,11 @@ class Channel(Protocol):
 
 
 class LocalChannel:
-    """One end of a channel within a process, between two devices or two streams of one device."""
+    """One end of a channel within a process, between two devices or on one."""
 
-    def __init__(self, stages: StageRunner) -> None:
-        self._stages = stages
+    def __init__(self, stages: StageRunner, share: Share | None = None) -> None:
+        """`share`: see `Channel.share`; None if this process holds the whole models."""
+        self._stages, self._share = stages, share
         self._other = self
         self._sent: dict[str, tuple[Tensor, Event]] = {}
         self._kept: list[Tensor] = []
@@ -93,8 +98,8 @@ class LocalChannel:
         self._received: Event | None = None
 
     @staticmethod
-    def between(one: StageRunner, other: StageRunner) -> tuple[LocalChannel, LocalChannel]:
-        ends = LocalChannel(one), LocalChannel(other)
+    def between(one: StageRunner, other: StageRunner, share: Share | None = None) -> tuple[LocalChannel, LocalChannel]:
+        ends = LocalChannel(one, share), LocalChannel(other, share)
         ends[0]._other, ends[1]._other = ends[1], ends[0]
         return ends
 
@@ -115,6 +120,8 @@ class LocalChannel:
         return here
 
     def share(self, tensor: Tensor) -> Tensor:
+        if self._share is not None:
+            self._share(tensor)
         return tensor
 
     def settle(self) -> None:
@@ -538,11 +545,23 @@ class RoundExecutor(Protocol):
 class LocalRoundExecutor:
     """Both models in this process: on one device, or on two."""
 
-    def __init__(self, config: EngineConfig, workers: dict[ModelRole, ModelWorker], ops: RoundOps) -> None:
-        self.stages = {role: ops.stage_runner(worker.device) for role, worker in workers.items()}
-        channels = LocalChannel.between(self.stages[ModelRole.DRAFT], self.stages[ModelRole.TARGET])
-        self._draft = DraftRunner(config, workers[ModelRole.DRAFT], ops, self.stages[ModelRole.DRAFT], channels[0])
-        self._target = TargetRunner(config, workers[ModelRole.TARGET], ops, self.stages[ModelRole.TARGET], channels[1])
+    def __init__(
+        self,
+        config: EngineConfig,
+        workers: Mapping[ModelRole, ModelWorker],
+        ops: RoundOps,
+        share: Share | None = None,
+    ) -> None:
+        """`share`: see `Channel.share`; None if this process holds the whole models."""
+        draft, target = workers[ModelRole.DRAFT], workers[ModelRole.TARGET]
+        stages = ops.stage_runner(target.device)
+        # In lockstep the models of one device take turns, so they use one stream. In look-ahead they work at a time.
+        takes_turns = draft.device == target.device and not config.lookahead
+        of_draft = stages.beside() if takes_turns else ops.stage_runner(draft.device)
+        self.stages = {ModelRole.DRAFT: of_draft, ModelRole.TARGET: stages}
+        channels = LocalChannel.between(of_draft, stages, share)
+        self._draft = DraftRunner(config, draft, ops, of_draft, channels[0])
+        self._target = TargetRunner(config, target, ops, stages, channels[1])
         self.runners: dict[ModelRole, DraftRunner | TargetRunner] = {
             ModelRole.DRAFT: self._draft,
             ModelRole.TARGET: self._target,
@@ -560,6 +579,19 @@ class LocalRoundExecutor:
         self._draft.draft(plan)
         target = self._target.round(plan)
         return LocalRound({ModelRole.DRAFT: self._draft.follow(), ModelRole.TARGET: target})
+
+
+class OneModelExecutor:
+    """One model in this process: its part in rounds. The other model, if a round has one, is in another process."""
+
+    def __init__(self, runner: DraftRunner | TargetRunner) -> None:
+        self._runner = runner
+
+    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
+        self._runner.join(group)
+
+    def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
+        return LocalRound({self._runner.worker.name: self._runner.round(plan)})
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.cli.service_options import placed, worker_group_config
 from services.launch.config import WorkerGroupConfig, check_gpus
+from smc.api.engine_config import EngineConfig
 
 NEEDED = "--device cuda needs {}: --target-tp {} and --draft-tp {}, one for each process"
 
@@ -40,6 +42,51 @@ def test_fewer_than_asked(monkeypatch, count, enough):
     else:
         with pytest.raises(ValueError, match=f"this machine has {count or 'no'} GPUs?.*; {NEEDED.format(3, 2, 1)}"):
             check_gpus(config, None)
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "placement"),
+    [
+        (0, {}, "apart"),
+        (1, {}, "shared"),
+        (2, {}, "apart"),
+        (2, {"target_tp": 2}, "shared"),
+        (2, {"target_tp": 2, "draft_tp": 2}, "shared"),
+        (3, {"target_tp": 3, "draft_tp": 2}, "apart"),
+        (3, {"target_tp": 2}, "apart"),
+        (1, {"form": "lockstep"}, "shared"),
+        (1, {"form": "lookahead"}, "apart"),
+        (1, {"placement": "apart"}, "apart"),
+        (4, {"placement": "shared"}, "shared"),
+        (1, {"ray_address": "10.0.0.1:6379"}, "apart"),
+        (1, {"device": "cpu"}, "apart"),
+    ],
+)
+def test_both_models_share_gpus_that_are_too_few(monkeypatch, count, given, placement):
+    """Unless the options say otherwise, or another host may have more. One process then works on one micro-batch, in
+    lockstep."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    chosen = placed({"device": "cuda", **given})
+    assert chosen["placement"] == placement
+    if chosen.get("draft_tp", 1) in (1, chosen.get("target_tp", 1)):
+        engine = worker_group_config(chosen).engine
+        assert (engine.form == "lockstep") == (placement == "shared" or given.get("form") == "lockstep")
+        assert engine.micro_batches == 1
+
+
+def test_gpus_of_shared_ranks(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    lockstep = EngineConfig(form="lockstep")
+    check_gpus(WorkerGroupConfig(device="cuda", placement="shared", engine=lockstep), None)
+    two = WorkerGroupConfig(device="cuda", placement="shared", target_tp=2, draft_tp=2, engine=lockstep)
+    needed = "--device cuda with --placement shared needs 2: --target-tp 2, one for each process"
+    with pytest.raises(ValueError, match=f"this machine has 1 GPU.*; {needed}"):
+        check_gpus(two, None)
+    apart = WorkerGroupConfig(device="cuda", engine=lockstep)
+    with pytest.raises(ValueError, match=f"{NEEDED.format(2, 1, 1)}; --placement shared needs 1"):
+        check_gpus(apart, None)
 
 
 def test_a_cluster_elsewhere_is_not_this_machine(monkeypatch):

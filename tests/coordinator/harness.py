@@ -13,7 +13,8 @@ from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import coordinator_spec, rank_spec
 from services.link.connect import Rendezvous
 from services.link.store import StoreServer
-from services.workers.process import RankSpec, run_rank
+from services.workers.process import run_rank
+from services.workers.spec import RankSpec
 from smc.api.engine_config import EngineConfig
 from smc.model.parallel import Shard
 from smc.types import ModelRole
@@ -34,8 +35,8 @@ def coordinator(
     pair = config.serving_pair()
     store = StoreServer(HOST, SECRET, 30.0)
     rendezvous = Rendezvous(HOST, store.port, 1, SECRET, config.link, config.start_timeout)
-    shards = [(side, Shard(rank, config.degree(side))) for side in SIDES for rank in range(config.degree(side))]
-    specs = [rank_spec(config, pair, rendezvous, side, shard) for side, shard in shards]
+    places = [(one.name, Shard(rank, one.size)) for one in config.rank_groups for rank in range(one.size)]
+    specs = [rank_spec(config, pair, rendezvous, name, place) for name, place in places]
     ranks = [threading.Thread(target=_run, args=(spec,), daemon=True) for spec in specs]
     for rank in ranks:
         rank.start()

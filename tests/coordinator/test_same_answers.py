@@ -31,16 +31,23 @@ ASKED = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(seed=i, **param
 FORMS = {"lookahead": {"block": 4, "branches": 2, "micro_batches": 2}, "lockstep": {"form": "lockstep", "block": 4}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("link", "draft_tp", "target_tp", "form"),
-    [("grpc", 2, 3, "lookahead"), ("nccl", 1, 4, "lockstep")],
+    ("link", "draft_tp", "target_tp", "form", "placement"),
+    [
+        pytest.param("grpc", 2, 3, "lookahead", "apart", marks=pytest.mark.slow),
+        pytest.param("nccl", 1, 4, "lockstep", "apart", marks=pytest.mark.slow),
+        ("nccl", 1, 1, "lockstep", "shared"),
+        ("grpc", 1, 1, "lockstep", "shared"),
+        ("nccl", 2, 2, "lockstep", "shared"),
+        pytest.param("grpc", 1, 3, "lockstep", "shared", marks=pytest.mark.slow),
+    ],
 )
-def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form):
+def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form, placement):
     """Answers equal those of the in-process engine. Three ranks of a target with 4 query heads and 2 key/value heads
     hold 2, 1 and 1 query heads; four ranks hold one each. Key/value heads are then repeated."""
     expected = _answers_here(form)
-    with coordinator(_config(form), link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
+    degrees = {"draft_tp": draft_tp, "target_tp": target_tp}
+    with coordinator(_config(form), link=link, placement=placement, **degrees) as (made, spec):
         found = asyncio.run(_answers(made.address, spec.rendezvous.secret))
     for one in found:
         same = expected[one.request_id]

@@ -484,7 +484,7 @@ def test_the_commands_accept_their_files(variant, tmp_path):
         )
         assert config.engine.max_context == given["engine"].get("maxContext")
         assert config.engine.prefix_cache is given["engine"]["prefixCache"]
-        assert config.resource("draft") == (None if given["topology"] == "pod" else "smc_draft")
+        assert config.draft_resource == (None if given["topology"] == "pod" else "smc_draft")
 
 
 @every_variant
@@ -556,7 +556,9 @@ def test_keda_sees_no_load_where_models_are_loading(tmp_path):
     whose name begins with the same letters."""
     full, loading, lost = Metrics(), Metrics(), Metrics()
     for replica in (full, loading, lost):
-        replica.set_build_info("1", "big", "lookahead", "grpc", 64, block=8, weights={"draft": "", "target": ""})
+        replica.set_build_info(
+            "1", "big", "lookahead", "grpc", 64, block=8, weights={"draft": "", "target": ""}, placement="apart"
+        )
     for replica in (full, lost):
         replica.observe_step(EngineStats(slots_free=16))
     full.set_health(draft=True, target=True, serving=True)

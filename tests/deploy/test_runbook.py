@@ -29,7 +29,9 @@ def test_a_section_answers_the_same_questions(alert):
 
 def test_queries_in_it_would_answer():
     metrics = Metrics()
-    metrics.set_build_info("1", "big", "lookahead", "grpc", 1, block=8, weights={"draft": "", "target": ""})
+    metrics.set_build_info(
+        "1", "big", "lookahead", "grpc", 1, block=8, weights={"draft": "", "target": ""}, placement="apart"
+    )
     known, _ = promql.with_rules(promql.exported(metrics.exposition().decode()), rules("rules.yml"))
     queries = re.findall(r"```promql\n(.*?)```", TEXT, re.S)
     assert len(queries) >= len(SECTIONS)

@@ -84,7 +84,7 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
             if m.name != "smc_build"
         }
 
-    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS, placement="apart")
     before = series()
     report_everything(metrics)
     assert series() == before
@@ -109,7 +109,7 @@ def test_metrics_of_a_pair_name_it(metrics):
 
 
 def report_everything(metrics: Metrics) -> None:
-    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS, placement="apart")
     metrics.prompt_started(20, 0.05)
     metrics.tokens_generated(9)
     metrics.tokens_followed(4, 0.2)
@@ -199,10 +199,8 @@ def test_what_is_reported_is_what_is_shown(metrics):
     assert parts == [0.012, 0.015, 0.001, 0.002]
     assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]
     assert [value(metrics, "smc_group_healthy", group=group) for group in ("draft", "target")] == [1, 0]
-    assert (
-        value(metrics, "smc_build_info", version="1.2", form="lookahead", link="grpc", weights="ab", draft_weights="cd")
-        == 1
-    )
+    service = {"version": "1.2", "form": "lookahead", "link": "grpc", "placement": "apart"}
+    assert value(metrics, "smc_build_info", **service, weights="ab", draft_weights="cd") == 1
 
 
 def test_a_leak_stays_seen_while_requests_run(metrics):
@@ -217,7 +215,7 @@ def test_a_leak_stays_seen_while_requests_run(metrics):
 
 
 def test_all_slots_are_free_while_models_load(metrics):
-    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS)
+    metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS, placement="apart")
     assert value(metrics, "smc_slots_free") == value(metrics, "smc_slots_capacity") == 64
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -62,6 +63,22 @@ def test_where_a_target_can_go_on_without_its_draft(link, device, outlives):
     """The target outlives its draft except with NCCL on GPUs: an NCCL communicator cannot be closed without ending the
     operations that wait in it."""
     assert WorkerGroupConfig(link=link, device=device).outlives_draft is outlives
+    lockstep = EngineConfig(form="lockstep")
+    assert not WorkerGroupConfig(link=link, device=device, engine=lockstep, placement="shared").outlives_draft
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"engine": EngineConfig()}, "form='lookahead' with placement='shared'; allowed: form lockstep"),
+        ({"target_tp": 3, "draft_tp": 2}, "draft_tp=2 with placement='shared' and target_tp=3; allowed: 3, or 1"),
+        ({"draft_resource": "small"}, "draft_resource='small' has no effect with placement='shared'"),
+        ({"placement": "near"}, "placement='near'; allowed: apart, shared"),
+    ],
+)
+def test_what_shared_ranks_cannot_do(settings, what):
+    with pytest.raises(ValueError, match=re.escape(what)):
+        WorkerGroupConfig(**{"placement": "shared", "engine": EngineConfig(form="lockstep")} | settings)
 
 
 @pytest.mark.parametrize(("device", "effort"), [("cpu", BRIEF), ("cuda", THOROUGH)])

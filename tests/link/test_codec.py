@@ -18,6 +18,8 @@ from services.link.messages import (
     REQUESTS,
     RESPONSES,
     MemoryUse,
+    ModelResult,
+    ModelResults,
     Ping,
     Pong,
     Reconnect,
@@ -40,7 +42,7 @@ from smc.round.plan import (
 )
 from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RoundResult
 from smc.stops import StopMachine
-from smc.types import Decoding
+from smc.types import Decoding, ModelRole
 
 examples = settings(max_examples=20, deadline=None)
 
@@ -62,12 +64,17 @@ def equal(a: object, b: object) -> bool:
 
 def received(content):
     """Return a command, or a result, as the other process of a link gets it."""
-    if isinstance(content, (PromptResult, RoundResult, DraftReport, Pong, MemoryUse)):
-        response = WorkResponse(3, 7, content, 1, 2**62, {"draft": (5, 9)})
+    if isinstance(content, (PromptResult, RoundResult, DraftReport)):
+        one = ModelResult(content, {"draft": (5, 2**62)}, {3: "why"})
+        found = received(ModelResults({ModelRole.DRAFT: one})).by_role[ModelRole.DRAFT]
+        assert replace(found, result=None) == replace(one, result=None)
+        return found.result
+    if isinstance(content, (ModelResults, Pong, MemoryUse)):
+        response = WorkResponse(3, 7, content, 1, 2**62)
         found = RESPONSES.decode(RESPONSES.encode(response))
         assert replace(found, result=None) == replace(response, result=None)
         return found.result
-    request = WorkRequest(3, 7, content)
+    request = WorkRequest(3, 7, content, ModelRole.TARGET)
     found = REQUESTS.decode(REQUESTS.encode(request))
     assert replace(found, command=None) == replace(request, command=None)
     return found.command

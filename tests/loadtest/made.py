@@ -12,7 +12,9 @@ from loadtest.settings import LoadSettings
 from loadtest.summary import summarise
 from services.client import ModelDescription, ModelInfo, ServerInfo
 
-SERVER = ServerInfo("1.2.3", "lookahead", 8, 4, 64, "nccl", 1, True, 0, 0, 12.5, 256, 1024, 4 << 20, 8192)
+SERVER = ServerInfo(
+    "1.2.3", "lookahead", 8, 4, 64, "nccl", 1, True, 0, 0, 12.5, 256, 1024, 4 << 20, 8192, "apart", 99, 99
+)
 MODEL = ModelInfo(
     ModelDescription("big", "llama", 1000, 1), ModelDescription("small", "llama", 10, 1), 512, 512, (1,), True
 )

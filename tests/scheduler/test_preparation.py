@@ -15,7 +15,7 @@ from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.model_runner import TargetRunner
+from smc.executor.model_runner import OneModelExecutor, TargetRunner
 from smc.executor.ops import RoundOps
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
@@ -147,7 +147,8 @@ def test_a_rank_goes_on_while_it_compiles(pair, monkeypatch):
     monkeypatch.setattr(constraints, "compiled", slow)
     worker = local_engine(pair, CONFIG).workers[ModelRole.TARGET]
     there, here = queue.SimpleQueue(), queue.SimpleQueue()
-    rank = Rank(worker, TargetRunner(CONFIG, worker, RoundOps(), worker.stages, None), 1, 60.0)
+    executor = OneModelExecutor(TargetRunner(CONFIG, worker, RoundOps(), worker.stages, None))
+    rank = Rank({ModelRole.TARGET: worker}, executor, 1, 60.0)
     thread = threading.Thread(target=lead, args=(rank, QueueEnd(here, there), None))
     thread.start()
     remote = RemoteWorker(ModelRole.TARGET, QueueEnd(there, here), 1, 60.0, Timeline())
