@@ -35,6 +35,10 @@ from smc.executor.worker import FIRST_STEP
 from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials, words
 from smc.round.slots import KEPT_CANDIDATES
 
+# The engine's constants. A row offers its 32 likeliest tokens (CANDIDATES_PER_ROW), an inner node 16 (KEPT_CANDIDATES).
+# LEAD_GAIN is more than all other gains together; a distinct particle below a tenth of the mean weight (LEAST_SHARE)
+# may be dropped. EQUAL is a tolerance. The others only place random numbers.
+
 Tokens = tuple[int, ...]
 Model = Callable[[Tokens], Tensor]
 """Log-probabilities [V], float32, of the token after a sequence."""
@@ -73,7 +77,7 @@ class Row:
     """Log of the weight (SMC), or of the probability by the draft's estimate (exact decoding)."""
     logq: tuple[float, ...] = ()
     """log q of the last tokens: those that the target has not scored."""
-    root: int = 0
+    start: int = 0
     """Number of tokens before those that the present round drafts."""
     slot: int = 0
     """Slot of the particle that the row continues."""
@@ -99,7 +103,7 @@ class Reference(ABC):
     def round(self) -> tuple[list[Row], list[Row], Any]:
         """Run a round. Returns the blocks, the rows and what verification found."""
         self.rounds += 1
-        self.particles = [replace(row, root=len(row.tokens)) for row in self.particles]
+        self.particles = [replace(row, start=len(row.tokens)) for row in self.particles]
         rows = self.draft()
         blocks = self.particles if self.lookahead else rows
         verified = self.verify(blocks)
@@ -132,7 +136,7 @@ class Reference(ABC):
 
     def chain(self, row: Row, round_: int, stream: int) -> Row:
         """Let the draft draw tokens until K tokens of the row are of this round."""
-        while len(row.tokens) < row.root + self.task.block and not self.ended(row.tokens):
+        while len(row.tokens) < row.start + self.task.block and not self.ended(row.tokens):
             logq = self.task.draft(row.tokens)
             token = self.draw(logq, len(row.tokens), Purpose.PROPOSAL, round_, stream)
             row = row.add(token, 0.0, logq[token].item())
@@ -183,7 +187,7 @@ class ExactWalk(Reference):
     def first(self) -> list[Row]:
         self.known = len(self.task.prompt) + 1
         """Number of tokens that the target has drawn, prompt included."""
-        self.mass: dict[Tokens, float] = {}
+        self.node_mass: dict[Tokens, float] = {}
         """Mass of each node of the tree, a node being the sequence that leads to it."""
         return [Row((*self.task.prompt, self.own_draw(self.task.prompt)))]
 
@@ -200,7 +204,7 @@ class ExactWalk(Reference):
         for _ in range(self.task.block - 1):
             offers = [offer for row in levels[-1] for offer in self.offers(row)]
             levels.append(likeliest(self.useful(offers, levels[-1]), self.width))
-        self.mass = {row.tokens: row.mass for rows in levels for row in rows}
+        self.node_mass = {row.tokens: row.mass for rows in levels for row in rows}
         return self.paths(levels)
 
     def outcomes(self) -> list[Row]:
@@ -213,7 +217,7 @@ class ExactWalk(Reference):
             for n in range(self.known, len(row.tokens)):
                 node = row.tokens[:n]
                 if node not in seen:
-                    inner = Row(node, self.mass[node], root=n, slot=row.slot)
+                    inner = Row(node, self.node_mass[node], start=n, slot=row.slot)
                     found += [offer for offer in self.offers(inner, KEPT_CANDIDATES) if offer.tokens not in nodes]
                 seen.add(node)
         return found
@@ -233,10 +237,10 @@ class ExactWalk(Reference):
         if not self.grows_ahead:
             return offers
         ended = {row.tokens for row in rows if self.ended(row.tokens)}
-        count = Counter(tokens[: row.root + 1] for row in rows if (tokens := row.tokens) in ended)
+        count = Counter(tokens[: row.start + 1] for row in rows if (tokens := row.tokens) in ended)
         kept = {offers[0].tokens} | ended
         for offer in sorted((offer for offer in offers if offer.tokens not in ended), key=lambda row: -row.mass):
-            outcome = offer.tokens[: offer.root + 1]
+            outcome = offer.tokens[: offer.start + 1]
             if count[outcome] < self.task.particles:
                 kept.add(offer.tokens)
             count[outcome] += 1
@@ -255,17 +259,17 @@ class ExactWalk(Reference):
         for level, of_level in enumerate(levels):
             for row in of_level:
                 size = len(row.tokens)
-                path = tuple(row.tokens[:n] for n in range(min(row.root + 1, size), size + 1))
+                path = tuple(row.tokens[:n] for n in range(min(row.start + 1, size), size + 1))
                 rows.pop(path[:-1], None)
                 rows[path] = row
                 # In look-ahead the first token is the target's own if the row is used, so drafting it gains nothing.
-                if size == row.root + level + 1 and (level or not self.grows_ahead):
+                if size == row.start + level + 1 and (level or not self.grows_ahead):
                     gain[row.tokens] = math.exp(row.mass - top)
             gain[of_level[0].tokens] += LEAD_GAIN
         if self.grows_ahead:
             rows = {path: row for path, row in rows.items() if len(path) > 1 or self.ended(row.tokens) or gain[path[0]]}
         taken = heaviest_paths(list(rows), gain, self.width, self.task.particles)
-        outcomes = [row.tokens[: row.root + 1] for row in levels[0]]
+        outcomes = [row.tokens[: row.start + 1] for row in levels[0]]
         return [rows[path] for path in sorted(taken, key=lambda path: outcomes.index(path[0]))]
 
     def verify(self, blocks: list[Row]) -> tuple[Tokens, int | None]:
@@ -403,7 +407,7 @@ class SmcIndependent(Reference):
         for row in rows:
             mass, scored = before[row.slot]
             share = row.mass - mass if mass > -math.inf else 0.0
-            first = self.ratios(replace(row, tokens=row.tokens[: row.root + 1], logq=row.logq[:1]))
+            first = self.ratios(replace(row, tokens=row.tokens[: row.start + 1], logq=row.logq[:1]))
             weighed.append(replace(row, mass=scored + share + sum(first), logq=row.logq[1:]))
         return weighed
 
