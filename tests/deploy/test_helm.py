@@ -152,10 +152,12 @@ CLAIMS = {
     "resources": {"claims": [{"name": "gpu"}]},
 }
 ROUTED = POD | {"router": {"enabled": True, "controlKeySecret": "control"}}
+SHARED = POD | {"placement": "shared", "device": "cuda", "engine": {"form": "lockstep"}}
 VARIANTS = {
     "defaults": [{}],
     **{name: [name] for name in PROFILES},
     "four GPUs in one pod": [FOUR_GPUS, MODELS],
+    "four GPUs with both models": [SHARED, {"target": {"tp": 4}, "draft": {"tp": 4}}, MODELS],
     "everything": [EVERYTHING, ON_NODES, MODELS, TOKENS, MONITORED, BATCH],
     "everything in one pod": [EVERYTHING, {"pod": PLACE}, MODELS, MUTUAL, MONITORED, KEDA],
     "mutual TLS": [MUTUAL],
@@ -319,6 +321,10 @@ def test_an_unknown_field_would_be_noticed(field):
         (POD | {"keda": {"enabled": True, "minReplicas": 5}}, "at least keda.minReplicas=5"),
         ({"monitoring": {"serviceMonitor": True, "podMonitor": True}}, "choose one"),
         ({"draft": {"gpus": 1}}, "draft.gpus=1 has no effect with device=cpu"),
+        ({"placement": "shared"}, "placement=shared with topology=cluster, which gives each model a pod of its own"),
+        (SHARED | {"engine": {"form": "lookahead"}}, "engine.form=lookahead with placement=shared"),
+        (SHARED | {"target": {"tp": 3}, "draft": {"tp": 2}}, "draft.tp=2 with placement=shared; allowed: target.tp=3"),
+        (SHARED | {"draft": {"gpus": 1}}, "draft.gpus=1 has no effect with placement=shared"),
         ({"device": "cuda", "target": {"tp": 4, "gpus": 2}}, "at least target.tp=4"),
         (
             {"gateway": {"drainTimeout": 60, "terminationGracePeriod": 99}},
@@ -540,6 +546,9 @@ def test_gpus():
     assert found == {"draft": (1, "1"), "target": (3, "3")}
     (together,) = of_kind(render(FOUR_GPUS), "Deployment")["spec"]["template"]["spec"]["containers"]
     assert together["resources"]["limits"]["nvidia.com/gpu"] == 4
+    for variant, gpus in (("values-8b-one-gpu", 1), ("four GPUs with both models", 4)):
+        (shared,) = of_kind(rendered(variant), "Deployment")["spec"]["template"]["spec"]["containers"]
+        assert shared["resources"]["limits"]["nvidia.com/gpu"] == gpus
 
 
 def test_keda_asks_for_metrics_that_there_are():

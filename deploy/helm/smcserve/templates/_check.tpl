@@ -50,6 +50,9 @@
 {{- if and $v.ray.auth.secret (eq $v.ray.auth.mode "disabled") -}}
 {{- fail "ray.auth.secret has no effect with ray.auth.mode=disabled; use mode=token, or leave the secret out" -}}
 {{- end -}}
+{{- if eq $v.placement "shared" -}}
+{{- include "smcserve.checkShared" . -}}
+{{- end -}}
 {{- range $side := list "draft" "target" -}}
 {{- $group := index $v $side -}}
 {{- if $group.gpus -}}
@@ -67,6 +70,22 @@
 {{- include "smcserve.checkRouter" . -}}
 {{- include "smcserve.checkSecurity" . -}}
 {{- include "smcserve.checkUnused" . -}}
+{{- end -}}
+
+{{- define "smcserve.checkShared" -}}
+{{- $v := .Values -}}
+{{- if ne $v.topology "pod" -}}
+{{- fail (printf "placement=shared with topology=%s, which gives each model a pod of its own; use topology=pod" $v.topology) -}}
+{{- end -}}
+{{- if ne $v.engine.form "lockstep" -}}
+{{- fail (printf "engine.form=%s with placement=shared, where the models work in turn; use engine.form=lockstep" $v.engine.form) -}}
+{{- end -}}
+{{- if not (has (int $v.draft.tp) (list 1 (int $v.target.tp))) -}}
+{{- fail (printf "draft.tp=%v with placement=shared; allowed: target.tp=%v, or 1" $v.draft.tp $v.target.tp) -}}
+{{- end -}}
+{{- if $v.draft.gpus -}}
+{{- fail (printf "draft.gpus=%v has no effect with placement=shared; the draft is on the target's GPUs" $v.draft.gpus) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "smcserve.checkBatch" -}}

@@ -30,7 +30,7 @@
 {{- $v := .Values -}}
 {{- $keys := list
   (list "target" (include "smcserve.modelPath" (dict "root" . "side" "target"))) (list "draft" (include "smcserve.modelPath" (dict "root" . "side" "draft"))) (list "target-tp" $v.target.tp) (list "draft-tp" $v.draft.tp)
-  (list "device" $v.device) (list "dtype" $v.dtype) (list "target-dtype" $v.target.dtype)
+  (list "placement" $v.placement) (list "device" $v.device) (list "dtype" $v.dtype) (list "target-dtype" $v.target.dtype)
   (list "draft-dtype" $v.draft.dtype) (list "form" $v.engine.form) (list "block" $v.engine.block)
   (list "branches" $v.engine.branches) (list "micro-batches" $v.engine.microBatches)
   (list "max-slots" $v.engine.maxSlots) (list "max-chains" $v.engine.maxChains) (list "max-context" $v.engine.maxContext) (list "pages" $v.engine.pages)

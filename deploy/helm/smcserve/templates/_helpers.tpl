@@ -57,10 +57,10 @@ app.kubernetes.io/component: replica
 {{- default (ternary (include "smcserve.name" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* Number of GPUs of a draft or target pod; 0 on CPUs. Arguments: root, side. */}}
+{{/* Number of GPUs for a draft or a target; 0 on CPUs, and for a draft that is on the target's GPUs. Arguments: root, side. */}}
 {{- define "smcserve.gpus" -}}
 {{- $group := index .root.Values .side -}}
-{{- if eq .root.Values.device "cuda" -}}{{ default $group.tp $group.gpus | int }}{{- else -}}0{{- end -}}
+{{- if and (eq .root.Values.device "cuda") (not (and (eq .side "draft") (eq .root.Values.placement "shared"))) -}}{{ default $group.tp $group.gpus | int }}{{- else -}}0{{- end -}}
 {{- end -}}
 
 {{/* Seconds that a pod needs to stop: preStop, drain, delivery of statuses and the end of all processes. */}}
