@@ -4,6 +4,8 @@ an engine in this process."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,6 +17,7 @@ from smc.api.request import Answer, Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from tests.coordinator.harness import coordinator
+from tests.recorded_answers import expect_short_answers
 
 KINDS = [
     {"particles": 6, "max_tokens": 11},
@@ -56,6 +59,24 @@ def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form, placem
         assert one.statistics.log_z == pytest.approx(same.statistics.log_z, abs=1e-3)
 
 
+def test_one_process_with_little_memory():
+    """Requests that are preempted have the answers that they have with ample memory."""
+    smc = {"population": "independent", "ess_threshold": 0.0}
+    law = {"particles": 4, "max_tokens": 40, "ignore_eos": True}
+    asked = [
+        Request(str(i), tuple(range(5 + i, 45 + i)), SamplingParams(seed=i, **law, **one))
+        for i, one in enumerate((smc, smc, smc, smc, {"method": "exact"}))
+    ]
+    ample = EngineConfig(form="lockstep", block=4, drafting="always", max_context=128)
+    engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), ample)
+    expected = {output.request_id: output.answer.tokens for output in engine.run(asked) if output.answer}
+    with coordinator(replace(ample, pages=260), placement="shared") as (made, spec):
+        expect_short_answers(made._remote.engine)
+        found = asyncio.run(_answers(made.address, spec.rendezvous.secret, asked))
+    assert {one.request_id: one.tokens for one in found} == expected
+    assert sum(one.statistics.preemptions for one in found) > 0
+
+
 def _config(form: str) -> EngineConfig:
     return EngineConfig(**FORMS[form], drafting="always")
 
@@ -66,14 +87,14 @@ def _answers_here(form: str) -> dict[str, Answer]:
     return {output.request_id: output.answer for output in engine.run(ASKED) if output.answer}
 
 
-async def _answers(address: str, secret: str) -> list[Answer]:
-    """Send all requests of `ASKED` at once and return their answers."""
+async def _answers(address: str, secret: str, asked: Sequence[Request] = ASKED) -> list[Answer]:
+    """Send all requests at once and return their answers."""
     client = CoordinatorClient(address, secret, lambda step: None, lambda: None)
 
     async def ask(request: Request) -> Answer:
         return [output async for output in client.generate(request)][-1].answer
 
     try:
-        return await asyncio.gather(*map(ask, ASKED))
+        return await asyncio.gather(*map(ask, asked))
     finally:
         await client.close()
