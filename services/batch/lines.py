@@ -12,12 +12,13 @@ from typing import Any
 
 from services.backend import ServingPair
 from services.errors import status_of
+from services.openai.answers import ResponseHeader
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
-from services.openai.messages import Reasoning
+from services.openai.completions import check_scored, echoes, response
 from services.openai.requests import CompletionRequest, Served, derived_seed, understood
-from services.openai.responses import ResponseHeader, check_scored, echoes, response
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Answer, Request
+from smc.api.sampling_params import SamplingParams
 
 URLS = (COMPLETIONS, CHAT)
 FIELDS = ("custom_id", "method", "url", "body")
@@ -107,18 +108,18 @@ class RequestReader:
             raise ValueError(line.mistake)
         completion = _understood(line, self._pair)
         _check_is_for_a_file(completion)
-        tokenizer, context, requests = self._pair.tokenizer, self._pair.context, []
+        tokenizer, context = self._pair.tokenizer, self._pair.context
         negative = completion.negative_tokens(tokenizer, context - 1)
         completion = replace(completion, settings=completion.settings | {"seed": self.seed_of(line)})
+
+        def default_length(params: SamplingParams, prompt: int, negative: int) -> int:
+            return min(DEFAULT_MAX_TOKENS, max(1, context - max(prompt, negative)))
+
+        requests: list[Request] = []
         seeds, name = completion.seeds(), line.name if line.file else str(line.number)
-        for one in completion.prompts:
-            prompt = tuple(one.encode(tokenizer, context - 1))
-            longest = min(DEFAULT_MAX_TOKENS, max(1, context - max(len(prompt), len(negative or ()))))
-            if completion.may_reason:
-                completion = completion.after_reasoning(Reasoning.of(tokenizer, prompt))
-            for number in range(completion.n):
-                params = completion.params(longest, next(seeds), first=not number)
-                requests.append(Request(name, prompt, params, completion.cache_salt, negative_prompt=negative))
+        for each in completion.prompts:
+            prompt = tuple(each.encode(tokenizer, context - 1))
+            requests += completion.requests(name, prompt, negative, seeds, tokenizer, default_length)
         if (constraint := requests[0].params.constraint) is not None:
             from smc.constraints import Compiler  # imports torch
             from smc.stops import TokenBytes
@@ -168,7 +169,7 @@ def answered(
     chat, tokenizer = line.url == CHAT, pair.tokenizer
     heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
     completion = _understood(line, pair)
-    reasoning = Reasoning.of(tokenizer, requests[0].prompt) if completion.may_reason else None
+    reasoning = completion.reasoning(tokenizer, requests[0].prompt)
     texts = echoes(completion, tokenizer)
     body = response(heading, completion, requests, answers, texts, tokenizer, reasoning)
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from services.openai.answers import AnswerWriter, ResponseHeader
 from services.openai.bodies import (
-    CHAT,
-    COMPLETIONS,
     NAMES,
     BadRequest,
     Refusal,
@@ -21,9 +20,8 @@ from services.openai.bodies import (
     renamed,
     validated,
 )
-from services.openai.messages import Reasoning
+from services.openai.parts import Reasoning
 from services.openai.requests import CompletionRequest, Served, understood
-from services.openai.responses import AnswerWriter, CompletionWriter, ResponseHeader
 from smc.api.request import Request
 from smc.api.sampling_params import SETTINGS
 from smc.model.tokenizer import Tokenizer
@@ -38,7 +36,7 @@ class ApiCall:
     """The request of a body, and how its answers are written."""
 
     completion: CompletionRequest
-    make_writer: MakeWriter = CompletionWriter
+    make_writer: MakeWriter
     field_names: Mapping[str, str] = field(default_factory=dict)
     """This API's names for fields of a chat, where they differ."""
 
@@ -100,27 +98,3 @@ class ChatForm(Generic[B]):
         except BadRequest as error:
             raise renamed(error, self.field_names) from error
         return body, completion
-
-
-@dataclass(frozen=True)
-class CompletionDialect(Dialect):
-    """The dialect of chats, or of completions."""
-
-    chat: bool
-    prompt: str
-
-    def read(self, document: Any, served: Served) -> ApiCall:
-        synonym = "max_completion_tokens"
-        is_named = isinstance(document, dict) and document.get(synonym) is not None and "max_tokens" not in document
-        names = {"max_tokens": synonym} if self.chat and is_named else {}
-        try:
-            completion = understood(document, self.chat, served).with_tool_format(served.tokenizer)
-        except BadRequest as error:
-            raise renamed(error, names) from error
-        return ApiCall(completion, field_names=names)
-
-
-COMPLETION_DIALECTS: dict[str, Dialect] = {
-    CHAT: CompletionDialect(True, "messages"),
-    COMPLETIONS: CompletionDialect(False, "prompt"),
-}

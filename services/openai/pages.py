@@ -16,7 +16,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from services.gateway.request_handler import RequestHandler
-from services.openai import messages_api, responses_api
+from services.openai import anthropic, responses
 from services.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, Neutral
 from services.openai.requests import Served, understood
 from smc.api.constraint import KINDS
@@ -185,11 +185,9 @@ class BodyOf:
 BODIES = {
     CHAT: BodyOf("OpenAI's chats", ChatBody),
     COMPLETIONS: BodyOf("OpenAI's completions", CompletionBody),
-    responses_api.RESPONSES: BodyOf("OpenAI's responses", responses_api.ResponsesBody, responses_api.FORM.replaced),
-    messages_api.MESSAGES: BodyOf("Anthropic's messages", messages_api.MessagesBody, messages_api.FORM.replaced),
-    messages_api.COUNT_TOKENS: BodyOf(
-        "Tokens of Anthropic's messages", messages_api.MessagesBody, messages_api.FORM.replaced
-    ),
+    responses.RESPONSES: BodyOf("OpenAI's responses", responses.ResponsesBody, responses.FORM.replaced),
+    anthropic.MESSAGES: BodyOf("Anthropic's messages", anthropic.MessagesBody, anthropic.FORM.replaced),
+    anthropic.COUNT_TOKENS: BodyOf("Tokens of Anthropic's messages", anthropic.MessagesBody, anthropic.FORM.replaced),
 }
 
 

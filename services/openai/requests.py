@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -39,12 +39,12 @@ from services.openai.bodies import (
     named,
     validated,
 )
-from services.openai.messages import Reasoning
+from services.openai.parts import Reasoning
 from services.openai.tool_calls import CallSyntax, ToolFormat, arguments_rule
 from services.prompts import Prompt, of_negative
 from smc.api.constraint import MAX_BYTES, Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS
-from smc.api.request import MAX_PRIORITY, check_guidance, check_priority
+from smc.api.request import MAX_PRIORITY, Request, check_guidance, check_priority
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 
@@ -208,6 +208,30 @@ class CompletionRequest:
         value and what is allowed."""
         settings = {"max_tokens": longest} | self.settings | {"seed": seed}
         return SamplingParams(**settings if first else settings | {"prompt_logprobs": None})
+
+    def reasoning(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Reasoning | None:
+        """Return the reasoning that answers to a prompt are expected to begin with, if any."""
+        return Reasoning.of(tokenizer, prompt) if self.may_reason else None
+
+    def requests(
+        self,
+        name: str,
+        prompt: tuple[int, ...],
+        negative: tuple[int, ...] | None,
+        seeds: Iterator[int | None],
+        tokenizer: Tokenizer,
+        default_length: Callable[[SamplingParams, int, int], int],
+    ) -> list[Request]:
+        """Return one request for each answer to a prompt. `prompt` and `negative`: token ids; `seeds`: see `seeds`;
+        `default_length`: returns `max_tokens` of an answer without a limit, from its settings and the numbers of tokens
+        of both prompts. Raises what `params` raises."""
+        completion = self.after_reasoning(self.reasoning(tokenizer, prompt))
+        longest = default_length(completion.params(LONGEST, None), len(prompt), len(negative or ()))
+        each = [completion.params(longest, next(seeds), first=not number) for number in range(self.n)]
+        return [
+            Request(name, prompt, params, self.cache_salt, negative_prompt=negative, priority=self.priority)
+            for params in each
+        ]
 
     def negative_tokens(self, tokenizer: Tokenizer, limit: int) -> tuple[int, ...] | None:
         """Return the token ids of the negative prompt; None if there is none. Raises ValueError."""

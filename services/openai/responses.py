@@ -1,507 +1,492 @@
-"""Converts answers of the library to responses and streamed chunks of OpenAI's API. Knows nothing about how they are
-sent."""
+"""OpenAI's Responses API (`/v1/responses`): converts its bodies to chats, and answers to its output items and events.
+Responses are not stored. Knows nothing about decoding."""
 
 from __future__ import annotations
 
-import codecs
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from services.openai.bodies import BadRequest
-from services.openai.call_reader import Delta
-from services.openai.messages import MessageReader, Reasoning, message_of
-from services.openai.requests import CompletionRequest
-from services.openai.tool_calls import call
-from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle, PromptToken, Request
-from smc.api.sampling_params import SamplingParams
+from pydantic import BeforeValidator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from services.openai.answers import (
+    OPENAI_FINISH,
+    ResponseHeader,
+    chat_logprobs,
+    named_event,
+    smc_block,
+    usage,
+    written,
+)
+from services.openai.bodies import (
+    KIND,
+    TOOL_PARAMETERS,
+    Strict,
+    in_form,
+    joined,
+    kind_of_item,
+    neutral,
+    text_or,
+    tools_of,
+)
+from services.openai.dialects import ApiCall, ChatForm, Dialect
+from services.openai.parts import (
+    MessagePart,
+    PartBegins,
+    PartEnds,
+    PartEvent,
+    PartGrows,
+    PartKind,
+    PartReader,
+    Reasoning,
+)
+from services.openai.requests import CompletionRequest, Served
+from smc.api.request import Answer, Output, Request
 from smc.model.tokenizer import Tokenizer
 
-OPENAI_FINISH = {
-    FinishReason.EOS: "stop",
-    FinishReason.STOP_TOKEN: "stop",
-    FinishReason.STOP_STRING: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.TIME_BUDGET: "length",
-    FinishReason.QUEUE_TIME: "length",
+RESPONSES = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that asks for log-probabilities."""
+NOT_STORED = "responses are not stored here"
+FIELD_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    TOOL_PARAMETERS: ".parameters",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
-DONE = b"data: [DONE]\n\n"
-MOST_ECHOED = 1 << 20
-"""Maximum number of characters of prompts that are repeated in all answers together."""
-MOST_SCORED = 1 << 20
-"""Maximum number of log-probabilities of prompts in all answers together: of their tokens, and of the likeliest tokens
-listed for each."""
+"""This API's names for fields of a chat, where they differ."""
 
 
-@dataclass(frozen=True)
-class ResponseHeader:
-    """Fields that every chunk of a response shares with the whole response."""
-
-    id: str
-    created: int
-    """Seconds since the epoch."""
-    model: str
-    chat: bool
-    fingerprint: str
-
-    def fields(self, chunk: bool = False) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        return {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+def _without_nulls(value: Any) -> Any:
+    """Return items without fields that are null: clients that return items of an answer write absent fields as null."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class ScoredPrompt:
-    """A prompt with the log-probabilities of its tokens, to be listed in an answer."""
-
-    tokens: tuple[int, ...]
-    scores: tuple[PromptToken, ...]
-    """Scores of all tokens but the first; empty if there was no time to compute them."""
-
-    @staticmethod
-    def of(
-        completion: CompletionRequest, requests: Sequence[Request], answers: Sequence[Answer]
-    ) -> list[ScoredPrompt | None]:
-        """Return the scored prompt of each answer; None: scores were not requested. Answers to one prompt share the
-        scores of the first."""
-        found: list[ScoredPrompt | None] = []
-        for first in range(0, len(answers), completion.n):
-            scored = None
-            if requests[first].params.prompt_logprobs is not None:
-                scored = ScoredPrompt(requests[first].prompt, answers[first].prompt_logprobs or ())
-            found += [scored] * completion.n
-        return found
-
-    def fields(self, count: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return vLLM's field of a response, if the prompt's tokens are to be listed. `count`: see
-        `CompletionRequest.prompt_logprobs`."""
-        return {} if count is None else {"prompt_logprobs": self._by_id(count, tokenizer)}
-
-    def _by_id(self, count: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None] | None:
-        """Return for every token its own log-probability and those of the `count` likeliest at its position, by token
-        id; the first token has none. None: there was no time to compute them."""
-        if len(self.scores) != len(self.tokens) - 1:
-            return None
-        text = cache(lambda token: tokenizer.decode([token]))
-        listed: list[dict[str, Any] | None] = [None]
-        for token, score in zip(self.tokens[1:], self.scores):
-            ranked = {token: (score.logprob, score.rank)}
-            ranked |= {one: (logprob, rank) for rank, (one, logprob) in enumerate(score.likeliest[:count], 1)}
-            listed.append(
-                {
-                    str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": text(one)}
-                    for one, (logprob, rank) in ranked.items()
-                }
-            )
-        return listed
-
-    def then(self, answer: Answer, count: int) -> tuple[list[int], list[float | None], list[Alternatives] | None]:
-        """Return the tokens of the prompt and of an answer, their log-probabilities, and the likeliest tokens at their
-        positions, `count` for each token of the prompt. The first token has no log-probabilities."""
-        values: list[float | None] = [None, *(score.logprob for score in self.scores)]
-        values += [None] * (len(self.tokens) - len(values))
-        likeliest = None
-        if answer.top_logprobs is not None:
-            likeliest = [(), *(score.likeliest[:count] for score in self.scores), *answer.top_logprobs]
-        return [*self.tokens, *answer.tokens], [*values, *(answer.logprobs or ())], likeliest
+def _items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("input", "a string, or a list of items")
+    return _without_nulls(value)
 
 
-def check_scored(completion: CompletionRequest, requests: Sequence[Request]) -> None:
-    """Check how many log-probabilities of prompts will be listed. Raises BadRequest if there are more than allowed."""
-    firsts = requests[:: completion.n]
-    size = sum(
-        len(one.prompt) * (1 + one.params.prompt_logprobs) for one in firsts if one.params.prompt_logprobs is not None
+class TextPart(Strict):
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+TextParts = Annotated[
+    list[TextPart],
+    Field(fail_fast=True),
+    text_or(list[TextPart], "a string, or a list of parts with text", "input_text"),
+]
+
+
+class Item(Strict):
+    id: str = ""
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextParts
+    phase: str = ""
+
+
+class FunctionCallItem(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """The arguments as JSON in a string."""
+
+
+class FunctionOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextParts
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: list[TextPart] = Field(default_factory=list)
+    content: list[TextPart] = Field(default_factory=list)
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag(f"{KIND}message")]
+    | Annotated[FunctionCallItem, Tag(f"{KIND}function_call")]
+    | Annotated[FunctionOutputItem, Tag(f"{KIND}function_call_output")]
+    | Annotated[ReasoningItem, Tag(f"{KIND}reasoning")],
+    kind_of_item("message"),
+]
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: str
+
+
+TOOL_CHOICES = '\'auto\', \'none\', \'required\', or {"type": "function", "name": "NAME"}'
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """Without effect: answers are constrained in any case."""
+
+
+class TextSettings(Strict):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, neutral(None, "medium")] = None
+
+
+class ReasoningSettings(Strict):
+    effort: str | None = None
+    summary: Annotated[Any, neutral(None, "auto", why="the reasoning itself is returned")] = None
+    generate_summary: Annotated[Any, neutral(None)] = None
+
+
+class StreamSettings(Strict):
+    include_obfuscation: Annotated[Any, neutral(False)] = False
+    include_usage: bool = False
+    """Of chats; without effect: the last event always has the usage."""
+    continuous_usage_stats: bool = False
+    """vLLM's; without effect: events of this API have no field for it."""
+
+
+class ResponsesBody(Strict):
+    """The fields of a body. The settings of `smc.api.sampling_params` are further fields with the same names."""
+
+    model: str | None = None
+    input: Annotated[
+        list[InputItem],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+    ]
+    """A string, or a list of items."""
+    instructions: str | None = None
+    stream: bool = False
+    stream_options: StreamSettings | None = None
+    max_output_tokens: Any = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True), tools_of("function")] = Field(default_factory=list)
+    tool_choice: Annotated[Literal["auto", "none", "required"] | NamedFunction, in_form(TOOL_CHOICES)] = "auto"
+    parallel_tool_calls: bool | None = None
+    """Default: true, unless `tool_choice` requires a call."""
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+
+    # These describe the caller and do not concern decoding.
+    user: str | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+
+    store: Annotated[Any, neutral(False, why=NOT_STORED)] = False
+    previous_response_id: Annotated[Any, neutral(None, why=NOT_STORED)] = None
+    conversation: Annotated[Any, neutral(None, why=NOT_STORED)] = None
+    background: Annotated[Any, neutral(False, why=NOT_STORED)] = False
+    truncation: Annotated[Any, neutral("disabled")] = "disabled"
+    max_tool_calls: Annotated[Any, neutral(None, why="the caller runs the tools")] = None
+
+
+FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}), FIELD_NAMES)
+
+
+class ResponsesDialect(Dialect):
+    prompt = "input"
+
+    def read(self, document: Any, served: Served) -> ApiCall:
+        body, completion = FORM.read(document, served, _chat)
+        return ApiCall(completion, partial(ResponsesWriter, body), FIELD_NAMES)
+
+
+def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat that have another name or form in this API."""
+    chat: dict[str, Any] = {"messages": list(_messages(body)), "chat_template_kwargs": body.chat_template_kwargs}
+    if body.max_output_tokens is not None:
+        chat["max_tokens"] = body.max_output_tokens
+    if body.tools:
+        chat["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+    chat["tool_choice"] = (
+        {"type": "function", "function": {"name": body.tool_choice.name}}
+        if isinstance(body.tool_choice, NamedFunction)
+        else body.tool_choice
     )
-    if (size := size * (1 if completion.chat else completion.n)) > MOST_SCORED:
-        raise BadRequest(
-            f"prompt_logprobs asks for {size} log-probabilities; allowed: at most {MOST_SCORED} in all answers",
-            "prompt_logprobs",
+    if body.parallel_tool_calls is not None:
+        chat["parallel_tool_calls"] = body.parallel_tool_calls
+    if body.text is not None and body.text.format is not None:
+        chat["response_format"] = _response_format(body.text.format)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if LOGPROBS in body.include or settings.get("top_logprobs"):
+        chat["logprobs"] = True
+    return chat
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
+    """Yield the chat's messages. Consecutive reasoning, text and calls of the assistant become one message."""
+    if body.instructions:
+        yield {"role": "system", "content": body.instructions}
+    message: dict[str, Any] = {}
+    for item in body.input:
+        by_model = isinstance(item, (FunctionCallItem, ReasoningItem)) or (
+            isinstance(item, MessageItem) and item.role == "assistant"
         )
-
-
-def echoes(completion: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
-    """Return the text before each answer: its prompt, if the request asks for that."""
-    texts = [prompt.written(tokenizer) if completion.echo else "" for prompt in completion.prompts]
-    return [text for text in texts for _ in range(completion.n)]
-
-
-def response(
-    heading: ResponseHeader,
-    completion: CompletionRequest,
-    requests: Sequence[Request],
-    answers: Sequence[Answer],
-    echoes: Sequence[str],
-    tokenizer: Tokenizer,
-    reasoning: Reasoning | None,
-) -> dict[str, Any]:
-    """Return a whole response. `echoes`: text before each answer; `reasoning`: reasoning that answers are expected to
-    begin with."""
-    if completion.only_prompts:
-        answers = list(map(_without_token, answers))
-    prompts, count = ScoredPrompt.of(completion, requests, answers), completion.prompt_logprobs
-    choices = []
-    for index, (answer, request, scored) in enumerate(zip(answers, requests, prompts, strict=True)):
-        echoed = scored if completion.echo and request.params.logprobs else None
-        logprobs = _answer_logprobs(answer, heading.chat, tokenizer, echoed, request.params.top_logprobs)
-        ending = _ending(answer, request.params, logprobs)
-        content: dict[str, Any]
-        if heading.chat:
-            reader = MessageReader(completion.syntax, reasoning)
-            content = {"message": message_of(answer.text, reader, f"{heading.id}_{index}")}
-            ending |= _finish(ending, reader)
+        # A message has one text and, before it, one reasoning.
+        is_next = isinstance(item, MessageItem) and (message.get("content") is not None or "tool_calls" in message)
+        if message and (not by_model or is_next or (isinstance(item, ReasoningItem) and message.keys() > {"role"})):
+            yield message if "tool_calls" in message else {"content": ""} | message
+            message = {}
+        if isinstance(item, FunctionOutputItem):
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)}
+        elif isinstance(item, FunctionCallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, ReasoningItem):
+            message["reasoning_content"] = joined(item.content or item.summary)
+        elif not by_model:
+            yield {"role": item.role, "content": joined(item.content)}
         else:
-            content = {"text": echoes[index] + answer.text}
-            ending |= scored.fields(count, tokenizer) if scored is not None else {}
-        choices.append({"index": index} | content | ending)
-    body = heading.fields() | {"choices": choices, "usage": usage(answers, len(completion.prompts))}
-    return body | (prompts[0].fields(count, tokenizer) if heading.chat and prompts[0] is not None else {})
+            message["content"] = joined(item.content)
+        if by_model:
+            message["role"] = "assistant"
+    if message:
+        yield message if "tool_calls" in message else {"content": ""} | message
 
 
-def _without_token(answer: Answer) -> Answer:
-    """Return the answer to a request of prompts only, without the one token that was decoded."""
-    if not answer.tokens:
-        return answer
-    return replace(
-        answer,
-        tokens=(),
-        text="",
-        finish_reason=FinishReason.LENGTH,
-        matched=None,
-        logprobs=None if answer.logprobs is None else (),
-        top_logprobs=None if answer.top_logprobs is None else (),
-    )
-
-
-def _finish(ending: dict[str, Any], reader: MessageReader) -> dict[str, Any]:
-    """Return the finish reason of an answer with calls, if calls change it: not if it ended within one."""
-    return {"finish_reason": "tool_calls"} if reader.has_calls and ending["finish_reason"] == "stop" else {}
-
-
-def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
-    """Return the token counts of a response. A prompt counts once, whatever the number of its answers; its cached
-    tokens are those that every answer found cached."""
-    each = len(answers) // prompts
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers[::each])
-    # One answer computes what the others then find cached. It has the minimum: what was cached before.
-    cached = sum(
-        min(answer.cached_tokens for answer in answers[start : start + each]) for start in range(0, len(answers), each)
-    )
-    written = sum(len(answer.tokens) for answer in answers)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": prompt_tokens + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-class AnswerWriter(Protocol):
-    """Writes the answers of one call as its API has them: all of them whole, or as server-sent events."""
-
-    def update(self, index: int, output: Output) -> bytes:
-        """Return the events for an update of one answer."""
-
-    def finish(self, answers: Sequence[Answer]) -> bytes:
-        """Return the events after the last update of all answers."""
-
-    def whole(self, answers: Sequence[Answer]) -> bytes:
-        """Return the whole response as a document, without events."""
-
-    def error(self, body: dict[str, Any]) -> bytes:
-        """Return the events that end a stream with an error. `body`: the body of the refusal."""
-
-
-class CompletionWriter:
-    """Writes the answers of chats and completions: see `AnswerWriter`."""
+class ResponsesWriter:
+    """Writes an answer as a response: see `AnswerWriter`."""
 
     def __init__(
         self,
+        body: ResponsesBody,
         heading: ResponseHeader,
         completion: CompletionRequest,
         requests: Sequence[Request],
         tokenizer: Tokenizer,
         reasoning: Reasoning | None,
     ) -> None:
-        """Raises BadRequest if more text or log-probabilities of prompts would be repeated than allowed."""
-        self._heading, self._completion, self._requests = heading, completion, requests
-        self._tokenizer, self._reasoning, self._chat = tokenizer, reasoning, heading.chat
-        self._echoes = echoes(completion, tokenizer)
-        if (size := sum(map(len, self._echoes))) > MOST_ECHOED:
-            raise BadRequest(
-                f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers",
-                "echo",
-            )
-        check_scored(completion, requests)
-        self._begun: set[int] = set()
-        self._readers: dict[int, MessageReader] = {}
-        """Reader of each answer that may have more than content, by the answer's index."""
-        self._calls: dict[int, int] = {}
-        """Index of the last call that has begun, by the answer's index."""
-        self._offsets: dict[int, TextOffsets] = {}
-        """Text offsets of a completion with log-probabilities, by the answer's index."""
-        self._fields = heading.fields(chunk=True)
-        self._tokens = [0] * len(requests)
-        """Number of tokens of each answer that have been written."""
-        head = json.dumps(self._fields)[:-1]
-        # Events of text are frequent and differ only in index and text, so they are assembled from prepared parts.
-        self._before = f'data: {head}, "choices": [{{"index": '
-        self._between = ', "delta": {"content": ' if self._chat else ', "text": '
-        self._after = ("}" if self._chat else "") + ', "logprobs": null, "finish_reason": null}]'
+        self._heading, self._tokenizer, self._reasoning = heading, tokenizer, reasoning
+        (self._request,) = requests
+        self._reader = PartReader(completion.syntax, reasoning)
+        self._items: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
+        """Log-probabilities of tokens that no event has had."""
+        self._part_logprobs: list[dict[str, Any]] = []
+        """Log-probabilities that the events of the open text have had."""
+        self._sequence = 0
+        self._base = self._described(body)
+
+    def _described(self, body: ResponsesBody) -> dict[str, Any]:
+        """Return the fields of a response that repeat its request."""
+        params = self._request.params
+        form = None if body.text is None else body.text.format
+        choice = body.tool_choice
+        return {
+            "id": f"resp_{self._heading.id}",
+            "object": "response",
+            "created_at": self._heading.created,
+            "model": self._heading.model,
+            "background": False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata,
+            "parallel_tool_calls": choice in ("auto", "none")
+            if body.parallel_tool_calls is None
+            else body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "system_fingerprint": self._heading.fingerprint,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_logprobs": params.top_logprobs,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "user": body.user,
+        }
 
     def update(self, index: int, output: Output) -> bytes:
         data = b""
-        if index not in self._begun:
-            self._begun.add(index)
-            data += self._begin(index)
-        self._tokens[index] += len(output.tokens)
-        params, answer, logprobs = self._requests[index].params, output.answer, None
-        if output.logprobs and not params.top_logprobs:
-            logprobs = self._logprobs(index, output.tokens, output.logprobs)
-        if output.text or (logprobs is not None and answer is None):
-            data += self._new_text(index, output.text, logprobs)
-            logprobs = None
+        if not self._sequence:
+            for kind in ("created", "in_progress"):
+                data += self._event(f"response.{kind}", response=self._response("in_progress"))
+        answer = output.answer
+        if not self._request.params.top_logprobs:
+            self._logprobs += chat_logprobs(output.tokens, output.logprobs, None, self._tokenizer)
+        if output.text:
+            data += b"".join(map(self._part, self._reader.push(output.text)))
         if answer is not None:
-            data += self._end(index, answer, params, logprobs)
+            if self._request.params.top_logprobs:  # they are known only at the end
+                self._logprobs = self._answer_logprobs(answer)
+            status = _status(answer)
+            data += b"".join(self._part(event, status) for event in self._reader.finish())
+            response = self._ended(answer)
+            data += self._event(f"response.{response['status']}", response=response)
         return data
 
-    def _usage(self, index: int) -> dict[str, Any]:
-        """Return the field with the usage of an event about an answer, if the request asks for such a field."""
-        completion = self._completion
-        if completion.continuous_usage:
-            prompt, new = len(self._requests[index].prompt), self._tokens[index]
-            return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
-        return {"usage": None} if completion.include_usage else {}
-
     def finish(self, answers: Sequence[Answer]) -> bytes:
-        if not self._completion.include_usage:
-            return DONE
-        counts = usage(answers, len(self._completion.prompts))
-        return _event(self._fields | {"choices": [], "usage": counts}) + DONE
+        return b""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        return written(
-            response(
-                self._heading,
-                self._completion,
-                self._requests,
-                answers,
-                self._echoes,
-                self._tokenizer,
-                self._reasoning,
-            )
-        ).encode()
+        (answer,) = answers
+        self._logprobs = self._answer_logprobs(answer)
+        for event in (*self._reader.push(answer.text), *self._reader.finish()):
+            self._part(event, _status(answer))
+        return written(self._ended(answer)).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
-        return _event(body)
+        error = body["error"]
+        failed = self._response("failed") | {"error": {"code": "server_error", "message": error["message"]}}
+        fields = {name: error[name] for name in ("code", "message", "param")}
+        return self._event("error", **fields) + self._event("response.failed", response=failed)
 
-    def _begin(self, index: int) -> bytes:
-        """Return the event before an answer's text."""
-        if self._chat:
-            return self._piece(index, {"delta": {"role": "assistant", "content": ""}})
-        return self._text(index, self._echoes[index]) if self._echoes[index] else b""
+    def _answer_logprobs(self, answer: Answer) -> list[dict[str, Any]]:
+        return chat_logprobs(answer.tokens, answer.logprobs or (), answer.top_logprobs, self._tokenizer)
 
-    def _logprobs(self, index: int, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-        """Return the log-probabilities of the next tokens of an answer, in the form of the API."""
-        if self._chat:
-            return {"content": chat_logprobs(tokens, values, None, self._tokenizer), "refusal": None}
-        offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
-        return _completion_logprobs(tokens, values, None, self._tokenizer, offsets)
+    def _response(self, status: str) -> dict[str, Any]:
+        ended = {"error": None, "incomplete_details": None, "usage": None}
+        return self._base | {"status": status, "output": list(self._items)} | ended
 
-    def _new_text(self, index: int, text: str, logprobs: dict[str, Any] | None) -> bytes:
-        """Return the events of new text. The first of them has the `logprobs`."""
-        syntax, reasoning = self._completion.syntax, self._reasoning
-        if syntax is None and reasoning is None:
-            return self._text(index, text, logprobs)
-        reader = self._readers.setdefault(index, MessageReader(syntax, reasoning))
-        return self._deltas(index, reader.push(text), logprobs)
+    def _ended(self, answer: Answer) -> dict[str, Any]:
+        response = self._response("incomplete" if self._reader.is_cut else _status(answer))
+        if response["status"] == "incomplete":
+            reason = "max_output_tokens" if _status(answer) == "incomplete" else "stop"
+            response["incomplete_details"] = {"reason": reason}
+        counts = usage([answer], 1)
+        return response | {
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens(answer)},
+                "total_tokens": counts["total_tokens"],
+            },
+            "smc": smc_block(self._request.params, answer),
+        }
 
-    def _deltas(self, index: int, deltas: Sequence[Delta], logprobs: dict[str, Any] | None = None) -> bytes:
+    def _reasoning_tokens(self, answer: Answer) -> int:
+        if self._reasoning is None or self._reader.parts[0].kind is not PartKind.REASONING:
+            return 0
+        end = self._reasoning.end
+        return answer.tokens.index(end) + 1 if end in answer.tokens else len(answer.tokens)
+
+    def _part(self, event: PartEvent, status: str = "completed") -> bytes:
+        """Update the output items. `status`: status with which the last item ends. Returns the server-sent events."""
+        index = event.index
+        if isinstance(event, PartBegins):
+            item = self._begun(index, event.part)
+            self._items.append(item)
+            data = self._event("response.output_item.added", output_index=index, item=item)
+            if event.part.kind is not PartKind.CALL:
+                where = {"output_index": index, "item_id": item["id"], "content_index": 0}
+                data += self._event("response.content_part.added", **where, part=_content(event.part, ()))
+            return data
+        item = self._items[index]
+        where = {"output_index": index, "item_id": item["id"]}
+        if isinstance(event, PartGrows):
+            return self._grow(self._reader.parts[index], where, event.text)
+        if event.part.kind is PartKind.CALL:
+            status = "incomplete" if event.is_cut else "completed"
+        return self._end(event, item, where, status if event.is_last else "completed")
+
+    def _grow(self, part: MessagePart, where: dict[str, Any], text: str) -> bytes:
+        kind, more = EVENTS[part.kind]
+        if part.kind is PartKind.TEXT:
+            more = more | {"logprobs": self._logprobs}
+            self._part_logprobs, self._logprobs = self._part_logprobs + self._logprobs, []
+        return self._event(f"response.{kind}.delta", **where, **more, delta=text)
+
+    def _end(self, event: PartEnds, item: dict[str, Any], where: dict[str, Any], status: str) -> bytes:
+        kind, more = EVENTS[event.part.kind]
+        done: dict[str, Any] = {"status": status}
         data = b""
-        for delta in deltas:
-            data += self._delta(index, delta, logprobs)
-            logprobs = None
-        return data if logprobs is None else self._text(index, "", logprobs)
+        if event.part.kind is PartKind.TEXT and self._logprobs:
+            data = self._grow(event.part, where, "")  # of tokens without text, such as the one that ended the answer
+        if event.part.kind is PartKind.CALL:
+            done["arguments"] = event.part.text
+            data += self._event(f"response.{kind}.done", **where, name=event.part.name, arguments=event.part.text)
+        else:
+            content = _content(event.part, self._part_logprobs)
+            done["content"] = [content]
+            if event.part.kind is PartKind.TEXT:
+                more, self._part_logprobs = more | {"logprobs": self._part_logprobs}, []
+            data += self._event(f"response.{kind}.done", **where, **more, text=event.part.text)
+            data += self._event("response.content_part.done", **where, content_index=0, part=content)
+        self._items[event.index] = item = item | done
+        return data + self._event("response.output_item.done", output_index=event.index, item=item)
 
-    def _delta(self, index: int, delta: Delta, logprobs: dict[str, Any] | None) -> bytes:
-        if delta.content:
-            return self._text(index, delta.content, logprobs)
-        if delta.reasoning:
-            return self._piece(index, {"delta": {"reasoning_content": delta.reasoning}}, logprobs)
-        number = self._calls.get(index, -1) + (delta.name is not None)
-        self._calls[index] = number
-        more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
-        if delta.name is not None:
-            more = call(f"{self._heading.id}_{index}", number, delta.name)
-        return self._piece(index, {"delta": {"tool_calls": [{"index": number, **more}]}}, logprobs)
+    def _begun(self, index: int, part: MessagePart) -> dict[str, Any]:
+        name = f"{self._heading.id}_{index}"
+        if part.kind is PartKind.CALL:
+            call = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}"}
+            return call | {"name": part.name, "arguments": "", "status": "in_progress"}
+        if part.kind is PartKind.REASONING:
+            return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+        message = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
+        return message | {"content": [], "status": "in_progress"}
 
-    def _text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        if logprobs is not None:
-            return self._piece(index, {"delta": {"content": text}} if self._chat else {"text": text}, logprobs)
-        usage = "".join(f', "{name}": {json.dumps(value)}' for name, value in self._usage(index).items())
-        return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}{usage}}}\n\n".encode()
-
-    def _end(self, index: int, answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> bytes:
-        """Return the last events of an answer. `logprobs`: of tokens that no earlier event has had. The likeliest
-        tokens are known only at the end; if they were requested, all log-probabilities come here."""
-        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        if params.top_logprobs:
-            logprobs = _answer_logprobs(answer, self._chat, self._tokenizer)
-        ending = _ending(answer, params, logprobs)
-        data, reader = b"", self._readers.get(index)
-        if reader is not None:
-            data = self._deltas(index, reader.finish())
-            ending |= _finish(ending, reader)
-        return data + self._choice({"index": index, **content} | ending)
-
-    def _piece(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
-        return self._choice({"index": index, **content, "logprobs": logprobs, "finish_reason": None})
-
-    def _choice(self, choice: dict[str, Any]) -> bytes:
-        return _event(self._fields | {"choices": [choice]} | self._usage(choice["index"]))
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return named_event(event)
 
 
-def written(document: Any, depth: int = 5) -> str:
-    """Return a document as JSON, joined from the pieces at `depth` levels below, such as one token's log-probabilities.
-    Long documents are written in a thread, and no other thread runs while `json` writes a piece."""
-    if not depth or not isinstance(document, (dict, list)):
-        return json.dumps(document, allow_nan=False)
-    if isinstance(document, list):
-        return f"[{', '.join(written(item, depth - 1) for item in document)}]"
-    return f"{{{', '.join(f'{json.dumps(name)}: {written(value, depth - 1)}' for name, value in document.items())}}}"
+def _status(answer: Answer) -> str:
+    """Return the status of a response and of its last item, if that is no call."""
+    return "incomplete" if OPENAI_FINISH[answer.finish_reason] == "length" else "completed"
 
 
-def named_event(fields: dict[str, Any]) -> bytes:
-    """Return a server-sent event whose name is the `type` of its data."""
-    return f"event: {fields['type']}\ndata: {written(fields)}\n\n".encode()
+EVENTS: dict[PartKind, tuple[str, dict[str, Any]]] = {
+    PartKind.TEXT: ("output_text", {"content_index": 0, "logprobs": []}),
+    PartKind.REASONING: ("reasoning_text", {"content_index": 0}),
+    PartKind.CALL: ("function_call_arguments", {}),
+}
+"""Name and further fields of a part's events, by the part's kind."""
 
 
-def _event(document: dict[str, Any]) -> bytes:
-    return f"data: {written(document)}\n\n".encode()
-
-
-def _ending(answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        "logprobs": logprobs,
-        "finish_reason": OPENAI_FINISH[answer.finish_reason],
-        "smc": smc_block(params, answer),
-    }
-
-
-def smc_block(params: SamplingParams, answer: Answer) -> dict[str, Any]:
-    """Return the field `smc`: the results for which OpenAI has no fields."""
-    statistics = None
-    if not params.method.plain:
-        statistics = {name: _finite(value) for name, value in asdict(answer.statistics).items()}
-    particles = None if answer.particles is None else [_particle(one) for one in answer.particles]
-    return {
-        "method": params.method.value,
-        "finish_reason": answer.finish_reason.value,
-        "matched": answer.matched,
-        "seed": answer.seed,
-        "seconds": _finite(round(answer.seconds, 6)),
-        "times": {part: round(seconds, 6) for part, seconds in vars(answer.times).items()},
-        "statistics": statistics,
-        "token_ids": None if answer.logprobs is None else list(answer.tokens),
-        "particles": particles,
-    }
-
-
-def _particle(particle: Particle) -> dict[str, Any]:
-    fields = {"text": particle.text, "token_ids": list(particle.tokens), "finish_reason": particle.finish_reason.value}
-    return fields | {"weight": particle.weight}
-
-
-class TextOffsets:
-    """Computes where the tokens of a completion begin in its text, in characters."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def push(self, tokens: Sequence[int]) -> list[int]:
-        """Return the offsets of the next tokens."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._utf8.decode(self._tokenizer.bytes_of(token)))
-        return offsets
-
-
-def _answer_logprobs(
-    answer: Answer, chat: bool, tokenizer: Tokenizer, echoed: ScoredPrompt | None = None, count: int = 0
-) -> dict[str, Any] | None:
-    """Return the log-probabilities of a whole answer; None: they were not requested. `echoed`: the prompt, whose tokens
-    precede the answer's, each with `count` of the likeliest."""
-    if answer.logprobs is None:
-        return None
-    scored = (answer.tokens, answer.logprobs, answer.top_logprobs)
-    if chat:
-        return {"content": chat_logprobs(*scored, tokenizer), "refusal": None}
-    if echoed is not None:
-        return _completion_logprobs(*echoed.then(answer, count), tokenizer, TextOffsets(tokenizer))
-    return _completion_logprobs(*scored, tokenizer, TextOffsets(tokenizer))
-
-
-def _completion_logprobs(
-    tokens: Sequence[int],
-    values: Sequence[float | None],
-    top_logprobs: Sequence[Alternatives] | None,
-    tokenizer: Tokenizer,
-    offsets: TextOffsets,
-) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions. A token without a value has no likeliest tokens either."""
-    likeliest = None
-    if top_logprobs is not None:
-        likeliest = [
-            None if value is None else _named(token, value, likely, tokenizer)
-            for token, value, likely in zip(tokens, values, top_logprobs)
-        ]
-    return {
-        "tokens": [tokenizer.decode([token]) for token in tokens],
-        "token_logprobs": [_finite(value) for value in values],
-        "top_logprobs": likeliest,
-        "text_offset": offsets.push(tokens),
-    }
-
-
-def _named(token: int, value: float, likeliest: Alternatives, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the log-probabilities of the likeliest tokens and of the answer's own token, by text, likeliest first. Of
-    tokens with the same text, the likeliest counts."""
-    named: dict[str, Any] = {}
-    for one, logprob in (*likeliest, (token, value)):
-        named.setdefault(tokenizer.decode([one]), _finite(logprob))
-    return named
-
-
-def chat_logprobs(
-    tokens: Sequence[int],
-    values: Sequence[float],
-    top_logprobs: Sequence[Alternatives] | None,
-    tokenizer: Tokenizer,
-) -> list[dict[str, Any]]:
-    """Return log-probabilities in the form of chats: one entry a token."""
-    # Cached, because the same tokens are among the likeliest again and again.
-    text = cache(lambda token: (tokenizer.decode([token]), list(tokenizer.bytes_of(token))))
-
-    def entry(token: int, value: float) -> dict[str, Any]:
-        name, data = text(token)
-        return {"token": name, "logprob": _finite(value), "bytes": data}
-
-    each = zip(tokens, values, top_logprobs or [()] * len(tokens))
-    return [
-        entry(token, value) | {"top_logprobs": [entry(*top) for top in likeliest]} for token, value, likeliest in each
-    ]
-
-
-def _finite(value: Any) -> Any:
-    """Return the value; None instead of a number that JSON cannot hold."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _content(part: MessagePart, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if part.kind is PartKind.REASONING:
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": list(logprobs)}

@@ -1,5 +1,5 @@
-"""OpenAI's API over HTTP: connections, routes, authentication, and one call from its body to the last byte of its
-response. Knows nothing about the fields of a body."""
+"""The HTTP server: routes, authentication, and one call from its body to its answer. Knows nothing about the fields of
+a body."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import importlib.metadata
 import json
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -21,12 +18,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, HostNotAllowed, SlowReader, TooLarge, Unauthenticated, status_of
-from services.gateway.request_handler import ApiServer, CallRecord, RequestHandler
+from services.gateway.request_handler import ApiServer, CallRecord
 from services.openai import pages
-from services.openai.bodies import BadRequest, BodyTooLarge, Refusal, UnknownFields, check_model, named, parse, refusal
-from services.openai.dialects import COMPLETION_DIALECTS, ApiCall, Dialect
-from services.openai.messages import Reasoning
-from services.openai.messages_api import (
+from services.openai.answers import ResponseHeader
+from services.openai.anthropic import (
     COUNT_TOKENS,
     MESSAGES,
     VERSION_HEADER,
@@ -34,262 +29,24 @@ from services.openai.messages_api import (
     described_model,
     listed_models,
 )
+from services.openai.bodies import BadRequest, BodyTooLarge, UnknownFields, check_model, named, parse, refusal
+from services.openai.completions import COMPLETION_DIALECTS
+from services.openai.connections import SERVER, HttpConnections, Runner, refused_reply
+from services.openai.cors import allow_origin
+from services.openai.dialects import ApiCall, Dialect
 from services.openai.pages import DOCS, OPENAPI, Playground
-from services.openai.requests import LONGEST, CompletionRequest, Served
-from services.openai.responses import ResponseHeader
-from services.openai.responses_api import RESPONSES, ResponsesDialect
+from services.openai.requests import Served
+from services.openai.responses import RESPONSES, ResponsesDialect
+from services.openai.streaming import HttpReply, answered, requests_of
 from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.security import bearer_token, caller_with, server_context
-from smc.api.limits import DEFAULT_MAX_TOKENS, PromptTooLong
-from smc.api.request import Answer, Request
+from smc.api.limits import PromptTooLong
 from smc.scheduler.admission import check_waiting
 
-SWEEP_SECONDS = 0.5
-SERVER = "smcserve"
-"""Header `server` of all replies: the library's own would name versions."""
 CODES = {404: "not_found", 405: "method_not_allowed"}
 """Codes of errors that the library's router raises."""
 T = TypeVar("T")
-CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version"
-"""Headers that pages of other origins may send, besides those that every page may send."""
-CORS_SECONDS = 3600
-"""Seconds for which a browser may keep the reply to a preflight request."""
 logger = logging.getLogger(__name__)
-
-
-class HttpConnections:
-    """Closes connections that bring no request, or that do not close in time, and tells which are old. Use it in one
-    asyncio loop."""
-
-    def __init__(self, server: web.Server, silence: float, age: float) -> None:
-        """`silence`: seconds within which the headers of a new connection's first request must arrive, and within which
-        a closing connection must be closed; `age`: seconds after which a connection is old."""
-        self._server, self._silence, self._age = server, silence, age
-        self._loop = asyncio.get_running_loop()
-        self._since: dict[web.RequestHandler, float] = {}
-        self._heard: set[web.RequestHandler] = set()
-        self._transports: dict[web.RequestHandler, asyncio.Transport] = {}
-        self._closing: dict[web.RequestHandler, float] = {}
-        self._next = self._loop.call_later(SWEEP_SECONDS, self._sweep)
-
-    def close(self) -> None:
-        self._next.cancel()
-
-    def asks(self, connection: web.RequestHandler) -> None:
-        """Record that a request has come over this connection."""
-        self._heard.add(connection)
-        self._since.setdefault(connection, self._loop.time())
-        if connection.transport is not None:
-            self._transports[connection] = connection.transport
-
-    def is_old(self, connection: web.RequestHandler) -> bool:
-        """Return whether the client should open a new connection, maybe to a newer replica."""
-        return self._loop.time() - self._since.get(connection, self._loop.time()) >= self._age
-
-    def _sweep(self) -> None:
-        now, there = self._loop.time(), set(self._server.connections)
-        self._since = {connection: self._since.get(connection, now) for connection in there}
-        self._heard &= there
-        for connection in there - self._heard:
-            if now - self._since[connection] > self._silence:
-                connection.force_close()
-        self._transports = {
-            connection: transport for connection, transport in self._transports.items() if connection in there
-        }
-        closing = [connection for connection, transport in self._transports.items() if transport.is_closing()]
-        self._closing = {connection: self._closing.get(connection, now) for connection in closing}
-        for connection, since in self._closing.items():
-            if now - since > self._silence:
-                self._transports[connection].abort()
-        self._next = self._loop.call_later(SWEEP_SECONDS, self._sweep)
-
-
-class HttpReply:
-    """The response to a caller: an answer, or a stream of events. Nothing is sent before the answer, or the first
-    event, exists."""
-
-    def __init__(
-        self, request: web.Request, timeout: float, is_last: Callable[[], bool], id_headers: Sequence[str]
-    ) -> None:
-        """`timeout`: seconds that the caller may let a write wait. `is_last`: returns whether the connection is to end
-        with this reply. `id_headers`: headers that hold the call's id."""
-        self._request, self._timeout, self._is_last, self._id_headers = request, timeout, is_last, id_headers
-        self.request_id = uuid.uuid4().hex
-        """Id of the call; a body may bring another one."""
-        self.error_event: Callable[[dict[str, Any]], bytes] | None = None
-        """Returns the event of a refusal's body, for a stream."""
-        self.stream: web.StreamResponse | None = None
-        """The response; None until something is sent."""
-
-    @property
-    def _begun(self) -> web.StreamResponse:
-        assert self.stream is not None
-        return self.stream
-
-    async def send(self, data: bytes) -> None:
-        """Send events, if `data` has any. Raises SlowReader, and ConnectionError if the caller is gone."""
-        if not data:
-            return
-        async with self._in_time():
-            if self.stream is None:
-                await self._begin(
-                    200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-                )
-            await self._begun.write(data)
-
-    async def end(self) -> web.StreamResponse:
-        """End the stream, after the last event. Raises what `send` raises."""
-        async with self._in_time():
-            await self._begun.write_eof()
-        return self._begun
-
-    async def whole(
-        self, data: bytes, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
-    ) -> web.StreamResponse:
-        """Send a JSON document as the whole reply. Raises what `send` raises."""
-        async with self._in_time():
-            await self._begin(
-                status, {"content-type": "application/json; charset=utf-8", "content-length": str(len(data)), **headers}
-            )
-            await self._begun.write(data)
-            await self._begun.write_eof()
-        return self._begun
-
-    async def refuse(self, refusal: Refusal) -> web.StreamResponse:
-        """Send a refusal instead of the answer, or of the rest of the stream, as far as the caller reads it."""
-        try:
-            if self.stream is None:
-                return await self.whole(json.dumps(refusal.body).encode(), refusal.http_status, refusal.headers)
-            assert self.error_event is not None, "nothing is sent before there is an answer"
-            await self.send(self.error_event(refusal.body))
-            return await self.end()
-        except (SlowReader, ConnectionError):
-            return self.abandon()
-
-    def abandon(self) -> web.StreamResponse:
-        """Send nothing more, and drop everything that the caller has not read."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
-        return self.stream or web.Response()
-
-    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
-        known = dict.fromkeys(self._id_headers, self.request_id)
-        stream = web.StreamResponse(status=status, headers={**known, **headers})
-        if self._is_last():
-            stream.force_close()
-        await stream.prepare(self._request)
-        self.stream = stream
-
-    @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._timeout):
-                yield
-        except TimeoutError as error:
-            raise SlowReader(
-                f"the caller did not read for {self._timeout:g} s while an answer was sent; the request was aborted"
-            ) from error
-
-
-async def requests_of(completion: CompletionRequest, request_id: str, handler: RequestHandler) -> list[Request]:
-    """Return one request for each answer. Raises QueueFull, and ValueError naming the field, the value and what is
-    allowed."""
-    requests, seeds = [], completion.seeds()
-    negative = await handler.prompts.negative(completion.negative)
-    for prompt in completion.prompts:
-        tokens = await handler.prompts.tokens(prompt)
-        completion = completion.after_reasoning(_reasoning(completion, tokens, handler))
-        unlimited, sizes = completion.params(LONGEST, None), (len(tokens), len(negative or ()))
-        if completion.chat:
-            longest = handler.default_length(unlimited, *sizes)
-        else:
-            longest = min(DEFAULT_MAX_TOKENS, handler.longest(unlimited, *sizes))
-        for number in range(completion.n):
-            params = completion.params(longest, next(seeds), first=not number)
-            salt, priority = completion.cache_salt, completion.priority
-            requests.append(Request(request_id, tokens, params, salt, negative_prompt=negative, priority=priority))
-    return requests
-
-
-def _reasoning(completion: CompletionRequest, prompt: Sequence[int], handler: RequestHandler) -> Reasoning | None:
-    """Return the reasoning that answers to a prompt are expected to begin with, if any."""
-    return Reasoning.of(handler.pair.tokenizer, prompt) if completion.may_reason else None
-
-
-async def answered(
-    call: ApiCall,
-    requests: list[Request],
-    heading: ResponseHeader,
-    handler: RequestHandler,
-    records: list[CallRecord],
-    reply: HttpReply,
-) -> web.StreamResponse:
-    """Decode all requests of a call and reply. At the end, also after an error, the backend's iterators are closed,
-    which aborts requests that still run."""
-    tokenizer, completion = handler.pair.tokenizer, call.completion
-    reasoning = _reasoning(completion, requests[0].prompt, handler)
-    writer = call.make_writer(heading, completion, requests, tokenizer, reasoning)
-    reply.error_event = writer.error
-    ended: dict[int, Answer] = {}
-    async with aclosing(handler.updates(requests, records)) as updates:
-        async for index, output in updates:
-            if completion.stream:
-                await reply.send(await _beside(partial(writer.update, index, output), [output.answer]))
-            if output.answer is not None:
-                ended[index] = output.answer
-    answers = [ended[index] for index in range(len(requests))]
-    if not completion.stream:
-        return await reply.whole(await _beside(partial(writer.whole, answers), answers))
-    await reply.send(await _beside(partial(writer.finish, answers)))
-    return await reply.end()
-
-
-async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
-    """Return what `write` returns. If `answers` list likeliest tokens, writing them takes long, so it runs in a thread
-    and does not block the loop. Raises NotWritten."""
-    is_long = any(answer is not None and (answer.top_logprobs or answer.prompt_logprobs) for answer in answers)
-    try:
-        return await asyncio.to_thread(write) if is_long else write()
-    except Exception as error:
-        raise NotWritten("an answer cannot be written") from error
-
-
-class NotWritten(RuntimeError):
-    """An answer cannot be written. This is an internal error, never one of the caller."""
-
-
-class _Connection(web.RequestHandler):
-    """A connection that answers what is no HTTP by errors of this API."""
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        super().handle_error(request, status, exc, message)  # writes the log; raises if an answer has begun
-        error: Exception = RuntimeError(message)
-        if status < 500:
-            error = BadRequest(f"the request cannot be read as HTTP: {' '.join(str(message).split())}", None, status)
-        response = _refused(error, None)
-        response.headers["server"] = SERVER
-        response.force_close()
-        return response
-
-
-class _Server(web.Server):
-    def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
-
-
-class _Runner(web.AppRunner):
-    """Runs an application whose connections are `_Connection`; the library has no option for that."""
-
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        server.__class__ = _Server
-        return server
 
 
 async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
@@ -351,7 +108,7 @@ class OpenAiServer:
         app = web.Application(middlewares=[self._guarded], client_max_size=self._limit)
         app.on_response_prepare.append(_name_server)
         if config.allow_origins:
-            app.on_response_prepare.append(self._allow_origin)
+            app.on_response_prepare.append(partial(allow_origin, config.allow_origins))
         for path in (HEALTH, PING):
             app.router.add_get(path, self._health)
         app.router.add_post(PING, self._health)
@@ -368,7 +125,7 @@ class OpenAiServer:
         app.router.add_get(DOCS, self._describe)
         for path in DIALECTS:
             app.router.add_post(path, self._count if path == COUNT_TOKENS else self._generate)
-        self._runner = _Runner(
+        self._runner = Runner(
             app,
             handle_signals=False,
             access_log=None,
@@ -435,7 +192,7 @@ class OpenAiServer:
                 )
             response = await handler(request)
         except web.HTTPException as error:
-            response = _refused(
+            response = refused_reply(
                 BadRequest(
                     f"{request.method} {request.path}: {error.reason.lower()}",
                     None,
@@ -450,7 +207,7 @@ class OpenAiServer:
         except Exception as error:
             if status_of(error).cause == "internal":
                 logger.error("unexpected error", exc_info=error)
-            response = _refused(error, _dialect_of(request))
+            response = refused_reply(error, _dialect_of(request))
         return response if response.prepared else await self._written(response, request)
 
     async def _written(self, response: web.StreamResponse, request: web.Request) -> web.StreamResponse:
@@ -477,19 +234,6 @@ class OpenAiServer:
         refused, starting = refusal(Unavailable(self._calls.closed)), self._calls.starting
         state = {"status": "not serving"} if starting is None else {"status": "starting", **asdict(starting)}
         return web.json_response(state | refused.body, status=refused.http_status, headers=refused.headers)
-
-    async def _allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Let pages of allowed origins read the response."""
-        origin, allowed = request.headers.get("origin"), self._config.allow_origins
-        response.headers["vary"] = "origin"
-        if origin is None or not ("*" in allowed or origin in allowed):
-            return
-        response.headers["access-control-allow-origin"] = origin
-        response.headers["access-control-expose-headers"] = "x-request-id"
-        if request.method == "OPTIONS":
-            response.headers["access-control-allow-methods"] = "GET, POST"
-            response.headers["access-control-allow-headers"] = CORS_HEADERS
-            response.headers["access-control-max-age"] = str(CORS_SECONDS)
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": importlib.metadata.version("smcserve")})
@@ -687,17 +431,6 @@ def _dialect_of(request: web.Request) -> Dialect | None:
     """Return the dialect of a path that belongs to one API."""
     is_of_messages = request.path.startswith(MODELS) and VERSION_HEADER in request.headers
     return DIALECTS.get(MESSAGES if is_of_messages else request.path)
-
-
-def _refused(error: Exception, dialect: Dialect | None) -> web.Response:
-    """Return the reply to a call that ends before its body is read, in the format of its API."""
-    headers: dict[str, str] = {}
-    if dialect is None:
-        refused = refusal(error)
-    else:
-        request_id = uuid.uuid4().hex
-        refused, headers = dialect.refusal(error, request_id), dict.fromkeys(dialect.id_headers, request_id)
-    return web.json_response(refused.body, status=refused.http_status, headers=headers | refused.headers)
 
 
 def _each_left(records: list[CallRecord], deadline: bool) -> None:

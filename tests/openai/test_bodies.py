@@ -206,6 +206,6 @@ def test_prompts_are_not_repeated_without_end(service, monkeypatch):
             COMPLETIONS,
         )
 
-    monkeypatch.setattr("services.openai.responses.MOST_ECHOED", 40)
+    monkeypatch.setattr("services.openai.completions.MOST_ECHOED", 40)
     assert said(2).status == 200
     is_error(said(3), 400, "invalid", "echo=true asks for 60 characters of prompts; allowed: at most 40", param="echo")

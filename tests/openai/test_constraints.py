@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from services.client import Client, ServiceError
+from services.openai.anthropic import MESSAGES
 from services.openai.bodies import CHAT, COMPLETIONS
-from services.openai.messages_api import MESSAGES
-from services.openai.responses_api import RESPONSES
+from services.openai.responses import RESPONSES
 from smc.api.request import Answer
 from tests.gateway.harness import Service, local_answer
 from tests.openai.asking import QUESTIONS, Said, chat, connect, is_error, post, user

@@ -10,9 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from services.openai.anthropic import MESSAGES
 from services.openai.bodies import CHAT
-from services.openai.messages_api import MESSAGES
-from services.openai.responses_api import RESPONSES
+from services.openai.responses import RESPONSES
 from tests.openai.asking import ADD, events, post, user
 
 pytestmark = pytest.mark.xdist_group("tools")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from services.client import ServiceError
+from services.openai.anthropic import MESSAGES
 from services.openai.bodies import CHAT, HTTP, MAX_NESTING, TOO_DEEP, refusal
-from services.openai.messages_api import MESSAGES
 from services.openai.server import DIALECTS
 from services.pb import generation_pb2 as pb
 from smc.api.engine_config import EngineConfig

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.openai import messages_api, responses_api
+from services.openai import anthropic, responses
 from services.openai.bodies import CHAT, COMPLETIONS, NAMES, BadRequest
 from services.openai.requests import Served, understood
 from smc import demo
@@ -164,10 +164,10 @@ def fuzz(service: Service, requests: int, seed: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("dialect", [responses_api, messages_api], ids=lambda api: api.__name__)
+@pytest.mark.parametrize("dialect", [responses, anthropic], ids=lambda api: api.__name__)
 def test_bodies_of_the_other_apis_are_read_or_refused(pair, dialect):
     """Random bodies of the Responses and Messages APIs are read or refused with BadRequest; no other error occurs."""
-    reads = {responses_api: responses_api.ResponsesDialect, messages_api: messages_api.MessagesDialect}[dialect]()
+    reads = {responses: responses.ResponsesDialect, anthropic: anthropic.MessagesDialect}[dialect]()
     served, rng, found = Served(("demo",), pair.tokenizer), random.Random(1), Counter()
     items = ["message", "function_call", "function_call_output", "reasoning", "text", "tool_use", "tool_result", 1]
     inside = [

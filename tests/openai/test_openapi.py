@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 
-from services.openai import messages_api, pages, responses_api
+from services.openai import anthropic, pages, responses
 from services.openai.bodies import NAMES
 from tests.gateway.harness import serving
 from tests.openai.asking import ask, post, user
@@ -57,8 +57,8 @@ def test_it_names_every_path(described):
     [
         ("/v1/chat/completions", NAMES[True]),
         ("/v1/completions", NAMES[False]),
-        ("/v1/responses", responses_api.FORM.names),
-        ("/v1/messages", messages_api.FORM.names),
+        ("/v1/responses", responses.FORM.names),
+        ("/v1/messages", anthropic.FORM.names),
     ],
 )
 def test_it_names_every_field_and_no_other(described, path, names):

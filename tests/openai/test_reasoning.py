@@ -9,7 +9,7 @@ import re
 import pytest
 import tokenizers
 
-from services.openai.messages import MessageReader, Reasoning, ReasoningReader, message_of
+from services.openai.parts import MessageReader, Reasoning, ReasoningReader, message_of
 from services.openai.tool_calls import CallSyntax, ToolFormat
 from smc import demo
 from smc.local_engine import ModelPair

@@ -11,11 +11,11 @@ import jsonschema
 import numpy as np
 import pytest
 
+from services.openai.anthropic import MESSAGES
 from services.openai.bodies import CHAT, BadRequest, parse
-from services.openai.messages import MessageReader, message_of
-from services.openai.messages_api import MESSAGES
+from services.openai.parts import MessageReader, message_of
 from services.openai.requests import Served, understood
-from services.openai.responses_api import RESPONSES
+from services.openai.responses import RESPONSES
 from services.openai.server import DIALECTS
 from services.openai.tool_calls import CallSyntax, ToolFormat
 from smc import demo

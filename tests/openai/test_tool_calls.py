@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from services.openai.bodies import BadRequest
-from services.openai.messages import MessageReader, message_of
+from services.openai.parts import MessageReader, message_of
 from services.openai.requests import Served, understood
 from services.openai.tool_calls import MOST_CALLS, CallSyntax, ToolFormat
 from smc import demo

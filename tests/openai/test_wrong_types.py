@@ -8,10 +8,10 @@ import re
 
 import pytest
 
+from services.openai.anthropic import FORM as MESSAGES
 from services.openai.bodies import CHAT, COMPLETIONS, NAMES, BadRequest
-from services.openai.messages_api import FORM as MESSAGES
 from services.openai.requests import Served
-from services.openai.responses_api import FORM as RESPONSES
+from services.openai.responses import FORM as RESPONSES
 from services.openai.server import DIALECTS
 from services.openai.tool_calls import ToolFormat
 from tests.openai.asking import user

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jsonschema
 import pytest
 
-from services.openai.messages_api import MessagesDialect, _arguments
+from services.openai.anthropic import MessagesDialect, _arguments
 from services.openai.requests import Served
 from smc.model.tokenizer import Tokenizer
 from tests.gateway.harness import serving

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from services.openai.bodies import BadRequest
-from services.openai.messages import PartBegins, PartEnds, PartGrows, PartReader, Reasoning
+from services.openai.parts import PartBegins, PartEnds, PartGrows, PartReader, Reasoning
 from services.openai.requests import Served
-from services.openai.responses_api import ResponsesDialect
+from services.openai.responses import ResponsesDialect
 from services.openai.tool_calls import CallSyntax, ToolFormat
 from tests.openai.asking import ADD, LONG, QUESTIONS, post
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import pydantic_core
 from pydantic import Field, Tag
 
+from services.openai.answers import OPENAI_FINISH, ResponseHeader, named_event, smc_block, written
 from services.openai.bodies import (
     KIND,
     TOOL_PARAMETERS,
@@ -26,9 +27,8 @@ from services.openai.bodies import (
     tools_of,
 )
 from services.openai.dialects import ApiCall, ChatForm, Dialect
-from services.openai.messages import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
+from services.openai.parts import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
 from services.openai.requests import CompletionRequest, Served
-from services.openai.responses import OPENAI_FINISH, ResponseHeader, named_event, smc_block, written
 from smc.api.request import Answer, FinishReason, Output, Request
 from smc.model.tokenizer import Tokenizer
 

@@ -1,0 +1,144 @@
+"""What the APIs of this port write alike about an answer: heading, usage, log-probabilities, results of ours, JSON and
+events. Knows nothing about how they are sent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Protocol
+
+from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle
+from smc.api.sampling_params import SamplingParams
+from smc.model.tokenizer import Tokenizer
+
+OPENAI_FINISH = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIME_BUDGET: "length",
+    FinishReason.QUEUE_TIME: "length",
+}
+
+
+@dataclass(frozen=True)
+class ResponseHeader:
+    """Fields that every chunk of a response shares with the whole response."""
+
+    id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    chat: bool
+    fingerprint: str
+
+    def fields(self, chunk: bool = False) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+class AnswerWriter(Protocol):
+    """Writes the answers of one call as its API has them: all of them whole, or as server-sent events."""
+
+    def update(self, index: int, output: Output) -> bytes:
+        """Return the events for an update of one answer."""
+
+    def finish(self, answers: Sequence[Answer]) -> bytes:
+        """Return the events after the last update of all answers."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """Return the whole response as a document, without events."""
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """Return the events that end a stream with an error. `body`: the body of the refusal."""
+
+
+def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
+    """Return the token counts of a response. A prompt counts once, whatever the number of its answers; its cached
+    tokens are those that every answer found cached."""
+    each = len(answers) // prompts
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers[::each])
+    # One answer computes what the others then find cached. It has the minimum: what was cached before.
+    cached = sum(
+        min(answer.cached_tokens for answer in answers[start : start + each]) for start in range(0, len(answers), each)
+    )
+    written = sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": written,
+        "total_tokens": prompt_tokens + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def smc_block(params: SamplingParams, answer: Answer) -> dict[str, Any]:
+    """Return the field `smc`: the results for which OpenAI has no fields."""
+    statistics = None
+    if not params.method.plain:
+        statistics = {name: finite(value) for name, value in asdict(answer.statistics).items()}
+    particles = None if answer.particles is None else [_particle(one) for one in answer.particles]
+    return {
+        "method": params.method.value,
+        "finish_reason": answer.finish_reason.value,
+        "matched": answer.matched,
+        "seed": answer.seed,
+        "seconds": finite(round(answer.seconds, 6)),
+        "times": {part: round(seconds, 6) for part, seconds in vars(answer.times).items()},
+        "statistics": statistics,
+        "token_ids": None if answer.logprobs is None else list(answer.tokens),
+        "particles": particles,
+    }
+
+
+def _particle(particle: Particle) -> dict[str, Any]:
+    fields = {"text": particle.text, "token_ids": list(particle.tokens), "finish_reason": particle.finish_reason.value}
+    return fields | {"weight": particle.weight}
+
+
+def chat_logprobs(
+    tokens: Sequence[int],
+    values: Sequence[float],
+    top_logprobs: Sequence[Alternatives] | None,
+    tokenizer: Tokenizer,
+) -> list[dict[str, Any]]:
+    """Return log-probabilities in the form of chats: one entry a token."""
+    # Cached, because the same tokens are among the likeliest again and again.
+    text = cache(lambda token: (tokenizer.decode([token]), list(tokenizer.bytes_of(token))))
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        name, data = text(token)
+        return {"token": name, "logprob": finite(value), "bytes": data}
+
+    each = zip(tokens, values, top_logprobs or [()] * len(tokens))
+    return [
+        entry(token, value) | {"top_logprobs": [entry(*top) for top in likeliest]} for token, value, likeliest in each
+    ]
+
+
+def finite(value: Any) -> Any:
+    """Return the value; None instead of a number that JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def written(document: Any, depth: int = 5) -> str:
+    """Return a document as JSON, joined from the pieces at `depth` levels below, such as one token's log-probabilities.
+    Long documents are written in a thread, and no other thread runs while `json` writes a piece."""
+    if not depth or not isinstance(document, (dict, list)):
+        return json.dumps(document, allow_nan=False)
+    if isinstance(document, list):
+        return f"[{', '.join(written(item, depth - 1) for item in document)}]"
+    return f"{{{', '.join(f'{json.dumps(name)}: {written(value, depth - 1)}' for name, value in document.items())}}}"
+
+
+def named_event(fields: dict[str, Any]) -> bytes:
+    """Return a server-sent event whose name is the `type` of its data."""
+    return f"event: {fields['type']}\ndata: {written(fields)}\n\n".encode()

@@ -1,0 +1,404 @@
+"""OpenAI's completions and chats (`/v1/completions`, `/v1/chat/completions`): reads their bodies and writes their
+responses and streamed chunks. Knows nothing about how they are sent."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from services.openai.answers import OPENAI_FINISH, ResponseHeader, chat_logprobs, finite, smc_block, usage, written
+from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, renamed
+from services.openai.call_reader import Delta
+from services.openai.dialects import ApiCall, Dialect
+from services.openai.parts import MessageReader, Reasoning, message_of
+from services.openai.requests import CompletionRequest, Served, understood
+from services.openai.tool_calls import call
+from smc.api.request import Alternatives, Answer, FinishReason, Output, PromptToken, Request
+from smc.api.sampling_params import SamplingParams
+from smc.model.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+MOST_ECHOED = 1 << 20
+"""Maximum number of characters of prompts that are repeated in all answers together."""
+MOST_SCORED = 1 << 20
+"""Maximum number of log-probabilities of prompts in all answers together: of their tokens, and of the likeliest tokens
+listed for each."""
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt with the log-probabilities of its tokens, to be listed in an answer."""
+
+    tokens: tuple[int, ...]
+    scores: tuple[PromptToken, ...]
+    """Scores of all tokens but the first; empty if there was no time to compute them."""
+
+    @staticmethod
+    def of(
+        completion: CompletionRequest, requests: Sequence[Request], answers: Sequence[Answer]
+    ) -> list[ScoredPrompt | None]:
+        """Return the scored prompt of each answer; None: scores were not requested. Answers to one prompt share the
+        scores of the first."""
+        found: list[ScoredPrompt | None] = []
+        for first in range(0, len(answers), completion.n):
+            scored = None
+            if requests[first].params.prompt_logprobs is not None:
+                scored = ScoredPrompt(requests[first].prompt, answers[first].prompt_logprobs or ())
+            found += [scored] * completion.n
+        return found
+
+    def fields(self, count: int | None, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return vLLM's field of a response, if the prompt's tokens are to be listed. `count`: see
+        `CompletionRequest.prompt_logprobs`."""
+        return {} if count is None else {"prompt_logprobs": self._by_id(count, tokenizer)}
+
+    def _by_id(self, count: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None] | None:
+        """Return for every token its own log-probability and those of the `count` likeliest at its position, by token
+        id; the first token has none. None: there was no time to compute them."""
+        if len(self.scores) != len(self.tokens) - 1:
+            return None
+        text = cache(lambda token: tokenizer.decode([token]))
+        listed: list[dict[str, Any] | None] = [None]
+        for token, score in zip(self.tokens[1:], self.scores):
+            ranked = {token: (score.logprob, score.rank)}
+            ranked |= {one: (logprob, rank) for rank, (one, logprob) in enumerate(score.likeliest[:count], 1)}
+            listed.append(
+                {
+                    str(one): {"logprob": finite(logprob), "rank": rank, "decoded_token": text(one)}
+                    for one, (logprob, rank) in ranked.items()
+                }
+            )
+        return listed
+
+    def then(self, answer: Answer, count: int) -> tuple[list[int], list[float | None], list[Alternatives] | None]:
+        """Return the tokens of the prompt and of an answer, their log-probabilities, and the likeliest tokens at their
+        positions, `count` for each token of the prompt. The first token has no log-probabilities."""
+        values: list[float | None] = [None, *(score.logprob for score in self.scores)]
+        values += [None] * (len(self.tokens) - len(values))
+        likeliest = None
+        if answer.top_logprobs is not None:
+            likeliest = [(), *(score.likeliest[:count] for score in self.scores), *answer.top_logprobs]
+        return [*self.tokens, *answer.tokens], [*values, *(answer.logprobs or ())], likeliest
+
+
+def check_scored(completion: CompletionRequest, requests: Sequence[Request]) -> None:
+    """Check how many log-probabilities of prompts will be listed. Raises BadRequest if there are more than allowed."""
+    firsts = requests[:: completion.n]
+    size = sum(
+        len(one.prompt) * (1 + one.params.prompt_logprobs) for one in firsts if one.params.prompt_logprobs is not None
+    )
+    if (size := size * (1 if completion.chat else completion.n)) > MOST_SCORED:
+        raise BadRequest(
+            f"prompt_logprobs asks for {size} log-probabilities; allowed: at most {MOST_SCORED} in all answers",
+            "prompt_logprobs",
+        )
+
+
+def echoes(completion: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
+    """Return the text before each answer: its prompt, if the request asks for that."""
+    texts = [prompt.written(tokenizer) if completion.echo else "" for prompt in completion.prompts]
+    return [text for text in texts for _ in range(completion.n)]
+
+
+def response(
+    heading: ResponseHeader,
+    completion: CompletionRequest,
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    echoes: Sequence[str],
+    tokenizer: Tokenizer,
+    reasoning: Reasoning | None,
+) -> dict[str, Any]:
+    """Return a whole response. `echoes`: text before each answer; `reasoning`: reasoning that answers are expected to
+    begin with."""
+    if completion.only_prompts:
+        answers = list(map(_without_token, answers))
+    prompts, count = ScoredPrompt.of(completion, requests, answers), completion.prompt_logprobs
+    choices = []
+    for index, (answer, request, scored) in enumerate(zip(answers, requests, prompts, strict=True)):
+        echoed = scored if completion.echo and request.params.logprobs else None
+        logprobs = _answer_logprobs(answer, heading.chat, tokenizer, echoed, request.params.top_logprobs)
+        ending = _ending(answer, request.params, logprobs)
+        content: dict[str, Any]
+        if heading.chat:
+            reader = MessageReader(completion.syntax, reasoning)
+            content = {"message": message_of(answer.text, reader, f"{heading.id}_{index}")}
+            ending |= _finish(ending, reader)
+        else:
+            content = {"text": echoes[index] + answer.text}
+            ending |= scored.fields(count, tokenizer) if scored is not None else {}
+        choices.append({"index": index} | content | ending)
+    body = heading.fields() | {"choices": choices, "usage": usage(answers, len(completion.prompts))}
+    return body | (prompts[0].fields(count, tokenizer) if heading.chat and prompts[0] is not None else {})
+
+
+def _without_token(answer: Answer) -> Answer:
+    """Return the answer to a request of prompts only, without the one token that was decoded."""
+    if not answer.tokens:
+        return answer
+    return replace(
+        answer,
+        tokens=(),
+        text="",
+        finish_reason=FinishReason.LENGTH,
+        matched=None,
+        logprobs=None if answer.logprobs is None else (),
+        top_logprobs=None if answer.top_logprobs is None else (),
+    )
+
+
+def _finish(ending: dict[str, Any], reader: MessageReader) -> dict[str, Any]:
+    """Return the finish reason of an answer with calls, if calls change it: not if it ended within one."""
+    return {"finish_reason": "tool_calls"} if reader.has_calls and ending["finish_reason"] == "stop" else {}
+
+
+class CompletionWriter:
+    """Writes the answers of chats and completions: see `AnswerWriter`."""
+
+    def __init__(
+        self,
+        heading: ResponseHeader,
+        completion: CompletionRequest,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        reasoning: Reasoning | None,
+    ) -> None:
+        """Raises BadRequest if more text or log-probabilities of prompts would be repeated than allowed."""
+        self._heading, self._completion, self._requests = heading, completion, requests
+        self._tokenizer, self._reasoning, self._chat = tokenizer, reasoning, heading.chat
+        self._echoes = echoes(completion, tokenizer)
+        if (size := sum(map(len, self._echoes))) > MOST_ECHOED:
+            raise BadRequest(
+                f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers",
+                "echo",
+            )
+        check_scored(completion, requests)
+        self._begun: set[int] = set()
+        self._readers: dict[int, MessageReader] = {}
+        """Reader of each answer that may have more than content, by the answer's index."""
+        self._calls: dict[int, int] = {}
+        """Index of the last call that has begun, by the answer's index."""
+        self._offsets: dict[int, TextOffsets] = {}
+        """Text offsets of a completion with log-probabilities, by the answer's index."""
+        self._fields = heading.fields(chunk=True)
+        self._tokens = [0] * len(requests)
+        """Number of tokens of each answer that have been written."""
+        head = json.dumps(self._fields)[:-1]
+        # Events of text are frequent and differ only in index and text, so they are assembled from prepared parts.
+        self._before = f'data: {head}, "choices": [{{"index": '
+        self._between = ', "delta": {"content": ' if self._chat else ', "text": '
+        self._after = ("}" if self._chat else "") + ', "logprobs": null, "finish_reason": null}]'
+
+    def update(self, index: int, output: Output) -> bytes:
+        data = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            data += self._begin(index)
+        self._tokens[index] += len(output.tokens)
+        params, answer, logprobs = self._requests[index].params, output.answer, None
+        if output.logprobs and not params.top_logprobs:
+            logprobs = self._logprobs(index, output.tokens, output.logprobs)
+        if output.text or (logprobs is not None and answer is None):
+            data += self._new_text(index, output.text, logprobs)
+            logprobs = None
+        if answer is not None:
+            data += self._end(index, answer, params, logprobs)
+        return data
+
+    def _usage(self, index: int) -> dict[str, Any]:
+        """Return the field with the usage of an event about an answer, if the request asks for such a field."""
+        completion = self._completion
+        if completion.continuous_usage:
+            prompt, new = len(self._requests[index].prompt), self._tokens[index]
+            return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
+        return {"usage": None} if completion.include_usage else {}
+
+    def finish(self, answers: Sequence[Answer]) -> bytes:
+        if not self._completion.include_usage:
+            return DONE
+        counts = usage(answers, len(self._completion.prompts))
+        return _event(self._fields | {"choices": [], "usage": counts}) + DONE
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        return written(
+            response(
+                self._heading,
+                self._completion,
+                self._requests,
+                answers,
+                self._echoes,
+                self._tokenizer,
+                self._reasoning,
+            )
+        ).encode()
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        return _event(body)
+
+    def _begin(self, index: int) -> bytes:
+        """Return the event before an answer's text."""
+        if self._chat:
+            return self._piece(index, {"delta": {"role": "assistant", "content": ""}})
+        return self._text(index, self._echoes[index]) if self._echoes[index] else b""
+
+    def _logprobs(self, index: int, tokens: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens of an answer, in the form of the API."""
+        if self._chat:
+            return {"content": chat_logprobs(tokens, values, None, self._tokenizer), "refusal": None}
+        offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
+        return _completion_logprobs(tokens, values, None, self._tokenizer, offsets)
+
+    def _new_text(self, index: int, text: str, logprobs: dict[str, Any] | None) -> bytes:
+        """Return the events of new text. The first of them has the `logprobs`."""
+        syntax, reasoning = self._completion.syntax, self._reasoning
+        if syntax is None and reasoning is None:
+            return self._text(index, text, logprobs)
+        reader = self._readers.setdefault(index, MessageReader(syntax, reasoning))
+        return self._deltas(index, reader.push(text), logprobs)
+
+    def _deltas(self, index: int, deltas: Sequence[Delta], logprobs: dict[str, Any] | None = None) -> bytes:
+        data = b""
+        for delta in deltas:
+            data += self._delta(index, delta, logprobs)
+            logprobs = None
+        return data if logprobs is None else self._text(index, "", logprobs)
+
+    def _delta(self, index: int, delta: Delta, logprobs: dict[str, Any] | None) -> bytes:
+        if delta.content:
+            return self._text(index, delta.content, logprobs)
+        if delta.reasoning:
+            return self._piece(index, {"delta": {"reasoning_content": delta.reasoning}}, logprobs)
+        number = self._calls.get(index, -1) + (delta.name is not None)
+        self._calls[index] = number
+        more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
+        if delta.name is not None:
+            more = call(f"{self._heading.id}_{index}", number, delta.name)
+        return self._piece(index, {"delta": {"tool_calls": [{"index": number, **more}]}}, logprobs)
+
+    def _text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        if logprobs is not None:
+            return self._piece(index, {"delta": {"content": text}} if self._chat else {"text": text}, logprobs)
+        usage = "".join(f', "{name}": {json.dumps(value)}' for name, value in self._usage(index).items())
+        return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}{usage}}}\n\n".encode()
+
+    def _end(self, index: int, answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> bytes:
+        """Return the last events of an answer. `logprobs`: of tokens that no earlier event has had. The likeliest
+        tokens are known only at the end; if they were requested, all log-probabilities come here."""
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        if params.top_logprobs:
+            logprobs = _answer_logprobs(answer, self._chat, self._tokenizer)
+        ending = _ending(answer, params, logprobs)
+        data, reader = b"", self._readers.get(index)
+        if reader is not None:
+            data = self._deltas(index, reader.finish())
+            ending |= _finish(ending, reader)
+        return data + self._choice({"index": index, **content} | ending)
+
+    def _piece(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
+        return self._choice({"index": index, **content, "logprobs": logprobs, "finish_reason": None})
+
+    def _choice(self, choice: dict[str, Any]) -> bytes:
+        return _event(self._fields | {"choices": [choice]} | self._usage(choice["index"]))
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return f"data: {written(document)}\n\n".encode()
+
+
+def _ending(answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "logprobs": logprobs,
+        "finish_reason": OPENAI_FINISH[answer.finish_reason],
+        "smc": smc_block(params, answer),
+    }
+
+
+class TextOffsets:
+    """Computes where the tokens of a completion begin in its text, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        """Return the offsets of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._utf8.decode(self._tokenizer.bytes_of(token)))
+        return offsets
+
+
+def _answer_logprobs(
+    answer: Answer, chat: bool, tokenizer: Tokenizer, echoed: ScoredPrompt | None = None, count: int = 0
+) -> dict[str, Any] | None:
+    """Return the log-probabilities of a whole answer; None: they were not requested. `echoed`: the prompt, whose tokens
+    precede the answer's, each with `count` of the likeliest."""
+    if answer.logprobs is None:
+        return None
+    scored = (answer.tokens, answer.logprobs, answer.top_logprobs)
+    if chat:
+        return {"content": chat_logprobs(*scored, tokenizer), "refusal": None}
+    if echoed is not None:
+        return _completion_logprobs(*echoed.then(answer, count), tokenizer, TextOffsets(tokenizer))
+    return _completion_logprobs(*scored, tokenizer, TextOffsets(tokenizer))
+
+
+def _completion_logprobs(
+    tokens: Sequence[int],
+    values: Sequence[float | None],
+    top_logprobs: Sequence[Alternatives] | None,
+    tokenizer: Tokenizer,
+    offsets: TextOffsets,
+) -> dict[str, Any]:
+    """Return log-probabilities in the form of completions. A token without a value has no likeliest tokens either."""
+    likeliest = None
+    if top_logprobs is not None:
+        likeliest = [
+            None if value is None else _named(token, value, likely, tokenizer)
+            for token, value, likely in zip(tokens, values, top_logprobs)
+        ]
+    return {
+        "tokens": [tokenizer.decode([token]) for token in tokens],
+        "token_logprobs": [finite(value) for value in values],
+        "top_logprobs": likeliest,
+        "text_offset": offsets.push(tokens),
+    }
+
+
+def _named(token: int, value: float, likeliest: Alternatives, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the log-probabilities of the likeliest tokens and of the answer's own token, by text, likeliest first. Of
+    tokens with the same text, the likeliest counts."""
+    named: dict[str, Any] = {}
+    for one, logprob in (*likeliest, (token, value)):
+        named.setdefault(tokenizer.decode([one]), finite(logprob))
+    return named
+
+
+@dataclass(frozen=True)
+class CompletionDialect(Dialect):
+    """The dialect of chats, or of completions."""
+
+    chat: bool
+    prompt: str
+
+    def read(self, document: Any, served: Served) -> ApiCall:
+        synonym = "max_completion_tokens"
+        is_named = isinstance(document, dict) and document.get(synonym) is not None and "max_tokens" not in document
+        names = {"max_tokens": synonym} if self.chat and is_named else {}
+        try:
+            completion = understood(document, self.chat, served).with_tool_format(served.tokenizer)
+        except BadRequest as error:
+            raise renamed(error, names) from error
+        return ApiCall(completion, CompletionWriter, names)
+
+
+COMPLETION_DIALECTS: dict[str, Dialect] = {
+    CHAT: CompletionDialect(True, "messages"),
+    COMPLETIONS: CompletionDialect(False, "prompt"),
+}
