@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
-from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle
+from services.openai.parts import PartEvent, PartReader, Reasoning
+from services.openai.requests import CompletionRequest
+from smc.api.request import Alternatives, Answer, FinishReason, Output, Particle, Request
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
 
@@ -46,20 +49,56 @@ class ResponseHeader:
         }
 
 
-class AnswerWriter(Protocol):
-    """Writes the answers of one call as its API has them: all of them whole, or as server-sent events."""
+class AnswerWriter(ABC):
+    """Writes the answers of one call as its API has them: all of them whole, or as server-sent events. In every API,
+    these come from the same sequence of `PartEvent`s."""
+
+    def __init__(
+        self,
+        heading: ResponseHeader,
+        completion: CompletionRequest,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        reasoning: Reasoning | None,
+    ) -> None:
+        """`reasoning`: reasoning that answers are expected to begin with."""
+        self._heading, self._completion, self._requests = heading, completion, requests
+        self._tokenizer, self._reasoning = tokenizer, reasoning
+        self._readers = [PartReader(completion.syntax, reasoning) for _ in requests]
+        self._begun: set[int] = set()
 
     def update(self, index: int, output: Output) -> bytes:
         """Return the events for an update of one answer."""
+        data, reader = b"", self._readers[index]
+        if index not in self._begun:
+            self._begun.add(index)
+            data += self._begin(index)
+        data += self._more(index, output, reader.push(output.text))
+        return data if output.answer is None else data + self._end(index, output.answer, reader.finish())
 
     def finish(self, answers: Sequence[Answer]) -> bytes:
         """Return the events after the last update of all answers."""
+        return b""
 
+    @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """Return the whole response as a document, without events."""
 
+    @abstractmethod
     def error(self, body: dict[str, Any]) -> bytes:
         """Return the events that end a stream with an error. `body`: the body of the refusal."""
+
+    @abstractmethod
+    def _begin(self, index: int) -> bytes:
+        """Return the events before an answer."""
+
+    @abstractmethod
+    def _more(self, index: int, output: Output, parts: Iterable[PartEvent]) -> bytes:
+        """Return the events for new tokens of an answer. `parts`: what is certain with them."""
+
+    @abstractmethod
+    def _end(self, index: int, answer: Answer, parts: Iterable[PartEvent]) -> bytes:
+        """Return the last events of an answer. `parts`: what is certain at its end."""
 
 
 def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:

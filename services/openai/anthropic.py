@@ -4,14 +4,14 @@ events. Knows nothing about decoding."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 from pydantic import Field, Tag
 
-from services.openai.answers import OPENAI_FINISH, ResponseHeader, named_event, smc_block, written
+from services.openai.answers import OPENAI_FINISH, AnswerWriter, named_event, smc_block, written
 from services.openai.bodies import (
     KIND,
     TOOL_PARAMETERS,
@@ -27,9 +27,9 @@ from services.openai.bodies import (
     tools_of,
 )
 from services.openai.dialects import ApiCall, ChatForm, Dialect
-from services.openai.parts import MessagePart, PartBegins, PartEvent, PartGrows, PartKind, PartReader, Reasoning
-from services.openai.requests import CompletionRequest, Served
-from smc.api.request import Answer, FinishReason, Output, Request
+from services.openai.parts import MessagePart, PartBegins, PartEvent, PartGrows, PartKind
+from services.openai.requests import Served
+from smc.api.request import Answer, FinishReason, Output
 from smc.model.tokenizer import Tokenizer
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -357,53 +357,32 @@ def _messages(index: int, message: InputMessage) -> Iterator[dict[str, Any]]:
     }
 
 
-class MessagesWriter:
+class MessagesWriter(AnswerWriter):
     """See `AnswerWriter`. In a whole message, a call whose arguments are not JSON becomes a text. In a stream it stays
     a call, as the model wrote it, because it begins before this is known."""
 
-    def __init__(
-        self,
-        heading: ResponseHeader,
-        completion: CompletionRequest,
-        requests: Sequence[Request],
-        tokenizer: Tokenizer,
-        reasoning: Reasoning | None,
-    ) -> None:
-        self._heading = heading
-        (self._request,) = requests
-        self._syntax = completion.syntax
-        self._reader = PartReader(completion.syntax, reasoning)
-        self._begun = False
+    def _begin(self, index: int) -> bytes:
+        counts = {"input_tokens": len(self._requests[0].prompt), "output_tokens": 0}
+        return _event("message_start", message=self._message() | {"content": [], "usage": counts})
 
-    def update(self, index: int, output: Output) -> bytes:
-        data = b""
-        if not self._begun:
-            self._begun = True
-            counts = {"input_tokens": len(self._request.prompt), "output_tokens": 0}
-            message = self._message() | {"content": [], "usage": counts}
-            data += _event("message_start", message=message)
-        if output.text:
-            data += b"".join(map(self._part, self._reader.push(output.text)))
-        if output.answer is not None:
-            data += b"".join(map(self._part, self._reader.finish()))
-            counts, answer = _usage(output.answer), output.answer
-            delta = self._stop(answer, self._reader.has_calls)
-            data += _event("message_delta", delta=delta, usage=counts, smc=smc_block(self._request.params, answer))
-            data += _event("message_stop")
-        return data
+    def _more(self, index: int, output: Output, parts: Iterable[PartEvent]) -> bytes:
+        return b"".join(map(self._part, parts))
 
-    def finish(self, answers: Sequence[Answer]) -> bytes:
-        return b""
+    def _end(self, index: int, answer: Answer, parts: Iterable[PartEvent]) -> bytes:
+        data = b"".join(map(self._part, parts))
+        delta = self._stop(answer, self._readers[0].has_calls)
+        block = smc_block(self._requests[0].params, answer)
+        return data + _event("message_delta", delta=delta, usage=_usage(answer), smc=block) + _event("message_stop")
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        (answer,) = answers
-        for _ in (*self._reader.push(answer.text), *self._reader.finish()):
+        (answer,), (reader,) = answers, self._readers
+        for _ in (*reader.push(answer.text), *reader.finish()):
             pass
-        last = len(self._reader.parts) - 1 if self._reader.is_cut else None
-        content = [self._block(index, part, index == last) for index, part in enumerate(self._reader.parts)]
+        last = len(reader.parts) - 1 if reader.is_cut else None
+        content = [self._block(index, part, index == last) for index, part in enumerate(reader.parts)]
         stop = self._stop(answer, last is None and any(block["type"] == "tool_use" for block in content))
         message = self._message() | {"content": content, **stop, "usage": _usage(answer)}
-        return written(message | {"smc": smc_block(self._request.params, answer)}).encode()
+        return written(message | {"smc": smc_block(self._requests[0].params, answer)}).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
         return _event("error", **{name: value for name, value in body.items() if name != "type"})
@@ -428,7 +407,7 @@ class MessagesWriter:
             block = self._block(event.index, MessagePart(event.part.kind, event.part.name))
             return _event("content_block_start", index=event.index, content_block=block)
         if isinstance(event, PartGrows):
-            kind, name = DELTAS[self._reader.parts[event.index].kind]
+            kind, name = DELTAS[event.part.kind]
             return _event("content_block_delta", index=event.index, delta={"type": kind, name: event.text})
         return _event("content_block_stop", index=event.index)
 
@@ -439,8 +418,9 @@ class MessagesWriter:
             return {"type": "text", "text": part.text}
         given = _arguments(part.text, is_cut)
         if given is None:
-            assert self._syntax is not None, "only a request with tools has calls"
-            return {"type": "text", "text": self._syntax.format.written(part.name, part.text)}
+            syntax = self._completion.syntax
+            assert syntax is not None, "only a request with tools has calls"
+            return {"type": "text", "text": syntax.format.written(part.name, part.text)}
         return {"type": "tool_use", "id": f"toolu_{self._heading.id}_{index}", "name": part.name, "input": given}
 
 

@@ -43,11 +43,10 @@ that it has passed then ends at `_at`."""
 
 @dataclass(frozen=True)
 class Delta:
-    """An addition to an answer's message: content, reasoning, a call that begins (`name`), or more of the last call's
+    """An addition to an answer's message: content, a call that begins (`name`), or more of the last call's
     arguments."""
 
     content: str = ""
-    reasoning: str = ""
     name: str | None = None
     arguments: str = ""
 

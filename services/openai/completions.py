@@ -5,16 +5,24 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from services.openai.answers import OPENAI_FINISH, ResponseHeader, chat_logprobs, finite, smc_block, usage, written
+from services.openai.answers import (
+    OPENAI_FINISH,
+    AnswerWriter,
+    ResponseHeader,
+    chat_logprobs,
+    finite,
+    smc_block,
+    usage,
+    written,
+)
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, renamed
-from services.openai.call_reader import Delta
 from services.openai.dialects import ApiCall, Dialect
-from services.openai.parts import MessageReader, Reasoning, message_of
+from services.openai.parts import PartBegins, PartEnds, PartEvent, PartKind, PartReader, Reasoning, message_of
 from services.openai.requests import CompletionRequest, Served, understood
 from services.openai.tool_calls import call
 from smc.api.request import Alternatives, Answer, FinishReason, Output, PromptToken, Request
@@ -125,7 +133,7 @@ def response(
         ending = _ending(answer, request.params, logprobs)
         content: dict[str, Any]
         if heading.chat:
-            reader = MessageReader(completion.syntax, reasoning)
+            reader = PartReader(completion.syntax, reasoning)
             content = {"message": message_of(answer.text, reader, f"{heading.id}_{index}")}
             ending |= _finish(ending, reader)
         else:
@@ -151,12 +159,12 @@ def _without_token(answer: Answer) -> Answer:
     )
 
 
-def _finish(ending: dict[str, Any], reader: MessageReader) -> dict[str, Any]:
+def _finish(ending: dict[str, Any], reader: PartReader) -> dict[str, Any]:
     """Return the finish reason of an answer with calls, if calls change it: not if it ended within one."""
     return {"finish_reason": "tool_calls"} if reader.has_calls and ending["finish_reason"] == "stop" else {}
 
 
-class CompletionWriter:
+class CompletionWriter(AnswerWriter):
     """Writes the answers of chats and completions: see `AnswerWriter`."""
 
     def __init__(
@@ -168,8 +176,8 @@ class CompletionWriter:
         reasoning: Reasoning | None,
     ) -> None:
         """Raises BadRequest if more text or log-probabilities of prompts would be repeated than allowed."""
-        self._heading, self._completion, self._requests = heading, completion, requests
-        self._tokenizer, self._reasoning, self._chat = tokenizer, reasoning, heading.chat
+        super().__init__(heading, completion, requests, tokenizer, reasoning)
+        self._chat = heading.chat
         self._echoes = echoes(completion, tokenizer)
         if (size := sum(map(len, self._echoes))) > MOST_ECHOED:
             raise BadRequest(
@@ -177,11 +185,8 @@ class CompletionWriter:
                 "echo",
             )
         check_scored(completion, requests)
-        self._begun: set[int] = set()
-        self._readers: dict[int, MessageReader] = {}
-        """Reader of each answer that may have more than content, by the answer's index."""
-        self._calls: dict[int, int] = {}
-        """Index of the last call that has begun, by the answer's index."""
+        self._left: dict[int, dict[str, Any]] = {}
+        """Log-probabilities for the last event of an answer, by its index."""
         self._offsets: dict[int, TextOffsets] = {}
         """Text offsets of a completion with log-probabilities, by the answer's index."""
         self._fields = heading.fields(chunk=True)
@@ -192,22 +197,6 @@ class CompletionWriter:
         self._before = f'data: {head}, "choices": [{{"index": '
         self._between = ', "delta": {"content": ' if self._chat else ', "text": '
         self._after = ("}" if self._chat else "") + ', "logprobs": null, "finish_reason": null}]'
-
-    def update(self, index: int, output: Output) -> bytes:
-        data = b""
-        if index not in self._begun:
-            self._begun.add(index)
-            data += self._begin(index)
-        self._tokens[index] += len(output.tokens)
-        params, answer, logprobs = self._requests[index].params, output.answer, None
-        if output.logprobs and not params.top_logprobs:
-            logprobs = self._logprobs(index, output.tokens, output.logprobs)
-        if output.text or (logprobs is not None and answer is None):
-            data += self._new_text(index, output.text, logprobs)
-            logprobs = None
-        if answer is not None:
-            data += self._end(index, answer, params, logprobs)
-        return data
 
     def _usage(self, index: int) -> dict[str, Any]:
         """Return the field with the usage of an event about an answer, if the request asks for such a field."""
@@ -240,7 +229,6 @@ class CompletionWriter:
         return _event(body)
 
     def _begin(self, index: int) -> bytes:
-        """Return the event before an answer's text."""
         if self._chat:
             return self._piece(index, {"delta": {"role": "assistant", "content": ""}})
         return self._text(index, self._echoes[index]) if self._echoes[index] else b""
@@ -252,31 +240,34 @@ class CompletionWriter:
         offsets = self._offsets.setdefault(index, TextOffsets(self._tokenizer))
         return _completion_logprobs(tokens, values, None, self._tokenizer, offsets)
 
-    def _new_text(self, index: int, text: str, logprobs: dict[str, Any] | None) -> bytes:
-        """Return the events of new text. The first of them has the `logprobs`."""
-        syntax, reasoning = self._completion.syntax, self._reasoning
-        if syntax is None and reasoning is None:
-            return self._text(index, text, logprobs)
-        reader = self._readers.setdefault(index, MessageReader(syntax, reasoning))
-        return self._deltas(index, reader.push(text), logprobs)
-
-    def _deltas(self, index: int, deltas: Sequence[Delta], logprobs: dict[str, Any] | None = None) -> bytes:
+    def _more(self, index: int, output: Output, parts: Iterable[PartEvent]) -> bytes:
+        self._tokens[index] += len(output.tokens)
+        logprobs = None
+        if output.logprobs and not self._requests[index].params.top_logprobs:
+            logprobs = self._logprobs(index, output.tokens, output.logprobs)
         data = b""
-        for delta in deltas:
-            data += self._delta(index, delta, logprobs)
-            logprobs = None
-        return data if logprobs is None else self._text(index, "", logprobs)
+        for event in parts:
+            if new := self._part(index, event, logprobs):
+                data, logprobs = data + new, None
+        if logprobs is None:
+            return data
+        if output.text or output.answer is None:
+            return data + self._text(index, "", logprobs)
+        self._left[index] = logprobs
+        return data
 
-    def _delta(self, index: int, delta: Delta, logprobs: dict[str, Any] | None) -> bytes:
-        if delta.content:
-            return self._text(index, delta.content, logprobs)
-        if delta.reasoning:
-            return self._piece(index, {"delta": {"reasoning_content": delta.reasoning}}, logprobs)
-        number = self._calls.get(index, -1) + (delta.name is not None)
-        self._calls[index] = number
-        more: dict[str, Any] = {"function": {"arguments": delta.arguments}}
-        if delta.name is not None:
-            more = call(f"{self._heading.id}_{index}", number, delta.name)
+    def _part(self, index: int, event: PartEvent, logprobs: dict[str, Any] | None = None) -> bytes:
+        if isinstance(event, PartEnds) or (isinstance(event, PartBegins) and event.part.kind is not PartKind.CALL):
+            return b""
+        text = "" if isinstance(event, PartBegins) else event.text
+        if event.part.kind is PartKind.TEXT:
+            return self._text(index, text, logprobs)
+        if event.part.kind is PartKind.REASONING:
+            return self._piece(index, {"delta": {"reasoning_content": text}}, logprobs)
+        number = sum(part.kind is PartKind.CALL for part in self._readers[index].parts) - 1
+        more: dict[str, Any] = {"function": {"arguments": text}}
+        if isinstance(event, PartBegins):
+            more = call(f"{self._heading.id}_{index}", number, event.part.name)
         return self._piece(index, {"delta": {"tool_calls": [{"index": number, **more}]}}, logprobs)
 
     def _text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
@@ -285,17 +276,15 @@ class CompletionWriter:
         usage = "".join(f', "{name}": {json.dumps(value)}' for name, value in self._usage(index).items())
         return f"{self._before}{index}{self._between}{json.dumps(text)}{self._after}{usage}}}\n\n".encode()
 
-    def _end(self, index: int, answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | None) -> bytes:
-        """Return the last events of an answer. `logprobs`: of tokens that no earlier event has had. The likeliest
-        tokens are known only at the end; if they were requested, all log-probabilities come here."""
-        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+    def _end(self, index: int, answer: Answer, parts: Iterable[PartEvent]) -> bytes:
+        # The likeliest tokens are known only now; if they were requested, all log-probabilities come here.
+        params, logprobs = self._requests[index].params, self._left.get(index)
         if params.top_logprobs:
             logprobs = _answer_logprobs(answer, self._chat, self._tokenizer)
+        data = b"".join(self._part(index, event) for event in parts)
         ending = _ending(answer, params, logprobs)
-        data, reader = b"", self._readers.get(index)
-        if reader is not None:
-            data = self._deltas(index, reader.finish())
-            ending |= _finish(ending, reader)
+        ending |= _finish(ending, self._readers[index])
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         return data + self._choice({"index": index, **content} | ending)
 
     def _piece(self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:

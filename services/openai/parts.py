@@ -3,7 +3,7 @@ answer, content, and calls of tools."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -91,56 +91,6 @@ def _before_mark(text: str, mark: str) -> str:
     return text[: len(text) - size]
 
 
-class MessageReader:
-    """Reads the message of one answer from its text, as it comes."""
-
-    def __init__(self, syntax: CallSyntax | None, reasoning: Reasoning | None) -> None:
-        self._reasoning = None if reasoning is None else ReasoningReader(reasoning.is_open)
-        self._calls = None if syntax is None else ToolCallReader(syntax)
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the answer has calls, and all of them are complete: at its end, whether it ended to call tools."""
-        return self._calls is not None and self._calls.calls > 0 and self._calls.is_complete
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the answer ended within a call."""
-        return self._calls is not None and not self._calls.is_complete
-
-    def push(self, text: str) -> list[Delta]:
-        """Add text. Returns the additions to the message that are certain now."""
-        return self._deltas(*(("", text) if self._reasoning is None else self._reasoning.push(text)))
-
-    def finish(self) -> list[Delta]:
-        """Return the remaining additions, at the end of the text."""
-        deltas = [] if self._reasoning is None else self._deltas(*self._reasoning.finish())
-        return deltas + ([] if self._calls is None else self._calls.finish())
-
-    def _deltas(self, reasoning: str, text: str) -> list[Delta]:
-        found = [Delta(reasoning=reasoning)] if reasoning else []
-        if self._calls is not None:
-            return found + self._calls.push(text)
-        return found + ([Delta(content=text)] if text else [])
-
-
-def message_of(text: str, reader: MessageReader, call_id: str) -> dict[str, Any]:
-    """Return a whole answer as a chat's message. `reader`: a new one, which has then read the answer; `call_id`: prefix
-    of the ids of its calls."""
-    content = thoughts = ""
-    calls: list[dict[str, Any]] = []
-    for delta in (*reader.push(text), *reader.finish()):
-        content, thoughts = content + delta.content, thoughts + delta.reasoning
-        if delta.name is not None:
-            calls.append(call(call_id, len(calls), delta.name))
-        if delta.arguments:
-            calls[-1]["function"]["arguments"] += delta.arguments
-    message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    return message | ({"tool_calls": calls} if calls else {})
-
-
 class PartKind(Enum):
     REASONING = "reasoning"
     TEXT = "text"
@@ -149,7 +99,7 @@ class PartKind(Enum):
 
 @dataclass
 class MessagePart:
-    """A part of an answer, for APIs whose messages are lists of parts."""
+    """A part of an answer."""
 
     kind: PartKind
     name: str = ""
@@ -167,6 +117,7 @@ class PartBegins:
 @dataclass(frozen=True)
 class PartGrows:
     index: int
+    part: MessagePart
     text: str
 
 
@@ -188,44 +139,56 @@ class PartReader:
     gets an empty text part."""
 
     def __init__(self, syntax: CallSyntax | None, reasoning: Reasoning | None) -> None:
-        self._reader = MessageReader(syntax, reasoning)
+        self._reasoning = None if reasoning is None else ReasoningReader(reasoning.is_open)
+        self._calls = None if syntax is None else ToolCallReader(syntax)
         self.parts: list[MessagePart] = []
 
     @property
     def has_calls(self) -> bool:
-        """See `MessageReader.has_calls`."""
-        return self._reader.has_calls
+        """Whether the answer has calls, and all of them are complete: at its end, whether it ended to call tools."""
+        return self._calls is not None and self._calls.calls > 0 and self._calls.is_complete
 
     @property
     def is_cut(self) -> bool:
-        """See `MessageReader.is_cut`."""
-        return self._reader.is_cut
+        """Whether the answer ended within a call."""
+        return self._calls is not None and not self._calls.is_complete
 
     def push(self, text: str) -> Iterator[PartEvent]:
-        for delta in self._reader.push(text):
-            yield from self._more(delta)
+        """Add text. Yields what is certain now."""
+        yield from self._read(*(("", text) if self._reasoning is None else self._reasoning.push(text)))
 
     def finish(self) -> Iterator[PartEvent]:
-        for delta in self._reader.finish():
-            yield from self._more(delta)
+        """Yield the rest, at the end of the text."""
+        if self._reasoning is not None:
+            yield from self._read(*self._reasoning.finish())
+        if self._calls is not None:
+            yield from self._more(self._calls.finish())
         if not self.parts:
             yield from self._open(MessagePart(PartKind.TEXT))
         yield from self._close(is_last=True)
 
-    def _more(self, delta: Delta) -> Iterator[PartEvent]:
-        if delta.name is not None:
-            yield from self._open(MessagePart(PartKind.CALL, delta.name))
-        for kind, text in (
-            (PartKind.REASONING, delta.reasoning),
-            (PartKind.TEXT, delta.content),
-            (PartKind.CALL, delta.arguments),
-        ):
-            if not text:
-                continue
-            if not self.parts or self.parts[-1].kind is not kind:
-                yield from self._open(MessagePart(kind))
-            self.parts[-1].text += text
-            yield PartGrows(len(self.parts) - 1, text)
+    def _read(self, reasoning: str, text: str) -> Iterator[PartEvent]:
+        yield from self._grow(PartKind.REASONING, reasoning)
+        if self._calls is None:
+            yield from self._grow(PartKind.TEXT, text)
+        else:
+            yield from self._more(self._calls.push(text))
+
+    def _more(self, deltas: Iterable[Delta]) -> Iterator[PartEvent]:
+        for delta in deltas:
+            if delta.name is not None:
+                yield from self._open(MessagePart(PartKind.CALL, delta.name))
+            yield from self._grow(PartKind.TEXT, delta.content)
+            yield from self._grow(PartKind.CALL, delta.arguments)
+
+    def _grow(self, kind: PartKind, text: str) -> Iterator[PartEvent]:
+        if not text:
+            return
+        if not self.parts or self.parts[-1].kind is not kind:
+            yield from self._open(MessagePart(kind))
+        part = self.parts[-1]
+        part.text += text
+        yield PartGrows(len(self.parts) - 1, part, text)
 
     def _open(self, part: MessagePart) -> Iterator[PartEvent]:
         yield from self._close()
@@ -235,3 +198,19 @@ class PartReader:
     def _close(self, is_last: bool = False) -> Iterator[PartEvent]:
         if self.parts:
             yield PartEnds(len(self.parts) - 1, self.parts[-1], is_last, is_last and self.is_cut)
+
+
+def message_of(text: str, reader: PartReader, call_id: str) -> dict[str, Any]:
+    """Return a whole answer as a chat's message. `reader`: a new one, which has then read the answer; `call_id`: prefix
+    of the ids of its calls."""
+    for _ in (*reader.push(text), *reader.finish()):
+        pass
+    content, thoughts = (
+        "".join(part.text for part in reader.parts if part.kind is kind) for kind in (PartKind.TEXT, PartKind.REASONING)
+    )
+    named = [part for part in reader.parts if part.kind is PartKind.CALL]
+    calls = [call(call_id, number, part.name, part.text) for number, part in enumerate(named)]
+    message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    return message | ({"tool_calls": calls} if calls else {})

@@ -3,7 +3,7 @@ Responses are not stored. Knows nothing about decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from services.openai.answers import (
     OPENAI_FINISH,
+    AnswerWriter,
     ResponseHeader,
     chat_logprobs,
     named_event,
@@ -38,7 +39,6 @@ from services.openai.parts import (
     PartEvent,
     PartGrows,
     PartKind,
-    PartReader,
     Reasoning,
 )
 from services.openai.requests import CompletionRequest, Served
@@ -291,7 +291,7 @@ def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
         yield message if "tool_calls" in message else {"content": ""} | message
 
 
-class ResponsesWriter:
+class ResponsesWriter(AnswerWriter):
     """Writes an answer as a response: see `AnswerWriter`."""
 
     def __init__(
@@ -303,9 +303,8 @@ class ResponsesWriter:
         tokenizer: Tokenizer,
         reasoning: Reasoning | None,
     ) -> None:
-        self._heading, self._tokenizer, self._reasoning = heading, tokenizer, reasoning
-        (self._request,) = requests
-        self._reader = PartReader(completion.syntax, reasoning)
+        super().__init__(heading, completion, requests, tokenizer, reasoning)
+        (self._request,), (self._reader,) = requests, self._readers
         self._items: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens that no event has had."""
@@ -347,27 +346,21 @@ class ResponsesWriter:
             "user": body.user,
         }
 
-    def update(self, index: int, output: Output) -> bytes:
-        data = b""
-        if not self._sequence:
-            for kind in ("created", "in_progress"):
-                data += self._event(f"response.{kind}", response=self._response("in_progress"))
-        answer = output.answer
+    def _begin(self, index: int) -> bytes:
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._response("in_progress")) for kind in kinds)
+
+    def _more(self, index: int, output: Output, parts: Iterable[PartEvent]) -> bytes:
         if not self._request.params.top_logprobs:
             self._logprobs += chat_logprobs(output.tokens, output.logprobs, None, self._tokenizer)
-        if output.text:
-            data += b"".join(map(self._part, self._reader.push(output.text)))
-        if answer is not None:
-            if self._request.params.top_logprobs:  # they are known only at the end
-                self._logprobs = self._answer_logprobs(answer)
-            status = _status(answer)
-            data += b"".join(self._part(event, status) for event in self._reader.finish())
-            response = self._ended(answer)
-            data += self._event(f"response.{response['status']}", response=response)
-        return data
+        return b"".join(map(self._part, parts))
 
-    def finish(self, answers: Sequence[Answer]) -> bytes:
-        return b""
+    def _end(self, index: int, answer: Answer, parts: Iterable[PartEvent]) -> bytes:
+        if self._request.params.top_logprobs:  # they are known only at the end
+            self._logprobs = self._answer_logprobs(answer)
+        data = b"".join(self._part(event, _status(answer)) for event in parts)
+        response = self._ended(answer)
+        return data + self._event(f"response.{response['status']}", response=response)
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
@@ -416,7 +409,7 @@ class ResponsesWriter:
         """Update the output items. `status`: status with which the last item ends. Returns the server-sent events."""
         index = event.index
         if isinstance(event, PartBegins):
-            item = self._begun(index, event.part)
+            item = self._new_item(index, event.part)
             self._items.append(item)
             data = self._event("response.output_item.added", output_index=index, item=item)
             if event.part.kind is not PartKind.CALL:
@@ -426,10 +419,10 @@ class ResponsesWriter:
         item = self._items[index]
         where = {"output_index": index, "item_id": item["id"]}
         if isinstance(event, PartGrows):
-            return self._grow(self._reader.parts[index], where, event.text)
+            return self._grow(event.part, where, event.text)
         if event.part.kind is PartKind.CALL:
             status = "incomplete" if event.is_cut else "completed"
-        return self._end(event, item, where, status if event.is_last else "completed")
+        return self._close(event, item, where, status if event.is_last else "completed")
 
     def _grow(self, part: MessagePart, where: dict[str, Any], text: str) -> bytes:
         kind, more = EVENTS[part.kind]
@@ -438,7 +431,7 @@ class ResponsesWriter:
             self._part_logprobs, self._logprobs = self._part_logprobs + self._logprobs, []
         return self._event(f"response.{kind}.delta", **where, **more, delta=text)
 
-    def _end(self, event: PartEnds, item: dict[str, Any], where: dict[str, Any], status: str) -> bytes:
+    def _close(self, event: PartEnds, item: dict[str, Any], where: dict[str, Any], status: str) -> bytes:
         kind, more = EVENTS[event.part.kind]
         done: dict[str, Any] = {"status": status}
         data = b""
@@ -457,7 +450,7 @@ class ResponsesWriter:
         self._items[event.index] = item = item | done
         return data + self._event("response.output_item.done", output_index=event.index, item=item)
 
-    def _begun(self, index: int, part: MessagePart) -> dict[str, Any]:
+    def _new_item(self, index: int, part: MessagePart) -> dict[str, Any]:
         name = f"{self._heading.id}_{index}"
         if part.kind is PartKind.CALL:
             call = {"id": f"fc_{name}", "type": "function_call", "call_id": f"call_{name}"}

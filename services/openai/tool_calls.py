@@ -224,6 +224,6 @@ class CallSyntax:
     """Whether the answer consists of calls alone."""
 
 
-def call(call_id: str, index: int, name: str) -> dict[str, Any]:
-    """Return a call as a chat's message has it when the call begins."""
-    return {"id": f"call_{call_id}_{index}", "type": "function", "function": {"name": name, "arguments": ""}}
+def call(call_id: str, index: int, name: str, arguments: str = "") -> dict[str, Any]:
+    """Return a call as a chat's message has it, with the `arguments` so far."""
+    return {"id": f"call_{call_id}_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}

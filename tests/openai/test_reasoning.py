@@ -9,7 +9,7 @@ import re
 import pytest
 import tokenizers
 
-from services.openai.parts import MessageReader, Reasoning, ReasoningReader, message_of
+from services.openai.parts import PartReader, Reasoning, ReasoningReader, message_of
 from services.openai.tool_calls import CallSyntax, ToolFormat
 from smc import demo
 from smc.local_engine import ModelPair
@@ -46,7 +46,7 @@ def test_texts_are_divided_however_they_are_cut(text, is_open, reasoning, answer
 
 def test_calls_after_reasoning():
     text = '<think>f?</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    message = message_of(text, MessageReader(CallSyntax(ToolFormat.HERMES), Reasoning(5, False)), "x")
+    message = message_of(text, PartReader(CallSyntax(ToolFormat.HERMES), Reasoning(5, False)), "x")
     assert (message["reasoning_content"], message["content"]) == ("f?", None)
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.openai.anthropic import MESSAGES
 from services.openai.bodies import CHAT, BadRequest, parse
-from services.openai.parts import MessageReader, message_of
+from services.openai.parts import PartReader, message_of
 from services.openai.requests import Served, understood
 from services.openai.responses import RESPONSES
 from services.openai.server import DIALECTS
@@ -76,7 +76,7 @@ def allows(constraint: Constraint, text: str) -> bool:
 
 
 def read(text: str, form: ToolFormat) -> dict:
-    return message_of(text, MessageReader(CallSyntax(form, constrained=True), None), "x")
+    return message_of(text, PartReader(CallSyntax(form, constrained=True), None), "x")
 
 
 TEXTS = (

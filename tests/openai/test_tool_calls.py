@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from services.openai.bodies import BadRequest
-from services.openai.parts import MessageReader, message_of
+from services.openai.parts import PartReader, message_of
 from services.openai.requests import Served, understood
 from services.openai.tool_calls import MOST_CALLS, CallSyntax, ToolFormat
 from smc import demo
@@ -44,7 +44,7 @@ PLAIN = ["no <tool and a < b", "x <tool_call>\nnonsense", '{"value": 3}', "[1, 2
 
 
 def read(text: str, form: ToolFormat, **more: bool) -> dict:
-    return message_of(text, MessageReader(CallSyntax(form, **more), None), "x")
+    return message_of(text, PartReader(CallSyntax(form, **more), None), "x")
 
 
 @pytest.mark.parametrize("form", ToolFormat)
@@ -146,7 +146,7 @@ def test_a_required_call_cut_in_its_head_leaves_no_marks(form: ToolFormat):
     else:
         text += ("\n" if form is ToolFormat.HERMES else ";") + form.written("stop", "{}")
     for size in range(len(text) + 1):
-        reader = MessageReader(CallSyntax(form, constrained=True, required=True), None)
+        reader = PartReader(CallSyntax(form, constrained=True, required=True), None)
         message = message_of(text[:size], reader, "x")
         assert not message["content"], (text[:size], message)
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
