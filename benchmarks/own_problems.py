@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.problem_file import FileProblem
 from benchmarks.quality import DecodingSetting, Terms, answers_of, prompt_requests
 from benchmarks.reports import interval, number_cell
-from smc.api.request import Answer
+from smc.api.request import Answer, FinishReason
 from smc.demo.problems import Accuracy
 from smc.local_engine import ModelPair, fitted_engine
 from smc.scheduler.stats import SpecStats
@@ -36,6 +36,7 @@ HEADERS = (
     "decoding",
     "solved",
     "95%",
+    "cut",
     "same",
     "log p",
     "round",
@@ -43,13 +44,22 @@ HEADERS = (
     "tok",
 )
 LEGEND = (
-    "95%: interval of the share solved; same: share of problems whose answer is the target's own, token by token; "
+    "solved: of the answers that came to an end; 95%: its interval; cut: answers that reached --max-tokens first; "
+    "same: share of problems whose answer is the target's own, token by token; "
     "log p: "
     "mean log-probability of an answer token under the target, minus that of the target's own answers; round: tokens "
     "that a round confirms; "
     "accepted by depth: share of rounds in which the first, the first two, .. drafted tokens were accepted; log Z: of "
     "SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer."
 )
+MEANINGS = {
+    "walk": "Exact decoding by walk gives the target's own answers in float32. In other types sums depend on the rows "
+    "of a pass, so near ties between tokens may fall otherwise, and the answers differ from there on.",
+    "rejection": "Exact decoding by rejection follows the target's distribution, but draws other answers from it.",
+    "smc": "SMC draws other answers, from a distribution that nears the target's as N grows: see solved and log p.",
+    "draft": "The draft answers by itself: it shows what is lost without the target.",
+}
+"""What agreement with the target's answers means, by the kind of decoding."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,10 @@ class OwnRow:
     decoding: str
     problems: int
     graded: int
-    """Number of problems with an expected answer."""
+    """Number of answers that came to an end and have an expected answer to compare with."""
     correct: int
+    cut: int
+    """Number of answers that reached the maximum number of tokens."""
     same_as_target: float | None
     mean_logp: float | None
     """Mean log-probability of an answer token under the target."""
@@ -85,16 +97,20 @@ def evaluate_own(
     prompts = [_fitting(pair, problem, terms) for problem in problems]
     for setting in settings:  # invalid ones are refused before anything is answered
         prompt_requests(prompts[:1], setting, terms, logprobs=False)
-    target = _answer_all(pair, USUAL[0], prompts, terms, concurrency)
+    others = [setting for setting in settings if setting.method != "target"]
     rows, texts = [], {}
     with progress_bar() as progress:
-        task = progress.add_task("settings", total=len(settings))
+        task = progress.add_task(USUAL[0].name, total=len(prompts) * (1 + len(others)))
+
+        def answer_all(setting: DecodingSetting) -> Answered:
+            progress.update(task, description=setting.name)
+            return _answer_all(pair, setting, prompts, terms, concurrency, lambda: progress.advance(task))
+
+        target = answer_all(USUAL[0])
         for setting in settings:
-            is_target = setting.method == "target"
-            answered = target if is_target else _answer_all(pair, setting, prompts, terms, concurrency)
+            answered = target if setting.method == "target" else answer_all(setting)
             rows.append(_row(setting, problems, answered, target))
             texts[setting.name] = [answer.text for answer in answered.answers]
-            progress.advance(task)
             if json_path is not None:
                 _write(json_path, asdict(terms) | {"concurrency": concurrency}, rows, problems, texts)
     base = mean_logp_of(target.answers)
@@ -103,7 +119,9 @@ def evaluate_own(
         for row in rows
         if row.accepted_by_depth
     ]
-    out.print(own_table(rows, base), *depths, LEGEND, sep="\n", soft_wrap=True)
+    kinds = dict.fromkeys(kind for setting in settings if (kind := _kind(setting)) in MEANINGS)
+    meanings = (MEANINGS[kind] for kind in kinds)
+    out.print(own_table(rows, base), *depths, LEGEND, *meanings, sep="\n", soft_wrap=True)
     if not any(problem.answer is not None for problem in problems):
         out.print("The file has no answers, so the share of solved problems is not known.", style="dim")
     return rows
@@ -129,13 +147,21 @@ def _fitting(pair: ModelPair, problem: FileProblem, terms: Terms) -> tuple[int, 
 
 
 def _answer_all(
-    pair: ModelPair, setting: DecodingSetting, prompts: Sequence[tuple[int, ...]], terms: Terms, concurrency: int
+    pair: ModelPair,
+    setting: DecodingSetting,
+    prompts: Sequence[tuple[int, ...]],
+    terms: Terms,
+    concurrency: int,
+    on_answer: Callable[[], object],
 ) -> Answered:
     """Answer all prompts with one setting. Raises RuntimeError if an answer ends in an error."""
     requests = prompt_requests(prompts, setting, terms, logprobs=setting.method != "draft")
     engine = fitted_engine(pair, setting.engine, requests, concurrency)
     begin = time.perf_counter()
-    found = {answer.request_id: answer for answer in answers_of(engine, setting, requests, concurrency)}
+    found = {}
+    for answer in answers_of(engine, setting, requests, concurrency):
+        found[answer.request_id] = answer
+        on_answer()
     seconds = time.perf_counter() - begin
     spec = engine.take_stats().spec[setting.verification or "walk"]
     return Answered([found[request.request_id] for request in requests], spec, seconds)
@@ -143,7 +169,8 @@ def _answer_all(
 
 def _row(setting: DecodingSetting, problems: Sequence[FileProblem], answered: Answered, target: Answered) -> OwnRow:
     answers, spec = answered.answers, answered.spec
-    grades = [problem.grade(answer.text) for problem, answer in zip(problems, answers)]
+    ended = [answer.finish_reason is not FinishReason.LENGTH for answer in answers]
+    grades = [problem.grade(answer.text) for problem, answer, whole in zip(problems, answers, ended) if whole]
     tokens = sum(len(answer.tokens) for answer in answers)
     same = sum(one.tokens == other.tokens for one, other in zip(answers, target.answers)) / len(answers)
     return OwnRow(
@@ -151,6 +178,7 @@ def _row(setting: DecodingSetting, problems: Sequence[FileProblem], answered: An
         problems=len(problems),
         graded=sum(grade is not None for grade in grades),
         correct=sum(grade is True for grade in grades),
+        cut=ended.count(False),
         same_as_target=None if setting.method == "target" else same,
         mean_logp=mean_logp_of(answers),
         tokens_a_round=spec.tokens_a_round,
@@ -159,6 +187,10 @@ def _row(setting: DecodingSetting, problems: Sequence[FileProblem], answered: An
         tokens=tokens / len(answers),
         batch_tokens_per_second=tokens / answered.seconds,
     )
+
+
+def _kind(setting: DecodingSetting) -> str:
+    return setting.method if setting.method != "exact" else setting.verification or "walk"
 
 
 def mean_logp_of(answers: Sequence[Answer]) -> float | None:
@@ -177,6 +209,7 @@ def own_table(rows: Sequence[OwnRow], target_logp: float | None) -> Table:
             row.decoding,
             f"{accuracy.share:.1%}" if accuracy else "",
             interval(accuracy) if accuracy else "",
+            str(row.cut),
             number_cell(row.same_as_target, ".0%"),
             number_cell(logp, "+.3f"),
             number_cell(row.tokens_a_round, ".2f"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderResult
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.text import Text
 
@@ -95,12 +95,13 @@ class PlainProgress(Progress):
         self._shown = now
         task = self._tasks[task_id]
         share = f": {100 * task.completed / task.total:.0f}%" if task.total else ""
-        err.print(Text(f"{task.description}{share}, {task.elapsed or 0.0:.0f} s"), soft_wrap=True)
+        left = f", about {task.time_remaining:.0f} s left" if task.time_remaining else ""
+        err.print(Text(f"{task.description}{share}, {task.elapsed or 0.0:.0f} s{left}"), soft_wrap=True)
 
 
 def progress_bar() -> PlainProgress:
-    """A progress bar with the current description."""
-    return PlainProgress(TextColumn("{task.description}"), BarColumn())
+    """A progress bar with the current description and the likely time left."""
+    return PlainProgress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
 
 
 def number(value: float, form: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+import benchmarks
 from benchmarks.problem_file import FileProblem, read_problems
 from smc import demo
 from smc.model.tokenizer import Tokenizer
@@ -100,11 +102,28 @@ def test_eval_of_a_file(smcserve, file, tmp_path):
     rows = {row["decoding"]: row for row in record["rows"]}
     exact, target = rows["exact lockstep N=8 K=5"], rows["target alone"]
     assert (target["problems"], target["graded"]) == (3, 2) and target["same_as_target"] is None
+    assert "Exact decoding by walk gives the target's own answers" in ran.out and "SMC draws other" in ran.out
     assert exact["same_as_target"] == 1 and exact["correct"] == target["correct"]
     assert exact["mean_logp"] == pytest.approx(target["mean_logp"], abs=1e-4) and exact["tokens_a_round"] > 1.5
     assert len(exact["accepted_by_depth"]) == 5 and rows["distinct lockstep N=8 K=5"]["log_evidence"] < 0.5
     assert [each["line"] for each in record["problems"]] == [1, 2, 3]
     assert set(record["problems"][0]["answers"]) == set(rows)
+
+
+def test_answers_that_are_cut_count_apart(smcserve, file, tmp_path):
+    """An answer of 3 tokens is no wrong answer: it did not come to an end."""
+    written = tmp_path / "found.json"
+    chosen = ("--only", "exact lockstep", "-n", 2, "-k", 4)
+    ran = smcserve("eval", "--problems", file(OURS, GSM8K), "--max-tokens", 3, *chosen, "--json", written)
+    (row,) = json.loads(written.read_text())["rows"]
+    assert ran.code == 0 and (row["problems"], row["graded"], row["cut"]) == (2, 0, 2)
+
+
+@pytest.mark.parametrize("name", ["chat_prompts", "code_prompts", "number_questions"])
+def test_the_files_that_are_shipped(name):
+    problems = read_problems(Path(benchmarks.__file__).parent / f"{name}.jsonl")
+    assert len(problems) >= 20
+    assert all((problem.answer is not None) == (name == "number_questions") for problem in problems)
 
 
 def test_a_file_without_answers(smcserve, file):
