@@ -45,8 +45,9 @@ ALL_SECONDS = 0.3
 """Maximum seconds of processor time for masks that are computed alone, in a round at one model, divided among the
 requests that take long."""
 WAIT_SECONDS = 1.0
-"""Maximum seconds that a round waits at one model for masks that are computed alone: a busy machine may give them
-little processor time."""
+"""Maximum seconds that a round waits at one model for masks that are computed alone and have used `LEAST_SECONDS`."""
+PATIENCE_SECONDS = 3.0
+"""The same for masks that have used less, because a busy machine gives them little processor time."""
 STUCK_SECONDS = 0.2
 """Maximum seconds that a round waits at one model for masks that wait for the work of a request that has failed."""
 REQUEST_SECONDS = 10.0
@@ -358,7 +359,8 @@ class MaskWriter:
                 ahead = [one for one in self._abandoned if start in one.starts]
                 others = sum(one.seconds() for one in ahead)
                 is_stuck = now > began + STUCK_SECONDS and any(one.failed for one in ahead)
-                is_late = used[start] + others > most[start] or is_stuck or now > deadline
+                is_over = now > (deadline if own > LEAST_SECONDS else began + PATIENCE_SECONDS)
+                is_late = used[start] + others > most[start] or is_stuck or is_over
                 if own > self._left(follower, share) or is_late:
                     work.abandon()
                     assert start is not None, "a constraint that has not failed"

@@ -143,6 +143,25 @@ class Tree:
         return found
 
 
+def test_masks_that_get_no_processor_time_are_waited_for(monkeypatch):
+    """A busy machine is not the request's fault."""
+    run = constraint_masks._Drive.run
+
+    def late(drive):
+        time.sleep(0.3)
+        run(drive)
+
+    monkeypatch.setattr(constraint_masks._Drive, "run", late)
+    monkeypatch.setattr(constraint_masks, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(constraint_masks, "SHARED_SECONDS", -60.0)
+    compiler = compiler_of(VOCAB)
+    follower = Follower(StopMachine.of((), (), (), Constraint.of({"choice": ["ab", "ac"]})), compiler)
+    masks_RW = np.zeros((1, compiler.words), dtype=np.int32)
+    none_0 = np.zeros(0, dtype=np.int64)
+    MaskWriter(compiler).write([(follower, [MaskPath(none_0, 0, 0, 1)])], masks_RW)
+    assert follower.failure is None and masks_RW.any()
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
 @pytest.mark.parametrize(("vocab", "threads"), [(VOCAB, 2), (127, 1)], ids=["words", "whole words"])
 def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, alone: bool, monkeypatch):
