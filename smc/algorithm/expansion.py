@@ -212,7 +212,7 @@ class SelectedTrees(NamedTuple):
     """The choice for distinct populations and for groups that are decoded exactly."""
 
     chosen: Expansion
-    pick_A: Tensor
+    selected_A: Tensor
     """int64 index of the chosen row that continues at each batch index."""
     alive_A: Tensor
     """bool: a row continues at the batch index."""

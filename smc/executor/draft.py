@@ -280,7 +280,7 @@ def observe_draws(
     )
 
 
-def resume(
+def remap(
     state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
 ) -> tuple[Lineage[Tensor], NextSequences]:
     """Remap the block tables to the chosen rows. The other new values of the slots are returned, because the present

@@ -111,7 +111,7 @@ class GuidedPass:
         own_TV, of_T = logits_TV[:own], _rows(unconditional.of_A, width * each)
         return self.guide(own_TV, logits_TV[own:], of_T, scale_T), own_TV
 
-    def follow(
+    def remap(
         self, plan: RoundPlan[Tensor], ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool
     ) -> None:
         """Remap the unconditional rows after the choice, before sequences have advanced. The unconditional row of each

@@ -30,7 +30,7 @@ from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import TokenMasks
 from smc.executor.messages import Pending
 from smc.executor.ops import RoundOps
-from smc.executor.round_stages import Drafter, Scorer, Selector
+from smc.executor.round_stages import DraftStage, SelectStage, VerifyStage
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.state import LogitBiases, PageTokens, join, reweigh
 from smc.executor.worker import ModelWorker
@@ -151,7 +151,7 @@ class ModelRunner:
         self._masks = TokenMasks(Compiler.of(worker.token_bytes), self.state, self._page_tokens, stages, worker.sharing)
         guidance = (self.state, self._sampling.guide, ops, worker.name, beside_P, self._page_tokens)
         self._run = GuidedPass(self._forward, self._forward.logits, *guidance)
-        self._alone = Drafter(
+        self._alone = DraftStage(
             run=self._run,
             sampling=self._sampling,
             state=self.state,
@@ -219,13 +219,13 @@ class ModelRunner:
 
     def _draft_constrained(
         self,
-        drafter: Drafter,
+        drafter: DraftStage,
         plan: RoundPlan[np.ndarray],
         here: RoundPlan[Tensor],
         distribution: DistributionSpec[Tensor],
     ) -> tuple[DraftedRows, GrownRows]:
-        """Run `Drafter.draft` with masks. On GPUs the masks of later steps are made only if the plan says so, because
-        the host waits for the device in each of these steps."""
+        """Run `DraftStage.draft` with masks. On GPUs the masks of later steps are made only if the plan says so,
+        because the host waits for the device in each of these steps."""
         run, masks = partial(self.stages.run, plan.kind), self._masks
         assert plan.constraints is not None and here.constraints is not None, "a round with constrained requests"
         # This copy is queued before everything else of the round, so the host waits for nothing of this round.
@@ -263,7 +263,7 @@ class ModelRunner:
             mass_A=zero_A.double(),
             message=torch.empty(0, dtype=torch.uint8, device=slot_A.device),  # not sent
         )
-        lineage = drafter.follow(plan, grown, choice).lineage
+        lineage = drafter.remap(plan, grown, choice).lineage
         logq_AK = tree.logq_XK
         exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
         nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1))
@@ -341,7 +341,7 @@ class DraftRunner(ModelRunner):
         if plan.kind.roles == (ModelRole.DRAFT,):
             return self._decode(plan)
         self.draft(plan)
-        return self.follow()
+        return self.remap()
 
     @torch.inference_mode()
     def draft(self, plan: RoundPlan[np.ndarray]) -> None:
@@ -367,7 +367,7 @@ class DraftRunner(ModelRunner):
         self._round = (here, grown, (began, ended))
 
     @torch.inference_mode()
-    def follow(self) -> AsyncResult:
+    def remap(self) -> AsyncResult:
         """Queue the rest of the round that `draft` began: the chosen rows become the particles."""
         assert self._round is not None, "what is followed has been drafted"
         plan, grown, span = self._round
@@ -375,11 +375,11 @@ class DraftRunner(ModelRunner):
             size = plan.kind.batch_size
             message = self._channel.receive(plan.kind, "choice", (RoundChoice.memory(size).nbytes,), torch.uint8)
             report = self.stages.run(
-                plan.kind, "follow", lambda: self._follow(plan, grown, RoundChoice.of(message, size))
+                plan.kind, "remap", lambda: self._remap(plan, grown, RoundChoice.of(message, size))
             )
             return self._read(plan.kind, report, {ModelRole.DRAFT: span})
 
-    def _follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
+    def _remap(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.arrays.chain_C):
             # The distributions follow the rows. Those that were sent have arrived, because the target chose by them.
             index_C, f = plan.arrays.chain_C, plan.kind.branches
@@ -389,7 +389,7 @@ class DraftRunner(ModelRunner):
             row_C = choice.row_A[index_C]
             self._pick_distributions(self._dists_YLV, chain_A[row_C // f] * f + row_C % f)
             self._kept_MLV.index_copy_(0, plan.arrays.distribution_C, self._sent_CLV[: len(index_C)])
-        return self._drafter.follow(plan, grown, choice)
+        return self._drafter.remap(plan, grown, choice)
 
     def _join(self, group: SequenceHandoff) -> None:
         slots_N = self._enter(group)
@@ -427,7 +427,7 @@ class TargetRunner(ModelRunner):
         self._channel = channel
         sampling, state = self._sampling, self.state
         chains = config.chains(worker.vocab_size)
-        self._scorer = Scorer(
+        self._verify = VerifyStage(
             self._run,
             sampling,
             state,
@@ -437,7 +437,7 @@ class TargetRunner(ModelRunner):
             lookahead=config.lookahead,
             chains=chains,
         )
-        self._selector = Selector(sampling, state, ops, lookahead=config.lookahead)
+        self._select = SelectStage(sampling, state, ops, lookahead=config.lookahead)
         self._queued: QueuedPass | None = None
         """The pass that `begin` has queued."""
 
@@ -461,7 +461,7 @@ class TargetRunner(ModelRunner):
             return self._decode(plan)
         if self._queued is None:
             self.begin(plan)
-        stages, scorer, key = self.stages, self._scorer, plan.kind
+        stages, verify, key = self.stages, self._verify, plan.kind
         queued, self._queued = self._queued, None
         with stages.working():
             if queued is None:
@@ -473,37 +473,37 @@ class TargetRunner(ModelRunner):
                 queued = self._queue_pass(plan, here, drafted)
             if queued is None:
                 began = stages.event()
-                scored = stages.run(key, "score", lambda: scorer.score(here, drafted and drafted()))
+                scored = stages.run(key, "verify", lambda: verify.verify(here, drafted and drafted()))
                 span = (began, stages.event())
             else:
                 inputs, after, mask_TW, span = queued.inputs, queued.after, queued.masks(), queued.span
-                scored = stages.run(key, "verify", lambda: scorer.verify(here, inputs, after, mask_TW))
+                scored = stages.run(key, "read logits", lambda: verify.read_logits(here, inputs, after, mask_TW))
             rows = self._receive(key) if drafted is None else drafted
             heard = stages.event()
-            choice, result = stages.run(key, "choose", lambda: self._selector.choose(here, scored, rows()))
+            choice, result = stages.run(key, "select", lambda: self._select.select(here, scored, rows()))
             chosen = stages.event()
             self._channel.share(choice.message)
             self._channel.send("choice", choice.message)
             told = stages.event()
-            stages.run(key, "follow", lambda: scorer.follow(here, rows(), choice))
+            stages.run(key, "remap", lambda: verify.remap(here, rows(), choice))
             spans = {"target": span, "choose": (heard, chosen), "follow": (told, stages.event())}
             return self._read(key, result, spans)
 
     def _queue_pass(
         self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], drafted: Callable[[], DraftedRows] | None
     ) -> QueuedPass:
-        run, scorer, began = partial(self.stages.run, plan.kind), self._scorer, self.stages.event()
-        inputs = run("lay out", lambda: scorer.lay_out(here, drafted and drafted()))
+        run, verify, began = partial(self.stages.run, plan.kind), self._verify, self.stages.event()
+        inputs = run("lay out", lambda: verify.lay_out(here, drafted and drafted()))
         masks = self._masks.of_blocks(plan, here, inputs.blocks)
-        after = run("pass", lambda: scorer.run_blocks(here, inputs))
+        after = run("pass", lambda: verify.run_blocks(here, inputs))
         return QueuedPass(here, inputs, after, masks, (began, self.stages.event()))
 
     def _join(self, group: SequenceHandoff) -> None:
-        self._scorer.join(group, self._enter(group))
+        self._verify.join(group, self._enter(group))
 
     def _receive_distributions(self, key: Hashable, plan: RoundPlan[Tensor]) -> None:
         """Receive the distributions that chains were drawn from, if there are any."""
-        here_CLV = self._scorer.drawn_CLV[: len(plan.arrays.chain_C)]
+        here_CLV = self._verify.drawn_CLV[: len(plan.arrays.chain_C)]
         if here_CLV.numel():
             self._channel.receive(key, "distributions", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
 
@@ -578,7 +578,7 @@ class LocalRoundExecutor:
         self._target.begin(plan)
         self._draft.draft(plan)
         target = self._target.round(plan)
-        return LocalRound({ModelRole.DRAFT: self._draft.follow(), ModelRole.TARGET: target})
+        return LocalRound({ModelRole.DRAFT: self._draft.remap(), ModelRole.TARGET: target})
 
 
 class OneModelExecutor:

@@ -9,11 +9,11 @@ from smc.algorithm.expansion import expand, keep_roots
 from smc.algorithm.selection import select
 from smc.algorithm.verification import match_samples
 from smc.executor import draft, draft_tree
-from smc.executor.finalize import finalize
+from smc.executor.apply_selection import apply_selection
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import apply_mask
-from smc.executor.remap import advance, follow, remap_block_table
+from smc.executor.remap import advance, remap_block_table, remap_target
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import score_candidates
 from smc.executor.state import add_biases
@@ -60,7 +60,7 @@ class RoundOps:
     with_inner_nodes = staticmethod(draft_tree.with_inner_nodes)
     pack_rows = staticmethod(draft.pack)
     observe_draws = staticmethod(draft.observe_draws)
-    resume_draft = staticmethod(draft.resume)
+    remap_draft = staticmethod(draft.remap)
 
     # Verify.
 
@@ -69,15 +69,15 @@ class RoundOps:
     verify_chains = staticmethod(verify_chains)
     match_samples = staticmethod(match_samples)
 
-    # Select and finalize.
+    # Select.
 
     score_candidates = staticmethod(score_candidates)
     select = staticmethod(select)
     keep_roots = staticmethod(keep_roots)
-    finalize = staticmethod(finalize)
+    apply_selection = staticmethod(apply_selection)
 
     # Remap.
 
-    follow = staticmethod(follow)
+    remap_target = staticmethod(remap_target)
     advance = staticmethod(advance)
     remap_block_table = staticmethod(remap_block_table)

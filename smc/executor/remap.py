@@ -30,7 +30,7 @@ def remap_block_table(
     table_SL[slot_A[:, None], column_AB] = tail_AB
 
 
-def follow(
+def remap_target(
     state: SlotState,
     logq_SQ: Tensor,
     plan: RoundPlan[Tensor],

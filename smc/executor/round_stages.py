@@ -1,5 +1,6 @@
-"""Stages of a round that run a model or sample from its logits: `Drafter`, `Scorer` and `Selector`. Their other
-operations are in `smc.executor.draft`, `verify`, `select`, `finalize` and `remap`, in torch or in Triton (`RoundOps`).
+"""Stages of a round that run a model or sample from its logits: `DraftStage`, `VerifyStage` and `SelectStage`. Their
+other operations are in `smc.executor.draft`, `verify`, `select`, `apply_selection` and `remap`, in torch or in Triton
+(`RoundOps`).
 
 See `smc.round` for axes; C batch indices of groups of chains, Y = C F rows of these groups, V vocabulary."""
 
@@ -16,8 +17,8 @@ from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection
 from smc.arrays import to_device
 from smc.distributions import DistributionSpec
+from smc.executor.apply_selection import AppliedSelection
 from smc.executor.draft import assign_chains
-from smc.executor.finalize import Finalized
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import given_constraint
 from smc.executor.ops import RoundOps
@@ -66,7 +67,7 @@ class GrownStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DraftStage:
     """A model that drafts. Without a target it keeps everything that it drafts, one row for each particle: plain
     decoding."""
 
@@ -197,7 +198,7 @@ class Drafter:
             rows = self.ops.choose_rows(plan, rows, self.nodes is not None)
         return self.ops.pack_rows(self.state, plan, rows.tree), rows
 
-    def follow(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
+    def remap(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         """Make the chosen rows the particles."""
         tree = grown.tree
         nan_A = self.nan.expand(len(plan.arrays.slot_A))
@@ -206,8 +207,8 @@ class Drafter:
             observed = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
         if self.nodes is not None and grown.steps:
             self.ops.keep_nodes(self.nodes, self.state, plan, grown, choice)
-        self.run.follow(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
-        lineage, next_ = self.ops.resume_draft(self.state, plan, tree, choice, plan.kind.steps or self.shape.block)
+        self.run.remap(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
+        lineage, next_ = self.ops.remap_draft(self.state, plan, tree, choice, plan.kind.steps or self.shape.block)
         self.ops.advance(self.state, plan.arrays.slot_A, choice, next_)
         return DraftReport(lineage, observed)
 
@@ -275,7 +276,7 @@ class Drafter:
         return ChosenTokens(chosen, candidate_tokens), tree
 
 
-class Scorer:
+class VerifyStage:
     """A model that scores blocks."""
 
     def __init__(
@@ -306,10 +307,10 @@ class Scorer:
     def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
 
-    def score(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
+    def verify(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
         """Run and verify blocks: in look-ahead the pending ones, in lockstep those that have just been `drafted`."""
         inputs = self.lay_out(plan, drafted)
-        return self.verify(plan, inputs, self.run_blocks(plan, inputs))
+        return self.read_logits(plan, inputs, self.run_blocks(plan, inputs))
 
     def lay_out(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
         return self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
@@ -331,7 +332,7 @@ class Scorer:
             )
         return PassLogits(logits_TV, raw_TV)
 
-    def verify(
+    def read_logits(
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, after: PassLogits, mask_TW: Tensor | None = None
     ) -> VerifyOutputs:
         """Compute the target's outputs for blocks from its logits. `mask`: tokens that may follow each token."""
@@ -387,23 +388,23 @@ class Scorer:
             log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
         )
 
-    def follow(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:
+    def remap(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:
         """Make the chosen candidates the particles. Returns the number of pending tokens of each [A]."""
         block_A = choice.ancestor_A if self.lookahead else choice.row_A
-        self.run.follow(plan, choice.ancestor_A, plan.arrays.target_pages_AQ, block_A, pending=False)
-        next_ = self._ops.follow(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
+        self.run.remap(plan, choice.ancestor_A, plan.arrays.target_pages_AQ, block_A, pending=False)
+        next_ = self._ops.remap_target(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
         self._ops.advance(self.state, plan.arrays.slot_A, choice, next_)
         return next_.pending_A
 
 
-class Selector:
-    """Chooses how every batch index continues."""
+class SelectStage:
+    """Selects how every batch index continues."""
 
     def __init__(self, sampling: Sampling, state: SlotState, ops: RoundOps, *, lookahead: bool) -> None:
         self.sampling, self.state, self.ops, self.lookahead = sampling, state, ops, lookahead
 
-    def choose(self, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows) -> Finalized:
-        """Choose among candidates. `drafted`: the rows that may follow the blocks (look-ahead), or the blocks
+    def select(self, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows) -> AppliedSelection:
+        """Select among candidates. `drafted`: the rows that may follow the blocks (look-ahead), or the blocks
         themselves (lockstep)."""
         matched = own = trees = None
         if plan.kind.has_exact:
@@ -416,10 +417,10 @@ class Selector:
         inputs = ScoreInputs(plan, self.state, scored, drafted, target, matched, self.lookahead)
         candidates = self.ops.score_candidates(inputs)
         if plan.kind.has_separate:
-            own = self._selected(plan, candidates)
+            own = self._select_independent(plan, candidates)
         if plan.kind.has_competing:
-            trees = self._regrown(plan, candidates, drafted.block)
-        choice, result = self.ops.finalize(inputs, candidates, own, trees)
+            trees = self._select_trees(plan, candidates, drafted.block)
+        choice, result = self.ops.apply_selection(inputs, candidates, own, trees)
         if scored.raw_TV is not None:
             result = result._replace(raw_logp_AQ=self._raw_logprobs(scored, scored.raw_TV, choice, result))
         return choice, result
@@ -442,14 +443,14 @@ class Selector:
         logp_AQ = self.sampling.raw_score(raw_TV, token_AQ.flatten(), row_AQ.flatten()).view(token_AQ.shape)
         return torch.where(token_AQ >= 0, logp_AQ, torch.nan)
 
-    def _selected(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
+    def _select_independent(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""
         bounds = Bounds(plan.arrays.first_G, candidates.own_size_G, plan.arrays.count_G, plan.arrays.draws_G)
         random = (plan.arrays.threshold_G, plan.arrays.scheme_G, candidates.seed_G, candidates.round_G)
         weight_AF = candidates.weight_X.view(len(candidates.alive_A), -1)
         return self.ops.select(weight_AF, candidates.alive_A, bounds, *random)
 
-    def _regrown(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
+    def _select_trees(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
         rows, batch_size = plan.arrays.groups, len(plan.arrays.slot_A)
         chosen = self.ops.expand(

@@ -1,6 +1,6 @@
-"""The select stage of a round: computes the candidates' weights from the target's outputs, so that groups can choose
-among them (`smc.algorithm`). This is the torch form; the Triton form is `smc.kernels.select`. `smc.executor.finalize`
-applies the choice.
+"""The select stage of a round: computes the candidates' weights from the target's outputs, so that groups can select
+among them (`smc.algorithm`). This is the torch form; the Triton form is `smc.kernels.select`. The stage ends with
+`smc.executor.apply_selection`.
 
 In look-ahead, candidates are the rows that the draft grew while the target scored the blocks before them. In lockstep
 they are the blocks themselves, each followed by a token of the target. In exact decoding, candidates that do not follow

@@ -11,8 +11,8 @@ from smc.executor.ops import RoundOps
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.triton_sampling import TritonHeadSampling, TritonSampling
+from smc.kernels import apply_selection as applying
 from smc.kernels import draft, draft_tree, expansion, remap, truncation
-from smc.kernels import finalize as finalizing
 from smc.kernels import sampling as logits
 from smc.kernels import select as selecting
 from smc.kernels import verify as verifying
@@ -48,7 +48,7 @@ class TritonOps(RoundOps):
     with_inner_nodes = staticmethod(draft_tree.with_inner_nodes)
     pack_rows = staticmethod(draft.pack)
     observe_draws = staticmethod(draft.observe_draws)
-    resume_draft = staticmethod(draft.resume)
+    remap_draft = staticmethod(draft.remap)
 
     lay_out_blocks = staticmethod(verifying.lay_out)
     verify = staticmethod(verifying.verify)
@@ -58,8 +58,8 @@ class TritonOps(RoundOps):
     score_candidates = staticmethod(selecting.score_candidates)
     select = staticmethod(selecting.select)
     keep_roots = staticmethod(expansion.keep_roots)
-    finalize = staticmethod(finalizing.finalize)
+    apply_selection = staticmethod(applying.apply_selection)
 
-    follow = staticmethod(remap.follow)
+    remap_target = staticmethod(remap.remap_target)
     advance = staticmethod(remap.advance)
     remap_block_table = staticmethod(remap.remap_block_table)

@@ -148,10 +148,10 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
     return out
 
 
-def resume(
+def remap(
     state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
 ) -> tuple[Lineage[Tensor], NextSequences]:
-    """See `smc.executor.draft.resume`. The same launch makes block tables follow the choice."""
+    """See `smc.executor.draft.remap`. The same launch makes block tables follow the choice."""
     (batch_size, queries), pages = plan.arrays.begin_pages_AP.shape, tree.tail_XB.shape[1]
     width, room = min(2, state.pending_SQ.shape[1]), Room(state.device)
     lineage = Lineage(

@@ -23,7 +23,7 @@ CHUNK = 1024
 """Number of positions that are copied at a time."""
 
 
-def follow(
+def remap_target(
     state: SlotState,
     logq_SQ: Tensor,
     plan: RoundPlan[Tensor],
@@ -31,7 +31,7 @@ def follow(
     choice: RoundChoice,
     lookahead: bool,
 ) -> NextSequences:
-    """See `smc.executor.remap.follow`. The same launch makes block tables follow the choice."""
+    """See `smc.executor.remap.remap_target`. The same launch makes block tables follow the choice."""
     (batch_size, q), block, room = plan.arrays.target_pages_AQ.shape, drafted.block, Room(state.device)
     width = block if lookahead else 1
     out = NextSequences(
@@ -40,7 +40,7 @@ def follow(
         pending_A=room.longs(batch_size),
         text_A=choice.text_A,
     )
-    _follow[(batch_size,)](
+    _remap_target[(batch_size,)](
         plan.arrays, state, state.table_SL.stride(0), drafted, choice, logq_SQ, logq_SQ.stride(0), out,
         K=block, Q=q, W=width, BLOCK_Q=triton.next_power_of_2(q), CHUNK=CHUNK, LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def copy_pages(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.c
 
 
 @one_variant()
-def _follow(
+def _remap_target(
     plan, slots, table_stride, drafted, choice, logq_SQ, logq_stride, out,
     K: tl.constexpr, Q: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr,
     LOOKAHEAD: tl.constexpr,

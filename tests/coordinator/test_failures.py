@@ -28,10 +28,10 @@ from tests.coordinator.harness import HOST, SECRET, SIDES
     ("link", "side", "what"),
     [
         ("nccl", "draft", "draft"),
-        ("grpc", "draft", "follow"),
+        ("grpc", "draft", "remap"),
         pytest.param("nccl", "target", "round", marks=pytest.mark.slow),
         pytest.param("grpc", "draft", "draft", marks=pytest.mark.slow),
-        pytest.param("nccl", "draft", "follow", marks=pytest.mark.slow),
+        pytest.param("nccl", "draft", "remap", marks=pytest.mark.slow),
         pytest.param("grpc", "target", "round", marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.round_stages import Drafter
+from smc.executor.round_stages import DraftStage
 from smc.executor.triton_forward import TritonForward
 from smc.local_engine import local_engine
 from tests.executor.test_kernels import KERNELS, pair
@@ -87,8 +87,8 @@ def launches(monkeypatch) -> Launches:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", found.beside(interpreter.GridExecutor.__call__, "kernel"))
     for name in ("__call__", "logits"):
         monkeypatch.setattr(TritonForward, name, found.beside(getattr(TritonForward, name)))
-    for name in ("draft", "follow"):
-        monkeypatch.setattr(Drafter, name, found.during(getattr(Drafter, name)))
+    for name in ("draft", "remap"):
+        monkeypatch.setattr(DraftStage, name, found.during(getattr(DraftStage, name)))
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     return found
 

@@ -90,7 +90,7 @@ class Variants:
         self.found: set[tuple] = set()
         self._side = ""
         for name, side in pair.runners.items():
-            for method in ("join", "round", "draft", "follow"):
+            for method in ("join", "round", "draft", "remap"):
                 if hasattr(side, method):
                     monkeypatch.setattr(side, method, partial(self._of_side, name, getattr(side, method)))
         monkeypatch.setattr(

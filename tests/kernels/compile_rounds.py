@@ -34,7 +34,7 @@ from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.ops import RoundOps
-from smc.executor.round_stages import Selector
+from smc.executor.round_stages import SelectStage
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
@@ -145,27 +145,27 @@ def target_stages(kinds: frozenset[Decoding], lookahead: bool) -> None:
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
     laid_out = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     inputs = made.inputs(laid_out, drafted, match_samples)
-    scored, selector = (
+    scored, stage = (
         RoundOps().score_candidates(inputs),
-        Selector(None, inputs.state, RoundOps(), lookahead=lookahead),
+        SelectStage(None, inputs.state, RoundOps(), lookahead=lookahead),
     )
-    own = selector._selected(inputs.plan, scored) if Decoding.INDEPENDENT in kinds else None
-    trees = selector._regrown(inputs.plan, scored, drafted.block) if kinds - {Decoding.INDEPENDENT} else None
+    own = stage._select_independent(inputs.plan, scored) if Decoding.INDEPENDENT in kinds else None
+    trees = stage._select_trees(inputs.plan, scored, drafted.block) if kinds - {Decoding.INDEPENDENT} else None
     none_T1 = torch.zeros(len(laid_out.label_T), 1)
     TritonOps().verify(laid_out, made.plan, none_T1[:, 0], TargetDraws(none_T1.long(), none_T1, none_T1[:, 0]), None)
     TritonOps().score_candidates(inputs)
-    TritonOps().finalize(inputs, scored, own, trees)
-    selector.ops = TritonOps()
+    TritonOps().apply_selection(inputs, scored, own, trees)
+    stage.ops = TritonOps()
     if own is not None:
-        selector._selected(inputs.plan, scored)
+        stage._select_independent(inputs.plan, scored)
     if trees is not None:
-        selector._regrown(inputs.plan, scored, drafted.block)
+        stage._select_trees(inputs.plan, scored, drafted.block)
     choice, blocks = choice_of(made), laid_out.blocks
     TritonOps().lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     TritonOps().match_samples(
         blocks.tokens_AQ, blocks.count_A, inputs.scored.drawn_AQ, blocks.alive_A, made.plan.arrays.groups
     )
-    next_ = TritonOps().follow(made.state, logq_SQ, made.plan, drafted, choice, lookahead)
+    next_ = TritonOps().remap_target(made.state, logq_SQ, made.plan, drafted, choice, lookahead)
     TritonOps().advance(made.state, made.plan.arrays.slot_A, choice, next_)
 
 
@@ -187,7 +187,7 @@ def draft_rows(kinds: frozenset[Decoding], lookahead: bool) -> None:
     for step, before in enumerate((inputs.tree, tree)):
         TritonOps().reparent(before, Continuation(chosen, own, chains), plan, made.state, step=step)
     TritonOps().pack_rows(made.state, plan, tree)
-    TritonOps().resume_draft(made.state, plan, tree, choice_of(made), made.k)
+    TritonOps().remap_draft(made.state, plan, tree, choice_of(made), made.k)
 
 
 def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:

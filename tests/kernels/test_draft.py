@@ -120,7 +120,7 @@ def test_particles_go_on_as_by_the_torch_one(lookahead):
             made = DraftRound(seed, OF_BOTH_MODELS, lookahead, device, largest=64 if seed == 0 else 6)
             plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
             reach_A = state.end_S[plan.arrays.slot_A[choice.ancestor_A]] - choice.cut_A + made.k - 1
-            next_ = ops.resume_draft(state, plan, tree, choice, max(1, made.k - seed % 2))
+            next_ = ops.remap_draft(state, plan, tree, choice, max(1, made.k - seed % 2))
             # All particles share the prompt's pages; pages past the row's end are overwritten before they are read.
             column_L = torch.arange(WIDTH, device=device)
             is_read_AL = (column_L >= state.base_S[plan.arrays.slot_A][:, None]) & (column_L < reach_A[:, None])

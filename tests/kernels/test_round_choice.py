@@ -9,7 +9,7 @@ import torch
 from smc.algorithm.verification import match_samples
 from smc.arrays import map_tensors
 from smc.executor.ops import RoundOps
-from smc.executor.round_stages import Selector
+from smc.executor.round_stages import SelectStage
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
 from smc.round.tensors import ScoreInputs
@@ -56,12 +56,12 @@ def assert_same(seed: int, kinds: frozenset[Decoding], lookahead: bool, **option
     used_G = inputs.plan.arrays.size_G > 0
     for name in ("target_nan_G", "draft_nan_G"):
         assert torch.equal(getattr(found, name).cpu()[used_G], getattr(wanted, name)[used_G]), name
-    selector, plan = Selector(None, inputs.state, RoundOps(), lookahead=lookahead), inputs.plan
-    own = selector._selected(plan, wanted) if Decoding.INDEPENDENT in kinds else None
-    trees = selector._regrown(plan, wanted, inputs.drafted.block) if kinds - {Decoding.INDEPENDENT} else None
-    expected = RoundOps().finalize(inputs, wanted, own, trees)
+    stage, plan = SelectStage(None, inputs.state, RoundOps(), lookahead=lookahead), inputs.plan
+    own = stage._select_independent(plan, wanted) if Decoding.INDEPENDENT in kinds else None
+    trees = stage._select_trees(plan, wanted, inputs.drafted.block) if kinds - {Decoding.INDEPENDENT} else None
+    expected = RoundOps().apply_selection(inputs, wanted, own, trees)
     here = map_tensors(lambda tensor: tensor.to(DEVICE), (wanted, own, trees))
-    assert_equal(TritonOps().finalize(there, *here), expected)
+    assert_equal(TritonOps().apply_selection(there, *here), expected)
 
 
 @pytest.mark.parametrize(("kinds", "lookahead"), ROUNDS, ids=name_of)

@@ -65,7 +65,7 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
             state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
             logq_SQ = made.here(made.floats(made.slots + 1, made.q))
             reach_A = state.held(plan.arrays.slot_A[choice.ancestor_A]) + made.q
-            next_ = ops.follow(state, logq_SQ, plan, drafted, choice, lookahead)
+            next_ = ops.remap_target(state, logq_SQ, plan, drafted, choice, lookahead)
             ops.advance(state, plan.arrays.slot_A, choice, next_)
             # All particles share the prompt's pages; pages past the block's end are overwritten before they are read.
             column_L = torch.arange(WIDTH, device=device)

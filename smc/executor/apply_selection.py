@@ -1,5 +1,5 @@
-"""The last stage of a round at the target: decides how every batch index continues, and makes the host's report. This
-is the torch form; the Triton form is `smc.kernels.finalize`. See `smc.round` for axes."""
+"""The end of the select stage: applies the selections of groups to all batch indices, and makes the host's report. This
+is the torch form; the Triton form is `smc.kernels.apply_selection`. See `smc.round` for axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smc.round.tensors import Candidates, Lineage, RoundChoice, RoundResult, Sco
 from smc.stops import grow
 from smc.types import SEPARATE
 
-Finalized = tuple[RoundChoice, RoundResult[Tensor]]
+AppliedSelection = tuple[RoundChoice, RoundResult[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class SelectedRows:
     collapsed_G: Tensor
 
 
-def finalize(
+def apply_selection(
     inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
-) -> Finalized:
+) -> AppliedSelection:
     """Return the choice for every batch index, and the report to the host. `own`: the selection of independent
     particles; `trees`: that of the other groups."""
-    return Finalizer(inputs, candidates).of(own, trees)
+    return SelectionApplier(inputs, candidates).of(own, trees)
 
 
-class Finalizer:
-    """Applies the groups' choices to all batch indices."""
+class SelectionApplier:
+    """Applies the groups' selections to all batch indices."""
 
     def __init__(self, inputs: ScoreInputs, candidates: Candidates) -> None:
         self.inputs, self.candidates, self.plan = inputs, candidates, inputs.plan
@@ -63,30 +63,30 @@ class Finalizer:
         self.blocks = self.scored.blocks
         self.is_exact_A = self.plan.is_exact_A
 
-    def of(self, own: Selection | None, trees: SelectedTrees | None) -> Finalized:
-        taken = self._take(own, trees)
-        right_A = torch.full_like(taken.block_A, self.blocks.tokens_AQ.shape[1])
+    def of(self, own: Selection | None, trees: SelectedTrees | None) -> AppliedSelection:
+        selected = self._selected_rows(own, trees)
+        right_A = torch.full_like(selected.block_A, self.blocks.tokens_AQ.shape[1])
         if self.inputs.matched is not None:
             right_A = torch.where(self.is_exact_A, self.inputs.matched.right_A, right_A)
         if not self.plan.kind.all_exact:
-            taken, right_A = self._redrawn(taken, right_A)
-        count_A = self.blocks.count_A[taken.block_A]
+            selected, right_A = self._redrawn(selected, right_A)
+        count_A = self.blocks.count_A[selected.block_A]
         kept_A = torch.minimum(right_A, count_A)
-        ended_A, text_A, grown_A = self._grown(taken, kept_A)
-        choice = RoundChoice.allocate(len(taken.row_A), taken.row_A.device).write(
-            ancestor_A=taken.ancestor_A,
-            row_A=taken.row_A,
+        ended_A, text_A, grown_A = self._grown(selected, kept_A)
+        choice = RoundChoice.allocate(len(selected.row_A), selected.row_A.device).write(
+            ancestor_A=selected.ancestor_A,
+            row_A=selected.row_A,
             count_A=grown_A,
             cut_A=count_A - kept_A if self.lookahead else torch.zeros_like(count_A),
-            bonus_A=taken.bonus_A,
-            alive_A=taken.alive_A,
-            ended_A=ended_A | ~taken.alive_A,
+            bonus_A=selected.bonus_A,
+            alive_A=selected.alive_A,
+            ended_A=ended_A | ~selected.alive_A,
             text_A=text_A,
-            mass_A=taken.logw_A,
+            mass_A=selected.logw_A,
         )
-        return choice, self._result(taken, choice, kept_A)
+        return choice, self._result(selected, choice, kept_A)
 
-    def _take(self, own: Selection | None, trees: SelectedTrees | None) -> SelectedRows:
+    def _selected_rows(self, own: Selection | None, trees: SelectedTrees | None) -> SelectedRows:
         if trees is None:
             assert own is not None, "a round has groups of some kind"
             return self._of_own(own)
@@ -126,7 +126,7 @@ class Finalizer:
 
     def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
         target, chosen, candidate_tokens = self.inputs.target, trees.chosen, self.candidates.candidate_tokens
-        row_A, candidate_A = chosen.parent_X[trees.pick_A], chosen.candidate_X[trees.pick_A]
+        row_A, candidate_A = chosen.parent_X[trees.selected_A], chosen.candidate_X[trees.selected_A]
         ancestor_A, open_A = self.candidates.root_X[row_A], self.inputs.open_X[row_A]
         bonus_A, logp_A = torch.full_like(row_A, -1), torch.full_like(row_A, torch.nan, dtype=torch.float32)
         if target.candidate_logp_AC is not None:
@@ -142,7 +142,7 @@ class Finalizer:
             alive_A=trees.alive_A,
             bonus_A=bonus_A,
             logp_A=logp_A,
-            logw_A=torch.where(trees.alive_A, chosen.mass_X[trees.pick_A], -torch.inf),
+            logw_A=torch.where(trees.alive_A, chosen.mass_X[trees.selected_A], -torch.inf),
             misses_A=torch.zeros_like(trees.alive_A),
             log_z_G=torch.where(chosen.collapsed_G, -torch.inf, zero_G),
             ess_G=chosen.ess_G,
@@ -150,14 +150,14 @@ class Finalizer:
             collapsed_G=chosen.collapsed_G,
         )
 
-    def _matched(self, taken: SelectedRows, matched: Matches) -> SelectedRows:
+    def _matched(self, selected: SelectedRows, matched: Matches) -> SelectedRows:
         """Complete the groups that are decoded exactly. If no drafted row of a group continues, the block that agrees
         longest does, followed by the target's next token."""
         plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
         best_A, right_A = matched
-        any_A = plan.any_of_group(taken.alive_A)[plan.arrays.group_A]
+        any_A = plan.any_of_group(selected.alive_A)[plan.arrays.group_A]
         misses_A = is_exact_A & ~any_A & (plan.arrays.size_G > 0)[plan.arrays.group_A]
-        ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], taken.ancestor_A)
+        ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], selected.ancestor_A)
         index_A = torch.arange(len(best_A), device=best_A.device)
         is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
         has_next_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
@@ -165,27 +165,27 @@ class Finalizer:
             values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ)
         )
         changed = {
-            "row_A": taken.row_A if self.lookahead else torch.where(misses_A, best_A, taken.row_A),
+            "row_A": selected.row_A if self.lookahead else torch.where(misses_A, best_A, selected.row_A),
             "ancestor_A": ancestor_A,
             # A row after a block that agrees as a whole keeps its own block, even if several blocks have the same
             # tokens.
-            "block_A": torch.where(misses_A if self.lookahead else is_exact_A, best_A, taken.block_A),
-            "alive_A": torch.where(misses_A, index_A == ancestor_A, taken.alive_A),
-            "bonus_A": torch.where(is_exact_A, torch.where(has_next_A, next_A, -1), taken.bonus_A),
-            "logp_A": torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), taken.logp_A),
-            "logw_A": torch.where(misses_A, torch.where(index_A == ancestor_A, 0.0, -torch.inf), taken.logw_A),
+            "block_A": torch.where(misses_A if self.lookahead else is_exact_A, best_A, selected.block_A),
+            "alive_A": torch.where(misses_A, index_A == ancestor_A, selected.alive_A),
+            "bonus_A": torch.where(is_exact_A, torch.where(has_next_A, next_A, -1), selected.bonus_A),
+            "logp_A": torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), selected.logp_A),
+            "logw_A": torch.where(misses_A, torch.where(index_A == ancestor_A, 0.0, -torch.inf), selected.logw_A),
             "misses_A": misses_A,
         }
-        return SelectedRows(**(vars(taken) | changed))
+        return SelectedRows(**(vars(selected) | changed))
 
-    def _redrawn(self, taken: SelectedRows, right_A: Tensor) -> tuple[SelectedRows, Tensor]:
+    def _redrawn(self, selected: SelectedRows, right_A: Tensor) -> tuple[SelectedRows, Tensor]:
         """Let groups in which no particle has weight continue from a prefix of a block (`surviving_prefix`), followed
         by the token that the target draws after it: independent populations as copies of it, distinct ones as one row.
         Returns the rows, and the number of tokens that are kept of each block."""
         plan, blocks, scored = self.plan, self.blocks, self.scored
-        lost_A = (taken.collapsed_G & ~plan.is_exact_G & (plan.arrays.size_G > 0))[plan.arrays.group_A]
+        lost_A = (selected.collapsed_G & ~plan.is_exact_G & (plan.arrays.size_G > 0))[plan.arrays.group_A]
         if not lost_A.any():
-            return taken, right_A
+            return selected, right_A
         step_AQ = plan.arrays.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
         logw_A = torch.where(blocks.alive_A, blocks.logw_A, -torch.inf)
         seed_G, round_G = (to_host(values_G) for values_G in (plan.seed_G, plan.round_G))
@@ -199,7 +199,7 @@ class Finalizer:
         is_over_A = blocks.ended_A[drawn_A] & (kept_A == blocks.count_A[drawn_A])
         next_A, next_logp_A = (values_AQ[drawn_A, kept_A - 1] for values_AQ in (scored.drawn_AQ, scored.drawn_logp_AQ))
         changed = {
-            "row_A": taken.row_A if self.lookahead else drawn_A,
+            "row_A": selected.row_A if self.lookahead else drawn_A,
             "ancestor_A": origin_A,
             "block_A": drawn_A,
             "alive_A": stays_A,
@@ -208,40 +208,40 @@ class Finalizer:
             "logw_A": torch.where(stays_A, 0.0, -torch.inf).double(),
             "misses_A": lost_A,
         }
-        redrawn = {name: torch.where(lost_A, value_A, getattr(taken, name)) for name, value_A in changed.items()}
-        return SelectedRows(**(vars(taken) | redrawn)), torch.where(lost_A, kept_A, right_A)
+        redrawn = {name: torch.where(lost_A, value_A, getattr(selected, name)) for name, value_A in changed.items()}
+        return SelectedRows(**(vars(selected) | redrawn)), torch.where(lost_A, kept_A, right_A)
 
-    def _grown(self, taken: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _grown(self, selected: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return whether each continuation has ended [A], the stop machine's state after the kept part of its block
         [A], and the number of drafted tokens that it takes [A]."""
         state, blocks, drafted = self.inputs.state, self.blocks, self.drafted
-        slot_A = self.plan.arrays.slot_A[taken.ancestor_A]
+        slot_A = self.plan.arrays.slot_A[selected.ancestor_A]
         entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)
         text_A = grow(
-            state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[taken.block_A], kept_A, early_A
+            state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[selected.block_A], kept_A, early_A
         ).text_A
         room_A = state.limit_S[slot_A] - state.held(slot_A) - kept_A
-        bonus = grow(state.stops, entry_A, text_A, taken.bonus_A[:, None], room_A, early_A - kept_A)
-        over_A = blocks.ended_A[taken.block_A] & (kept_A == blocks.count_A[taken.block_A])
+        bonus = grow(state.stops, entry_A, text_A, selected.bonus_A[:, None], room_A, early_A - kept_A)
+        over_A = blocks.ended_A[selected.block_A] & (kept_A == blocks.count_A[selected.block_A])
         grown_A, ended_A = kept_A - 1, over_A
         if self.lookahead:
-            goes_on_A = ~taken.misses_A & ~over_A
-            grown_A = torch.where(goes_on_A, drafted.count_X[taken.row_A].long(), 0)
-            ended_A = over_A | (goes_on_A & drafted.ended_X[taken.row_A])
-        return torch.where(taken.bonus_A >= 0, bonus.ends_A, ended_A), text_A, grown_A
+            goes_on_A = ~selected.misses_A & ~over_A
+            grown_A = torch.where(goes_on_A, drafted.count_X[selected.row_A].long(), 0)
+            ended_A = over_A | (goes_on_A & drafted.ended_X[selected.row_A])
+        return torch.where(selected.bonus_A >= 0, bonus.ends_A, ended_A), text_A, grown_A
 
-    def _result(self, taken: SelectedRows, choice: RoundChoice, kept_A: Tensor) -> RoundResult[Tensor]:
+    def _result(self, selected: SelectedRows, choice: RoundChoice, kept_A: Tensor) -> RoundResult[Tensor]:
         plan, blocks, candidates, has_bonus_A = self.plan, self.blocks, self.candidates, choice.bonus_A >= 0
         bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
         if self.lookahead:
             grown_AQ = torch.where(has_bonus_A[:, None], bonus_A1, self.drafted.tokens_XK[choice.row_A].long())
             logq_AQ = self.drafted.logq_XK[choice.row_A]
         else:
-            grown_AQ = blocks.tokens_AQ[taken.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
+            grown_AQ = blocks.tokens_AQ[selected.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
         has_bonus_G = plan.any_of_group(has_bonus_A & choice.alive_A)
-        run_A = torch.minimum(self.scored.blocks.run_A[taken.block_A], kept_A)
+        run_A = torch.minimum(self.scored.blocks.run_A[selected.block_A], kept_A)
         return RoundResult(
             ancestor_A=choice.ancestor_A,
             alive_A=choice.alive_A,
@@ -249,17 +249,17 @@ class Finalizer:
             grown_AQ=grown_AQ,
             count_A=choice.count_A + has_bonus_A.long(),
             ended_A=choice.ended_A,
-            logw_A=taken.logw_A,
+            logw_A=selected.logw_A,
             logq_AQ=logq_AQ,
-            logp_AQ=torch.where(column_Q < kept_A[:, None] - 1, self.scored.logp_AQ[taken.block_A], torch.nan),
-            first_logp_A=taken.logp_A,
+            logp_AQ=torch.where(column_Q < kept_A[:, None] - 1, self.scored.logp_AQ[selected.block_A], torch.nan),
+            first_logp_A=selected.logp_A,
             raw_logp_AQ=logq_AQ[:, :0],
-            log_z_G=taken.log_z_G,
-            ess_G=taken.ess_G,
-            resampled_G=taken.resampled_G,
-            collapsed_G=taken.collapsed_G,
+            log_z_G=selected.log_z_G,
+            ess_G=selected.ess_G,
+            resampled_G=selected.resampled_G,
+            collapsed_G=selected.collapsed_G,
             draft_nan_G=candidates.draft_nan_G,
             target_nan_G=candidates.target_nan_G,
             hit_G=plan.is_exact_G & ~has_bonus_G,
-            lineage=Lineage(plan.arrays.target_pages_AQ[taken.block_A], run_A.int(), torch.zeros_like(run_A).int()),
+            lineage=Lineage(plan.arrays.target_pages_AQ[selected.block_A], run_A.int(), torch.zeros_like(run_A).int()),
         )

@@ -1,5 +1,5 @@
-"""The finalize stage of a round, in one launch: the next state of every batch index, and the report for the host. The
-Triton form of `smc.executor.finalize`.
+"""The end of the select stage, in one launch: the next state of every batch index, and the report for the host. The
+Triton form of `smc.executor.apply_selection`.
 
 A program has the batch indices of one group, or batch indices of no group. The host reads nothing, and the grid follows
 from shapes alone, so the launch can be captured in a CUDA graph.
@@ -27,10 +27,10 @@ NONE = tl.constexpr(-float("inf"))
 PREFIX = tl.constexpr(PREFIX_POSITION)
 
 
-def finalize(
+def apply_selection(
     inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
 ) -> tuple[RoundChoice, RoundResult[Tensor]]:
-    """See `smc.executor.finalize.finalize`."""
+    """See `smc.executor.apply_selection.apply_selection`."""
     plan, drafted, state, room = inputs.plan.arrays, inputs.drafted, inputs.state, Room(inputs.state.device)
     verified = contiguous(inputs.scored.alone)
     (batch_size, q), groups = verified.blocks.tokens_AQ.shape, len(plan.first_G)
@@ -59,7 +59,7 @@ def finalize(
             path_AW=room.ints(batch_size, q), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
         ),
     )
-    _finalize[(programs(batch_size, groups),)](
+    _apply_selection[(programs(batch_size, groups),)](
         plan, state, verified, drafted, contiguous(inputs.target), candidates, contiguous(inputs.matched),
         contiguous(own), contiguous(trees), choice, result, groups, batch_size,
         F=rows // batch_size, K=block, Q=q, C=candidates.candidate_tokens.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
@@ -69,7 +69,7 @@ def finalize(
 
 
 @one_variant()
-def _finalize(
+def _apply_selection(
     plan, slots, verified, drafted, target, candidates, matched, own, trees, choice, out, groups, batch_size,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
@@ -234,7 +234,7 @@ def _of_own(exists, index, own, target, root_X, open_A, F: tl.constexpr, LOOKAHE
 def _of_trees(exists, index, trees, target, candidates, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
     """Return the same as `_of_own` for distinct particles and exact decoding, with the candidate token that was
     chosen."""
-    pick = tl.load(trees.pick_A + index, mask=exists, other=0)
+    pick = tl.load(trees.selected_A + index, mask=exists, other=0)
     alive = tl.load(trees.alive_A + index, mask=exists, other=0) != 0
     row = tl.load(trees.chosen.parent_X + pick, mask=exists, other=0).to(tl.int32)
     ancestor = tl.load(candidates.root_X + row, mask=exists, other=0).to(tl.int32)
