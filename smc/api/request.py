@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from smc.api.sampling_params import Method, SamplingParams
+from smc.api.sampling_params import SamplingParams
+from smc.types import EXACT, SMC
 
 MAX_PRIORITY = 1_000_000
 """Maximum absolute value of a priority."""
@@ -224,12 +225,11 @@ def fit_by_evidence(log_z_per_token: float, particles: int) -> str | None:
 def fit_of_answer(params: SamplingParams, statistics: Statistics, tokens: int) -> str | None:
     """Return a warning about the draft of one answer, with advice; None if the draft fits, or if the answer is too
     short to tell."""
-    method = params.method
-    if method is Method.SMC and params.follows_target and statistics.rounds and tokens >= LEAST_TOKENS:
+    if params.decoding in SMC and params.follows_target and statistics.rounds and tokens >= LEAST_TOKENS:
         words = fit_by_evidence(statistics.log_z / tokens, statistics.particles)
         return words and f"{words}; use --method exact, or more particles"
     drafted = statistics.rounds - statistics.alone_rounds
-    if method is Method.EXACT and statistics.accepted_per_round and drafted >= LEAST_ROUNDS:
+    if params.decoding in EXACT and statistics.accepted_per_round and drafted >= LEAST_ROUNDS:
         words = fit_by_acceptance(statistics.accepted_per_round - 1)
         return words and f"{words}; --method target is as fast, and `smcserve check --probe` measures the pair"
     return None

@@ -272,7 +272,7 @@ def _request(
     """Return a request of a kind. `together`: number of requests that must fit into the slots in parallel."""
     params = SamplingParams(seed=0, ignore_eos=True, max_tokens=tokens, **kind)
     if params.particles:
-        most = config.chains(vocab) if params.verification == "rejection" else config.max_slots
+        most = config.chains(vocab) if params.decoding is Decoding.REJECTION else config.max_slots
         slots = config.max_slots // (params.slots_per_row * together)
         params = replace(params, particles=max(1, min(kind.get("particles", ROWS), most, slots)))
     what = {name: value for name, value in kind.items() if name != "logit_bias"}

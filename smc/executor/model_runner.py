@@ -368,7 +368,7 @@ class DraftRunner(ModelRunner):
 
     @torch.inference_mode()
     def remap(self) -> AsyncResult:
-        """Queue the rest of the round that `draft` began: the chosen rows become the particles."""
+        """Queue the rest of the round that `draft` began: the selected rows become the particles."""
         assert self._round is not None, "what is followed has been drafted"
         plan, grown, span = self._round
         with self.stages.working():
@@ -381,7 +381,7 @@ class DraftRunner(ModelRunner):
 
     def _remap(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.arrays.chain_C):
-            # The distributions follow the rows. Those that were sent have arrived, because the target chose by them.
+            # The distributions follow the rows. Those that were sent have arrived, because the target verified by them.
             index_C, f = plan.arrays.chain_C, plan.kind.branches
             chain_A = torch.zeros_like(plan.arrays.slot_A).index_copy(
                 0, index_C, torch.arange(len(index_C), device=index_C.device)
@@ -418,7 +418,7 @@ class QueuedPass:
 
 
 class TargetRunner(ModelRunner):
-    """The target's part in rounds: scores blocks and chooses."""
+    """The target's part in rounds: verifies blocks and selects."""
 
     def __init__(
         self, config: EngineConfig, worker: ModelWorker, ops: RoundOps, stages: StageRunner, channel: Channel

@@ -199,7 +199,7 @@ class DraftStage:
         return self.ops.pack_rows(self.state, plan, rows.tree), rows
 
     def remap(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
-        """Make the chosen rows the particles."""
+        """Make the selected rows the particles."""
         tree = grown.tree
         nan_A = self.nan.expand(len(plan.arrays.slot_A))
         observed = ObservedDraws(nan_A, nan_A, nan_A)
@@ -389,7 +389,7 @@ class VerifyStage:
         )
 
     def remap(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:
-        """Make the chosen candidates the particles. Returns the number of pending tokens of each [A]."""
+        """Make the selected candidates the particles. Returns the number of pending tokens of each [A]."""
         block_A = choice.ancestor_A if self.lookahead else choice.row_A
         self.run.remap(plan, choice.ancestor_A, plan.arrays.target_pages_AQ, block_A, pending=False)
         next_ = self._ops.remap_target(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)

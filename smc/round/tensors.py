@@ -537,7 +537,7 @@ class TargetOutputs(NamedTuple):
     log_z_A: Tensor | None = None
     """float32 log Z of the distribution that the target draws from; NaN if its logits are NaN."""
     candidate_tokens: CandidateTokens | None = None
-    """Candidate tokens after each block, from which distinct rows are chosen."""
+    """Candidate tokens after each block, from which distinct rows are selected."""
     candidate_logp_AC: Tensor | None = None
 
 
@@ -573,10 +573,10 @@ class Candidates(NamedTuple):
     weight_X: Tensor
     """float64 log-weight, -inf where it would be NaN; in exact decoding, the draft's log-likelihood."""
     there_X: Tensor
-    """bool: the row may be chosen."""
+    """bool: the row may be selected."""
     candidate_tokens: CandidateTokens
-    """Candidates for the token after the block, if that is chosen together with the row; otherwise one candidate, which
-    is the row itself."""
+    """Candidates for the token after the block, if that is selected together with the row; otherwise one candidate,
+    which is the row itself."""
     alive_A: Tensor
     """bool: the batch index held a particle before the round."""
     target_nan_G: Tensor
