@@ -74,7 +74,8 @@ class Row:
     tokens: Tokens
     """Prompt and answer."""
     mass: float = 0.0
-    """Log of the weight (SMC), or of the probability by the draft's estimate (exact decoding)."""
+    """Log of the weight (SMC), or of the probability by the draft's estimate (exact decoding). The engine's begins
+    anew in each exact round, which changes no order."""
     logq: tuple[float, ...] = ()
     """log q of the last tokens: those that the target has not scored."""
     start: int = 0

@@ -437,7 +437,7 @@ class RoundResult(NamedTuple, Generic[Array]):
     """bool: the draft returned NaN for tokens that exist."""
     target_nan_G: Array
     hit_G: Array
-    """bool: the round was a hit; rows that were drafted ahead continue (exact decoding)."""
+    """bool: the round was a hit; rows that were drafted ahead continue, or the answer is over (exact decoding)."""
     lineage: Lineage[Array]
     """Pages at the target, or at the model that decodes alone."""
 

@@ -2,8 +2,8 @@
 and their results are written to slots and pages. The state of the models is in smc/executor.
 
 A round of the draft-target pair, in either form:
-  1. The draft extends open particles by K tokens: the rest of the current block (lockstep), or F rows of the next block
-     for each particle (look-ahead).
+  1. The draft extends open particles by K tokens: the rest of the current block (lockstep), or N F rows of the next
+     block (look-ahead).
   2. The target scores the block in flight. The distribution after the block gives the bonus token (lockstep), or scores
      the first tokens of the rows (look-ahead).
   3. Candidates are weighted and selected, or compared with the target's own draws. Both models follow the selection.

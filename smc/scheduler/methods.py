@@ -349,17 +349,11 @@ class Exact(Competing):
     `smc.algorithm.verification`. Only tokens that the target has drawn are part of the answer. Other tokens may be
     taken back, even if all rows agree on them."""
 
-    decoding = Decoding.WALK
-    coupled = True
     needs_every_mask = False
 
     @property
     def without_draft(self) -> DecodingRules | None:
         return TARGET_ALONE
-
-    def adaptive(self, params: SamplingParams) -> bool:
-        # A guided request runs two positions for each token, which the latency model does not cover.
-        return not params.guided
 
     def draft_temperature(self, params: SamplingParams) -> float:
         # Greedy decoding drafts at temperature 1: a distribution with all mass on one token offers no second row.
@@ -408,15 +402,22 @@ class Exact(Competing):
         checkpoint["logw_S"][:] = 0.0
 
 
+class Walk(Exact):
+    """The draft grows a tree of the tokens that the target most probably draws."""
+
+    decoding = Decoding.WALK
+    coupled = True
+
+    def adaptive(self, params: SamplingParams) -> bool:
+        # A guided request runs two positions for each token, which the latency model does not cover.
+        return not params.guided
+
+
 class Rejection(Exact):
     """The draft's tokens are kept or replaced such that answers follow the target's distribution:
     `smc.algorithm.verification`. Answers depend on the number of chains, so it is always the requested one."""
 
     decoding = Decoding.REJECTION
-    coupled = False
-
-    def adaptive(self, params: SamplingParams) -> bool:
-        return False
 
     def chains(self, rows: int) -> int:
         return rows
@@ -455,7 +456,7 @@ TARGET_ALONE = SingleModelRules(Decoding.TARGET)
 """Plain decoding, and exact decoding while nothing is drafted: both draw the same tokens."""
 RULES: dict[Decoding, DecodingRules] = {
     rules.decoding: rules
-    for rules in (TARGET_ALONE, SingleModelRules(Decoding.DRAFT), Exact(), Rejection(), Independent(), Distinct())
+    for rules in (TARGET_ALONE, SingleModelRules(Decoding.DRAFT), Walk(), Rejection(), Independent(), Distinct())
 }
 RULES_OF_ROUNDS: dict[tuple[ModelRole, ...], DecodingRules] = {rules.roles: rules for rules in RULES.values()}
 """Rules by the models that take part in rounds: those for the same models have rounds of the same shape."""
