@@ -3,9 +3,9 @@ events. Knows nothing about decoding."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pydantic_core
@@ -14,8 +14,9 @@ from pydantic import Field, Tag
 from services.openai.answers import OPENAI_FINISH, AnswerWriter, named_event, smc_block, written
 from services.openai.bodies import (
     KIND,
-    TOOL_PARAMETERS,
     BadRequest,
+    CallFields,
+    FieldNames,
     Refusal,
     Strict,
     in_form,
@@ -26,9 +27,11 @@ from services.openai.bodies import (
     text_or,
     tools_of,
 )
-from services.openai.dialects import ApiCall, ChatForm, Dialect
+from services.openai.dialects import ApiCall, BodyForm, Dialect
 from services.openai.parts import MessagePart, PartBegins, PartEvent, PartGrows, PartKind
-from services.openai.requests import Served
+from services.openai.requests import CompletionRequest, Served, chat_request, one_constraint
+from services.openai.templates import REASONING_EFFORT, chat_message, tool, tool_call, tool_use
+from services.prompts import Prompt
 from smc.api.request import Answer, FinishReason, Output
 from smc.model.tokenizer import Tokenizer
 
@@ -50,13 +53,6 @@ THINKING = "enable_thinking"
 """Name of the template variable that turns thinking on."""
 BLOCKS = "a string, or a list of blocks"
 """What the error allows as content."""
-FIELD_NAMES = {
-    "stop": "stop_sequences",
-    TOOL_PARAMETERS: ".input_schema",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-}
-"""This API's names for fields of a chat, where they differ."""
 DELTAS = {
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.REASONING: ("thinking_delta", "thinking"),
@@ -167,15 +163,13 @@ class Thread(Strict):
     previous_message_id: str | None = None
 
 
-class MessagesBody(Strict):
+class MessagesBody(CallFields):
     """The fields of a body. The settings of `smc.api.sampling_params` are further fields with the same names."""
 
-    model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     """If the last message is the assistant's, the answer continues it."""
     system: TextBlocks = Field(default_factory=list)
     stop_sequences: list[str] = Field(default_factory=list)
-    stream: bool = False
     tools: Annotated[list[CustomTool], Field(fail_fast=True), tools_of("custom")] = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice | None, in_form(TOOL_CHOICES)] = None
     thinking: Thinking | None = None
@@ -201,14 +195,11 @@ class MessagesBody(Strict):
     mcp_servers: Annotated[Any, neutral([])] = None
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    request_id: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
 
 
 WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
-FORM = ChatForm(MESSAGES, MessagesBody, WITHOUT, FIELD_NAMES)
+FORM = BodyForm(MESSAGES, MessagesBody, WITHOUT)
+FIELDS = FieldNames(FORM.names, "messages", {"stop": "stop_sequences"}, ".input_schema", "output_config.effort")
 
 
 class MessagesDialect(Dialect):
@@ -216,8 +207,8 @@ class MessagesDialect(Dialect):
     id_headers = ("x-request-id", "request-id")
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        _, completion = FORM.read(document, served, lambda body, _: _chat(body, served.tokenizer))
-        return ApiCall(completion, MessagesWriter, FIELD_NAMES)
+        _, completion = FORM.read(document, served, partial(_request, served))
+        return ApiCall(completion, MessagesWriter)
 
     def refusal(self, error: Exception, request_id: str | None = None) -> Refusal:
         refused = refusal(error)
@@ -233,8 +224,7 @@ class MessagesDialect(Dialect):
         return Refusal(refused.http_status, body, refused.headers)
 
 
-def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the fields of a chat that have another name or form in this API. Raises BadRequest."""
+def _request(served: Served, body: MessagesBody, settings: dict[str, Any]) -> CompletionRequest:
     if body.thread is not None and body.thread.type == "continue":
         raise BadRequest(
             "thread.type='continue', and conversations are not stored here; send all messages, without thread or with "
@@ -243,26 +233,27 @@ def _chat(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
             404,
             THREAD_NOT_FOUND,
         )
-    chat: dict[str, Any] = {
-        "messages": [one for index, message in enumerate(body.messages) for one in _messages(index, message)]
-    }
-    if body.system:
-        chat["messages"].insert(0, {"role": "system", "content": joined(body.system)})
-    if body.messages[-1].role == "assistant":
-        chat["continue_final_message"] = True
     if body.stop_sequences:
-        chat["stop"] = body.stop_sequences
-    if body.tools:
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
-    if body.tool_choice is not None:
-        chat |= _tool_choice(body.tool_choice)
-    chat["chat_template_kwargs"] = _template_settings(body, tokenizer)
-    if body.output_config is not None:
-        if (form := body.output_config.format) is not None:
-            chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
-        if body.output_config.effort is not None:
-            chat["reasoning_effort"] = body.output_config.effort
-    return chat
+        settings["stop"] = body.stop_sequences
+    template_settings = _template_settings(body, served.tokenizer)
+    if (config := body.output_config) is not None:
+        if config.format is not None:
+            given = ("output_config.format", {"json_schema": config.format.schema_})
+            settings |= one_constraint([given], settings)
+        if config.effort is not None:
+            template_settings = template_settings | {REASONING_EFFORT: config.effort}
+    choice, name, parallel = _tool_choice(body.tool_choice)
+    tools = tuple(tool(one.name, one.description, one.input_schema, one.strict) for one in body.tools)
+    messages = [chat_message("system", joined(body.system))] if body.system else []
+    for index, message in enumerate(body.messages):
+        messages += _messages(index, message)
+    prompt = Prompt(
+        messages=tuple(messages),
+        tools=tools if choice != "none" else (),
+        template_settings=template_settings,
+        continues_last=body.messages[-1].role == "assistant",
+    )
+    return chat_request(body, settings, prompt, tool_use(tools, choice, name, parallel), FIELDS, served)
 
 
 def listed_models(names: Sequence[str], began: int, context: int, query: Mapping[str, str]) -> dict[str, Any]:
@@ -295,24 +286,19 @@ def described_model(name: str, began: int, context: int) -> dict[str, Any]:
     return described | {"max_input_tokens": context - 1, "max_tokens": context - 1}
 
 
-def _function(tool: CustomTool) -> dict[str, Any]:
-    more = {name: value for name in ("description", "strict") if (value := getattr(tool, name)) is not None}
-    return {"name": tool.name, **more, "parameters": tool.input_schema}
-
-
-def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
+def _tool_choice(choice: ToolChoice | None) -> tuple[str, str | None, bool | None]:
+    """Return the choice, the name and whether calls may be parallel, as `tool_use` takes them."""
+    if choice is None:
+        return "auto", None, None
     if (choice.type == "tool") != (choice.name is not None):
         raise BadRequest(
             f"tool_choice of type {choice.type!r} {'without' if choice.name is None else 'with'} name; allowed: name "
             "with type 'tool', and only there",
             "tool_choice",
         )
-    named = {"type": "function", "function": {"name": choice.name}}
-    kinds: dict[str, Any] = {"any": "required", "tool": named}
-    chat = {"tool_choice": kinds.get(choice.type, choice.type)}
-    if choice.disable_parallel_tool_use is not None:
-        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    return chat
+    alone = choice.disable_parallel_tool_use
+    kind = "required" if choice.type in ("any", "tool") else choice.type
+    return kind, choice.name, None if alone is None else not alone
 
 
 def _template_settings(body: MessagesBody, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -339,22 +325,13 @@ def _messages(index: int, message: InputMessage) -> Iterator[dict[str, Any]]:
                 f"messages[{index}].content[{number}] is of type {block.type!r}; allowed: with role {by!r}", "messages"
             )
         if isinstance(block, ToolResultBlock):
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(block.content)}
+            yield chat_message("tool", joined(block.content), tool_call_id=block.tool_use_id)
     texts = [block for block in message.content if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
-    calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
-        for block in message.content
-        if isinstance(block, ToolUseBlock)
-    ]
+    calls = [tool_call(one.id, one.name, one.input) for one in message.content if isinstance(one, ToolUseBlock)]
     if not texts and not calls and message.content and message.role == "user":
         return
-    yield {
-        "role": message.role,
-        "content": None if calls and not texts else joined(texts),
-        "reasoning_content": "\n".join(thoughts) or None,
-        "tool_calls": calls or None,
-    }
+    yield chat_message(message.role, joined(texts), calls, reasoning_content="\n".join(thoughts) or None)
 
 
 class MessagesWriter(AnswerWriter):

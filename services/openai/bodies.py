@@ -65,8 +65,6 @@ MOST_LOGGED, MAX_LOGGED = 256, 64
 logger = logging.getLogger(__name__)
 KIND = "kind:"
 """Prefix of the tags of unions. It distinguishes tags from fields in the path of an error."""
-TOOL_PARAMETERS = ".function.parameters"
-"""Where a tool of a chat has its JSON schema."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 B = TypeVar("B", bound=BaseModel)
 KINDS = {
@@ -190,19 +188,38 @@ def refusal(error: Exception) -> Refusal:
     return Refusal(getattr(error, "http_status", http_status), body, headers)
 
 
-def named(error: ValueError, names: frozenset[str], prompt: str) -> ValueError:
-    """Return `error` as a BadRequest that names its field: the one of `names` with which the message begins, or
-    `prompt`, the field that holds the prompt, if the message is about it."""
-    if isinstance(error, (BadRequest, DuplicateRequest)):
-        return error
-    message = str(error)
-    if isinstance(error, ConstraintRefused):
-        return BadRequest(message, error.field)
-    if isinstance(error, ConstraintFailed):
-        return BadRequest(message, error.param)
-    first = _FIRST_WORD.match(message)
-    param = first[0] if first and first[0] in names else prompt if _OF_PROMPTS.match(message) else None
-    return BadRequest(message, param, code=CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None)
+@dataclass(frozen=True)
+class FieldNames:
+    """How an API names, in its bodies, what an error is about."""
+
+    known: frozenset[str]
+    """All fields that a body may have."""
+    prompt: str
+    """The field that holds the prompt."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Its names for settings, where they differ from the library's."""
+    parameters: str = ".function.parameters"
+    """Where a tool has its JSON schema."""
+    effort: str = "reasoning_effort"
+
+    def named(self, error: ValueError) -> ValueError:
+        """Return `error` as a BadRequest that names its field: the one with which the message begins, or the field that
+        holds the prompt, if the message is about it."""
+        if isinstance(error, (BadRequest, DuplicateRequest)):
+            return error
+        message = str(error)
+        if isinstance(error, ConstraintRefused):
+            return BadRequest(message, error.field)
+        if isinstance(error, ConstraintFailed):
+            return BadRequest(message, error.param)
+        found = _FIRST_WORD.match(message)
+        first = found[0] if found else ""
+        param = self.settings.get(first, first if first in self.known else None)
+        if param is not None:
+            message = param + message.removeprefix(first)
+        elif _OF_PROMPTS.match(message):
+            param = self.prompt
+        return BadRequest(message, param, code=CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None)
 
 
 @dataclass(frozen=True)
@@ -413,14 +430,12 @@ class ResponseFormat(Strict):
     json_schema: Schema | None = None
 
 
-class Body(Strict):
-    """Fields that chats and completions have in common. The settings of `smc.api.sampling_params` are further fields
-    with the same names. Fields that are `null` count as not given and are removed before validation."""
+class CallFields(Strict):
+    """Fields that the bodies of all APIs have. Fields that are `null` count as not given and are removed before
+    validation."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1)] = 1
     stream: bool = False
-    stream_options: StreamOptions | None = None
     request_id: Annotated[str, Field(max_length=256, pattern="^[!-~]*$")] | None = None
     """Ours: unique among running requests of the same token; returned in the header `x-request-id`."""
     cache_salt: str = ""
@@ -428,6 +443,14 @@ class Body(Strict):
     """vLLM's: requests of a lower number are admitted first."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Ours: seconds from arrival, after which the call is dropped."""
+
+
+class Body(CallFields):
+    """Fields that chats and completions have in common. The settings of `smc.api.sampling_params` are further fields
+    with the same names."""
+
+    n: Annotated[int, Field(ge=1)] = 1
+    stream_options: StreamOptions | None = None
     negative_prompt: Any = None
     """Ours: a string, a list of token ids, or a list of messages; with `guidance_scale`."""
 
@@ -550,20 +573,3 @@ def _in_our_words(error: ValidationError, endpoint: str, names: frozenset[str]) 
 
 def _is_kind(before: Any, part: Any) -> bool:
     return isinstance(before, int) and isinstance(part, str) and part.startswith(KIND)
-
-
-def renamed(error: ValueError, names: Mapping[str, str]) -> ValueError:
-    """Return the `error` of a chat with the field name of another API. `names`: that API's names for fields of a
-    chat."""
-    if not isinstance(error, BadRequest) or error.param is None:
-        return error
-    tool, dot, _ = error.param.partition(TOOL_PARAMETERS)
-    first = _FIRST_WORD.match(error.param)
-    if dot and TOOL_PARAMETERS in names:
-        old, name = error.param, tool + names[TOOL_PARAMETERS]
-    elif first is not None and first[0] in names:
-        old, name = first[0], names[first[0]]
-    else:
-        return error
-    message = re.sub(rf"^{re.escape(old)}(?!\w)", name, str(error))
-    return BadRequest(message, name, error.http_status, error.code)

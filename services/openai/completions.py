@@ -20,7 +20,7 @@ from services.openai.answers import (
     usage,
     written,
 )
-from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, renamed
+from services.openai.bodies import CHAT, COMPLETIONS, BadRequest
 from services.openai.dialects import ApiCall, Dialect
 from services.openai.parts import PartBegins, PartEnds, PartEvent, PartKind, PartReader, Reasoning, message_of
 from services.openai.requests import CompletionRequest, Served, understood
@@ -377,14 +377,7 @@ class CompletionDialect(Dialect):
     prompt: str
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        synonym = "max_completion_tokens"
-        is_named = isinstance(document, dict) and document.get(synonym) is not None and "max_tokens" not in document
-        names = {"max_tokens": synonym} if self.chat and is_named else {}
-        try:
-            completion = understood(document, self.chat, served).with_tool_format(served.tokenizer)
-        except BadRequest as error:
-            raise renamed(error, names) from error
-        return ApiCall(completion, CompletionWriter, names)
+        return ApiCall(understood(document, self.chat, served).with_tool_format(served.tokenizer), CompletionWriter)
 
 
 COMPLETION_DIALECTS: dict[str, Dialect] = {

@@ -4,31 +4,19 @@ nothing about connections and decoding."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from services.openai.answers import AnswerWriter, ResponseHeader
-from services.openai.bodies import (
-    NAMES,
-    BadRequest,
-    Refusal,
-    Strict,
-    given_fields,
-    named,
-    refusal,
-    renamed,
-    validated,
-)
+from services.openai.bodies import BadRequest, CallFields, Refusal, given_fields, refusal, validated
 from services.openai.parts import Reasoning
-from services.openai.requests import CompletionRequest, Served, understood
+from services.openai.requests import CompletionRequest, Served
 from smc.api.request import Request
 from smc.api.sampling_params import SETTINGS
 from smc.model.tokenizer import Tokenizer
 
 MakeWriter = Callable[[ResponseHeader, CompletionRequest, Sequence[Request], Tokenizer, Reasoning | None], AnswerWriter]
-SHARED = ("model", "stream", "request_id", "cache_salt", "priority", "timeout")
-"""Fields that have the same name and meaning in all of these bodies and in chats."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +25,6 @@ class ApiCall:
 
     completion: CompletionRequest
     make_writer: MakeWriter
-    field_names: Mapping[str, str] = field(default_factory=dict)
-    """This API's names for fields of a chat, where they differ."""
-
-    def named(self, error: ValueError) -> ValueError:
-        """Return the error with the field that it is about, if any, under this API's name."""
-        chat = self.completion.chat
-        return renamed(named(error, NAMES[chat], "messages" if chat else "prompt"), self.field_names)
 
 
 class Dialect(ABC):
@@ -63,20 +44,18 @@ class Dialect(ABC):
         return refusal(error)
 
 
-B = TypeVar("B", bound=Strict)
+B = TypeVar("B", bound=CallFields)
 
 
 @dataclass(frozen=True)
-class ChatForm(Generic[B]):
-    """Converts the bodies of an API with other terms for chats to chats."""
+class BodyForm(Generic[B]):
+    """The bodies of an API that has a form of its own for chats."""
 
     endpoint: str
     body: type[B]
     """Fields of a body, without the settings of `smc.api.sampling_params`, which have the same names."""
     replaced: frozenset[str]
     """Settings that a body does not have under their own names: other fields replace them, or the API lacks them."""
-    field_names: Mapping[str, str]
-    """The API's names for fields of a chat, where they differ."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -84,17 +63,14 @@ class ChatForm(Generic[B]):
         return frozenset(self.body.model_fields) | SETTINGS.keys() - self.replaced
 
     def read(
-        self, document: Any, served: Served, chat_of: Callable[[B, dict[str, Any]], dict[str, Any]]
+        self, document: Any, served: Served, request_of: Callable[[B, dict[str, Any]], CompletionRequest]
     ) -> tuple[B, CompletionRequest]:
-        """Read a body. Returns the body, and the chat that it asks for. `chat_of`: returns the chat's fields, except
-        for settings, from the body and its settings. Raises BadRequest."""
+        """Read a body. Returns it, and its request. `request_of`: returns the request, from the body and its settings.
+        Raises BadRequest."""
         given = given_fields(document)
         settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in self.replaced}
-        body = validated(self.body, given, self.endpoint, self.names, served.unknown)
-        shared = {name: value for name in SHARED if (value := getattr(body, name)) is not None}
-        chat = shared | chat_of(body, settings)
         try:
-            completion = understood(settings | chat, True, served).with_tool_format(served.tokenizer)
-        except BadRequest as error:
-            raise renamed(error, self.field_names) from error
-        return body, completion
+            body = validated(self.body, given, self.endpoint, self.names, served.unknown)
+            return body, request_of(body, settings)
+        except RecursionError as error:
+            raise BadRequest("the body is nested too deeply to be read") from error

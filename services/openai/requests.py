@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,13 +20,14 @@ from services.openai.bodies import (
     CHAT,
     COMPLETIONS,
     NAMES,
-    TOOL_PARAMETERS,
     AnyBody,
     BadRequest,
     Body,
+    CallFields,
     ChatBody,
     ChatMessage,
     CompletionBody,
+    FieldNames,
     NamedTool,
     ResponseFormat,
     Tool,
@@ -36,10 +36,10 @@ from services.openai.bodies import (
     check_model,
     given_fields,
     joined,
-    named,
     validated,
 )
 from services.openai.parts import Reasoning
+from services.openai.templates import REASONING_EFFORT, ToolUse, arguments_of, chat_message, tool, tool_call, tool_use
 from services.openai.tool_calls import CallSyntax, ToolFormat, arguments_rule
 from services.prompts import Prompt, of_negative
 from smc.api.constraint import MAX_BYTES, Constraint, check_constraint
@@ -48,8 +48,6 @@ from smc.api.request import MAX_PRIORITY, Request, check_guidance, check_priorit
 from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 
-REASONING_EFFORT = "reasoning_effort"
-"""Name of the template variable."""
 MAX_ANSWERS = 128
 """Maximum number of answers of one request."""
 LONGEST = 2**31 - 1
@@ -64,34 +62,7 @@ STRUCTURED = {
 """Kinds of constraints, by vLLM's names."""
 
 
-@dataclass(frozen=True)
-class ToolUse:
-    """Tools that a chat offers to the model."""
-
-    functions: tuple[dict[str, Any], ...]
-    """The functions, each with `name` and, if it has any, `parameters`."""
-    places: tuple[int, ...]
-    """Index of each in the caller's list."""
-    required: bool
-    """Whether the answer must consist of calls of these functions."""
-    parallel: bool
-    """Whether the answer may have more than one call; if calls are required, at most `MOST_CALLS`."""
-
-    @property
-    def limits_calls(self) -> bool:
-        """Whether some calls that the model could write are not allowed."""
-        return self.required or not self.parallel or any(function.get("strict") for function in self.functions)
-
-    @property
-    def checked(self) -> list[dict[str, Any]]:
-        """The functions with their `parameters`: the schema that calls must follow, None for no arguments. The
-        arguments of a function that is not checked are any object."""
-        return [{"name": function["name"], "parameters": self._schema(function)} for function in self.functions]
-
-    def _schema(self, function: dict[str, Any]) -> dict[str, Any] | None:
-        if not function.get("parameters"):
-            return None
-        return function["parameters"] if self.required or function.get("strict") else {"type": "object"}
+CHAT_FIELDS, COMPLETION_FIELDS = FieldNames(NAMES[True], "messages"), FieldNames(NAMES[False], "prompt")
 
 
 @dataclass(frozen=True)
@@ -100,27 +71,29 @@ class CompletionRequest:
 
     chat: bool
     prompts: tuple[Prompt, ...]
-    negative: Prompt | None
     settings: dict[str, Any]
     """The given settings of `SamplingParams`, by name."""
-    n: int
-    """Answers to each prompt."""
     stream: bool
-    include_usage: bool
-    """A stream ends with an event of the usage."""
-    continuous_usage: bool
-    """Every event of a stream has the usage so far."""
-    echo: bool
     cache_salt: str
     priority: int
     request_id: str | None
     timeout: float | None
     """Seconds from the call's arrival after which it is aborted."""
+    negative: Prompt | None = None
+    n: int = 1
+    """Answers to each prompt."""
+    include_usage: bool = False
+    """A stream ends with an event of the usage."""
+    continuous_usage: bool = False
+    """Every event of a stream has the usage so far."""
+    echo: bool = False
     tools: ToolUse | None = None
     syntax: CallSyntax | None = None
     """How the model writes calls; None: everything that it writes is text."""
     prompt_logprobs: int | None = None
     """Number of likeliest tokens to list for each token of the prompt; None: the prompt's tokens are not listed."""
+    names: FieldNames = CHAT_FIELDS
+    """How errors name fields."""
     only_prompts: bool = False
     """`max_tokens` is 0 with `echo`: one token is decoded and left out of the answer."""
 
@@ -137,9 +110,9 @@ class CompletionRequest:
             effort = prompt.template_settings.get(REASONING_EFFORT, "none")
             if effort != "none" and REASONING_EFFORT not in template:
                 raise BadRequest(
-                    f"{REASONING_EFFORT}={effort!r}, but the model's chat template does not read it; allowed: 'none', "
+                    f"{self.names.effort}={effort!r}, but the model's chat template does not read it; allowed: 'none', "
                     "or leave it out",
-                    REASONING_EFFORT,
+                    self.names.effort,
                 )
 
     def with_tool_format(self, tokenizer: Tokenizer) -> CompletionRequest:
@@ -188,7 +161,7 @@ class CompletionRequest:
         if (size := len(grammar.encode())) > MAX_BYTES:
             raise BadRequest(f"tools: their schemas have {size} bytes together; allowed: at most {MAX_BYTES}", "tools")
         rules = zip(map(arguments_rule, itertools.count()), tools.places)
-        fields = {rule: f"tools[{place}]{TOOL_PARAMETERS}" for rule, place in rules}
+        fields = {rule: f"tools[{place}]{self.names.parameters}" for rule, place in rules}
         constraint = Constraint("grammar", grammar, fields={"": "tools"} | fields)
         syntax = CallSyntax(form, names, constrained=True, required=tools.required)
         return replace(self, syntax=syntax, settings=settings | {"constraint": constraint})
@@ -286,24 +259,57 @@ def understood(document: Any, chat: bool, served: Served) -> CompletionRequest:
         raise BadRequest("the body is nested too deeply to be read") from error
 
 
-def _understood(body: AnyBody, settings: dict[str, Any], served: Served) -> CompletionRequest:
-    chat, vocabulary = isinstance(body, ChatBody), served.tokenizer.size
+def chat_request(
+    body: CallFields, settings: dict[str, Any], prompt: Prompt, tools: ToolUse | None, names: FieldNames, served: Served
+) -> CompletionRequest:
+    """Return the request of a chat that an API has in a form of its own. `settings`: by the library's names. Raises
+    BadRequest naming the field, the value and what is allowed."""
+    completion = CompletionRequest(
+        chat=True,
+        prompts=(prompt,),
+        settings=_checked(body, lambda: _without_synonyms(settings), names, served),
+        stream=body.stream,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+        request_id=body.request_id,
+        timeout=body.timeout,
+        tools=tools,
+        names=names,
+    )
+    return completion.with_tool_format(served.tokenizer)
+
+
+def _checked(
+    body: CallFields, read: Callable[[], dict[str, Any]], names: FieldNames, served: Served, guided: bool = False
+) -> dict[str, Any]:
+    """Return the settings of a body with the defaults of the service. `read`: returns them in the library's terms;
+    `guided`: whether there is a negative prompt. Raises BadRequest."""
     if body.model is not None:
         check_model(body.model, served.models)
     try:
-        only_prompts = isinstance(body, CompletionBody) and body.echo and not body.stream and _is_zero(settings)
-        if only_prompts:
-            settings |= {"max_tokens": 1}
         check_cache_salt(body.cache_salt)
         check_priority(body.priority, *served.priorities)
-        settings = _in_the_librarys_terms(settings, body)
+        settings = read()
         if served.method is not None:
             settings.setdefault("method", served.method)
         settings = with_defaults(settings, served.defaults)
         # Before the prompt: checking settings is fast, while encoding a long text takes time.
-        check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), body.negative_prompt is not None)
+        check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), guided)
     except ValueError as error:
-        raise named(error, NAMES[chat], "") from error
+        raise names.named(error) from error
+    return settings
+
+
+def _understood(body: AnyBody, settings: dict[str, Any], served: Served) -> CompletionRequest:
+    chat, vocabulary = isinstance(body, ChatBody), served.tokenizer.size
+    names = CHAT_FIELDS if chat else COMPLETION_FIELDS
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        names = replace(names, settings={"max_tokens": "max_completion_tokens"})
+    only_prompts = isinstance(body, CompletionBody) and body.echo and not body.stream and _is_zero(settings)
+    if only_prompts:
+        settings |= {"max_tokens": 1}
+    guided = body.negative_prompt is not None
+    settings = _checked(body, lambda: _in_the_librarys_terms(settings, body), names, served, guided)
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options has no effect without stream=true; leave it out", "stream_options")
     # One prompt more than the maximum is enough to refuse the body.
@@ -343,6 +349,7 @@ def _understood(body: AnyBody, settings: dict[str, Any], served: Served) -> Comp
         tools=_tool_use(body) if isinstance(body, ChatBody) else None,
         prompt_logprobs=listed,
         only_prompts=only_prompts,
+        names=names,
     )
 
 
@@ -350,14 +357,20 @@ def _is_zero(settings: Mapping[str, Any]) -> bool:
     return type(given := settings.get("max_tokens")) is int and given == 0
 
 
-def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Return the settings, translated where OpenAI or vLLM have other words than the library."""
+def _without_synonyms(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, translated where OpenAI or vLLM have other values than the library."""
     if settings.get("top_k") == -1:  # vLLM's value for all tokens
         settings["top_k"] = 0
     if isinstance(stop := settings.get("stop", []), str):
         settings["stop"] = (stop,)
     elif not isinstance(stop, list):
         raise BadRequest(f"stop={stop!r}; allowed: a string, or a list of strings, which are not empty", "stop")
+    return settings
+
+
+def _in_the_librarys_terms(settings: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Return the settings, translated where OpenAI or vLLM have other words than the library."""
+    settings = _without_synonyms(settings)
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         if "max_tokens" in settings:
             raise BadRequest(
@@ -382,6 +395,12 @@ def _constraint(settings: dict[str, Any], body: Body) -> dict[str, Any]:
     for name in ("guided_json", "guided_regex", "guided_grammar", "guided_choice"):
         if (value := getattr(body, name)) is not None:
             given.append((name, {STRUCTURED[name.removeprefix("guided_")]: value}))
+    return one_constraint(given, settings)
+
+
+def one_constraint(given: Sequence[tuple[str, dict[str, Any]]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting of the constraint that a body gives; nothing if it gives none. `given`: its fields, and the
+    constraints that they hold. Raises BadRequest if there are several."""
     names = [name for name, _ in given] + ["constraint"] * ("constraint" in settings)
     if len(names) > 1:
         raise BadRequest(f"{' and '.join(names)} are given; allowed: one of them", names[0])
@@ -492,10 +511,9 @@ def _chat(body: ChatBody) -> Prompt:
     settings = body.chat_template_kwargs
     if body.reasoning_effort is not None:
         settings = settings | {REASONING_EFFORT: body.reasoning_effort}
-    tools = body.tools if body.tools and body.tool_choice != "none" else ()
     return Prompt(
         messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
-        tools=tuple(_tool(tool) for tool in tools),
+        tools=tuple(map(_tool, body.tools or ())) if body.tool_choice != "none" else (),
         template_settings=settings,
         begins_message=body.add_generation_prompt is not False,
         continues_last=body.continue_final_message,
@@ -503,30 +521,14 @@ def _chat(body: ChatBody) -> Prompt:
 
 
 def _tool_use(body: ChatBody) -> ToolUse | None:
-    choice = body.tool_choice
-    if not body.tools or choice == "none":
-        if choice not in (None, "auto", "none"):
-            raise BadRequest("tool_choice requires a call, and tools is missing", "tool_choice")
-        return None
-    functions = tuple(_tool(tool)["function"] for tool in body.tools)
-    places = tuple(range(len(functions)))
+    tools, choice = tuple(map(_tool, body.tools or ())), body.tool_choice
     if isinstance(choice, NamedTool):
-        name = choice.function.name
-        places = tuple(place for place in places if functions[place]["name"] == name)
-        functions = tuple(functions[place] for place in places)
-        if not functions:
-            names = ", ".join(repr(tool.function.name) for tool in body.tools)
-            raise BadRequest(f"tool_choice names {name!r}; allowed: {names}", "tool_choice")
-    is_named = isinstance(choice, NamedTool)
-    required = choice == "required" or is_named
-    # Where calls are required, a weak model repeats one until its answer is full: several must be asked for.
-    parallel = not required if body.parallel_tool_calls is None else body.parallel_tool_calls and not is_named
-    return ToolUse(functions, places, required, parallel)
+        return tool_use(tools, "required", choice.function.name, body.parallel_tool_calls)
+    return tool_use(tools, choice or "auto", None, body.parallel_tool_calls)
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
-    function = {name: value for name, value in dict(tool.function).items() if value is not None}
-    return {"type": tool.type, "function": function}
+def _tool(one: Tool) -> dict[str, Any]:
+    return tool(**dict(one.function))
 
 
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -537,30 +539,13 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
         )
     if message.tool_calls and message.role != "assistant":
         raise BadRequest(f"messages[{index}].tool_calls; allowed: with role 'assistant'", "messages")
-    # `developer` is what later models call `system`; templates know the older word.
-    role = "system" if message.role == "developer" else message.role
-    read: dict[str, Any] = {"role": role, "content": joined(message.content or ())}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            read[name] = value
-    if message.tool_calls:
-        read["tool_calls"] = [
-            _tool_call(f"messages[{index}].tool_calls[{number}]", call)
-            for number, call in enumerate(message.tool_calls)
-        ]
-    return read
+    calls = [
+        tool_call(call.id, call.function.name, _arguments(index, number, call))
+        for number, call in enumerate(message.tool_calls or ())
+    ]
+    more = {name: getattr(message, name) for name in ("name", "tool_call_id", "reasoning_content")}
+    return chat_message(message.role, joined(message.content or ()), calls, **more)
 
 
-def _tool_call(name: str, call: ToolCall) -> dict[str, Any]:
-    """Return a call in the form that chat templates read, with the arguments as an object."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(
-            f"{name}.function.arguments is not JSON; allowed: an object, as JSON in a string", "messages"
-        ) from error
-    if not isinstance(arguments, dict):
-        raise BadRequest(
-            f"{name}.function.arguments is not an object; allowed: an object, as JSON in a string", "messages"
-        )
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def _arguments(index: int, number: int, call: ToolCall) -> dict[str, Any]:
+    return arguments_of(call.function.arguments, "messages", f"[{index}].tool_calls[{number}].function.arguments")

@@ -22,7 +22,8 @@ from services.openai.answers import (
 )
 from services.openai.bodies import (
     KIND,
-    TOOL_PARAMETERS,
+    CallFields,
+    FieldNames,
     Strict,
     in_form,
     joined,
@@ -31,7 +32,7 @@ from services.openai.bodies import (
     text_or,
     tools_of,
 )
-from services.openai.dialects import ApiCall, ChatForm, Dialect
+from services.openai.dialects import ApiCall, BodyForm, Dialect
 from services.openai.parts import (
     MessagePart,
     PartBegins,
@@ -41,7 +42,9 @@ from services.openai.parts import (
     PartKind,
     Reasoning,
 )
-from services.openai.requests import CompletionRequest, Served
+from services.openai.requests import CompletionRequest, Served, chat_request, one_constraint
+from services.openai.templates import REASONING_EFFORT, arguments_of, chat_message, tool, tool_call, tool_use
+from services.prompts import Prompt
 from smc.api.request import Answer, Output, Request
 from smc.model.tokenizer import Tokenizer
 
@@ -49,14 +52,6 @@ RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probabilities."""
 NOT_STORED = "responses are not stored here"
-FIELD_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    TOOL_PARAMETERS: ".parameters",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-"""This API's names for fields of a chat, where they differ."""
 
 
 def _without_nulls(value: Any) -> Any:
@@ -173,10 +168,9 @@ class StreamSettings(Strict):
     """vLLM's; without effect: events of this API have no field for it."""
 
 
-class ResponsesBody(Strict):
+class ResponsesBody(CallFields):
     """The fields of a body. The settings of `smc.api.sampling_params` are further fields with the same names."""
 
-    model: str | None = None
     input: Annotated[
         list[InputItem],
         Field(min_length=1, fail_fast=True),
@@ -184,7 +178,6 @@ class ResponsesBody(Strict):
     ]
     """A string, or a list of items."""
     instructions: str | None = None
-    stream: bool = False
     stream_options: StreamSettings | None = None
     max_output_tokens: Any = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True), tools_of("function")] = Field(default_factory=list)
@@ -195,10 +188,6 @@ class ResponsesBody(Strict):
     reasoning: ReasoningSettings | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    request_id: str | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
 
     # These describe the caller and do not concern decoding.
     user: str | None = None
@@ -216,79 +205,73 @@ class ResponsesBody(Strict):
     max_tool_calls: Annotated[Any, neutral(None, why="the caller runs the tools")] = None
 
 
-FORM = ChatForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}), FIELD_NAMES)
+FORM = BodyForm(RESPONSES, ResponsesBody, frozenset({"max_tokens", "logprobs", "prompt_logprobs"}))
+FIELDS = FieldNames(FORM.names, "input", {"max_tokens": "max_output_tokens"}, ".parameters", "reasoning.effort")
 
 
 class ResponsesDialect(Dialect):
     prompt = "input"
 
     def read(self, document: Any, served: Served) -> ApiCall:
-        body, completion = FORM.read(document, served, _chat)
-        return ApiCall(completion, partial(ResponsesWriter, body), FIELD_NAMES)
+        body, completion = FORM.read(document, served, partial(_request, served))
+        return ApiCall(completion, partial(ResponsesWriter, body))
 
 
-def _chat(body: ResponsesBody, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a chat that have another name or form in this API."""
-    chat: dict[str, Any] = {"messages": list(_messages(body)), "chat_template_kwargs": body.chat_template_kwargs}
+def _request(served: Served, body: ResponsesBody, settings: dict[str, Any]) -> CompletionRequest:
     if body.max_output_tokens is not None:
-        chat["max_tokens"] = body.max_output_tokens
-    if body.tools:
-        chat["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
-        ]
-    chat["tool_choice"] = (
-        {"type": "function", "function": {"name": body.tool_choice.name}}
-        if isinstance(body.tool_choice, NamedFunction)
-        else body.tool_choice
-    )
-    if body.parallel_tool_calls is not None:
-        chat["parallel_tool_calls"] = body.parallel_tool_calls
-    if body.text is not None and body.text.format is not None:
-        chat["response_format"] = _response_format(body.text.format)
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        chat["reasoning_effort"] = body.reasoning.effort
+        settings["max_tokens"] = body.max_output_tokens
     if LOGPROBS in body.include or settings.get("top_logprobs"):
-        chat["logprobs"] = True
-    return chat
-
-
-def _response_format(form: TextFormat) -> dict[str, Any]:
-    if form.type != "json_schema":
-        return {"type": form.type}
-    schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-    return {"type": "json_schema", "json_schema": schema}
+        settings["logprobs"] = True
+    form = None if body.text is None else body.text.format
+    if form is not None and form.type != "text":
+        is_object = form.type == "json_object" or form.schema_ is None
+        constraint = {"json_object": True} if is_object else {"json_schema": form.schema_}
+        settings |= one_constraint([("text.format", constraint)], settings)
+    given = body.tool_choice
+    choice, name = ("required", given.name) if isinstance(given, NamedFunction) else (given, None)
+    tools = tuple(tool(one.name, one.description, one.parameters, one.strict) for one in body.tools)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    prompt = Prompt(
+        messages=tuple(_messages(body)),
+        tools=tools if choice != "none" else (),
+        template_settings=body.chat_template_kwargs | ({} if effort is None else {REASONING_EFFORT: effort}),
+    )
+    return chat_request(body, settings, prompt, tool_use(tools, choice, name, body.parallel_tool_calls), FIELDS, served)
 
 
 def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
     """Yield the chat's messages. Consecutive reasoning, text and calls of the assistant become one message."""
     if body.instructions:
-        yield {"role": "system", "content": body.instructions}
-    message: dict[str, Any] = {}
-    for item in body.input:
-        by_model = isinstance(item, (FunctionCallItem, ReasoningItem)) or (
-            isinstance(item, MessageItem) and item.role == "assistant"
-        )
-        # A message has one text and, before it, one reasoning.
-        is_next = isinstance(item, MessageItem) and (message.get("content") is not None or "tool_calls" in message)
-        if message and (not by_model or is_next or (isinstance(item, ReasoningItem) and message.keys() > {"role"})):
-            yield message if "tool_calls" in message else {"content": ""} | message
-            message = {}
-        if isinstance(item, FunctionOutputItem):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)}
-        elif isinstance(item, FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        yield chat_message("system", body.instructions)
+    thoughts: str | None = None
+    text: str | None = None
+    calls: list[dict[str, Any]] = []
+
+    def ended() -> Iterator[dict[str, Any]]:
+        """Yield the assistant's message, if one has begun, and begin the next."""
+        nonlocal thoughts, text, calls
+        if thoughts is not None or text is not None or calls:
+            yield chat_message("assistant", text or "", calls, reasoning_content=thoughts)
+        thoughts, text, calls = None, None, []
+
+    for index, item in enumerate(body.input):
+        if isinstance(item, FunctionCallItem):
+            arguments = arguments_of(item.arguments, "input", f"[{index}].arguments")
+            calls.append(tool_call(item.call_id, item.name, arguments))
         elif isinstance(item, ReasoningItem):
-            message["reasoning_content"] = joined(item.content or item.summary)
-        elif not by_model:
-            yield {"role": item.role, "content": joined(item.content)}
+            yield from ended()  # a message has one reasoning, before all else
+            thoughts = joined(item.content or item.summary)
+        elif isinstance(item, FunctionOutputItem):
+            yield from ended()
+            yield chat_message("tool", joined(item.output), tool_call_id=item.call_id)
+        elif item.role != "assistant":
+            yield from ended()
+            yield chat_message(item.role, joined(item.content))
         else:
-            message["content"] = joined(item.content)
-        if by_model:
-            message["role"] = "assistant"
-    if message:
-        yield message if "tool_calls" in message else {"content": ""} | message
+            if text is not None or calls:  # a message has one text, before its calls
+                yield from ended()
+            text = joined(item.content)
+    yield from ended()
 
 
 class ResponsesWriter(AnswerWriter):

@@ -29,7 +29,7 @@ from services.openai.anthropic import (
     described_model,
     listed_models,
 )
-from services.openai.bodies import BadRequest, BodyTooLarge, UnknownFields, check_model, named, parse, refusal
+from services.openai.bodies import BadRequest, BodyTooLarge, FieldNames, UnknownFields, check_model, parse, refusal
 from services.openai.completions import COMPLETION_DIALECTS
 from services.openai.connections import SERVER, HttpConnections, Runner, refused_reply
 from services.openai.cors import allow_origin
@@ -252,7 +252,7 @@ class OpenAiServer:
             try:
                 return web.json_response(await tokenize(document, self._names, self._handler))
             except PromptTooLong as error:
-                raise named(error, frozenset(), "prompt") from error
+                raise FieldNames(frozenset(), "prompt").named(error) from error
 
     async def _count(self, request: web.Request) -> web.Response:
         """Count the tokens of a prompt."""
@@ -261,7 +261,7 @@ class OpenAiServer:
             try:
                 tokens = await self._handler.prompts.tokens(call.completion.prompts[0])
             except ValueError as error:
-                raise call.named(error) from error
+                raise call.completion.names.named(error) from error
             return web.json_response({"input_tokens": len(tokens)})
 
     async def _scrape(self, request: web.Request) -> web.Response:
@@ -385,7 +385,7 @@ class OpenAiServer:
             heading = ResponseHeader(request_id, int(time.time()), self._names[0], completion.chat, self._fingerprint)
             return await answered(call, requests, heading, self._handler, records, reply)
         except ValueError as error:
-            raise call.named(error) from error
+            raise call.completion.names.named(error) from error
 
 
 @dataclass(frozen=True)

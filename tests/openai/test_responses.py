@@ -241,8 +241,9 @@ def test_parts_are_the_same_however_the_text_is_cut():
 
 
 def test_truncated_call_names_input(pair):
-    """A function call in the input whose arguments are no JSON is refused with `input` as the parameter."""
+    """A function call in the input whose arguments are no JSON is named by its own place in the input."""
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
-    with pytest.raises(BadRequest, match=r"arguments is not JSON") as caught:
-        ResponsesDialect().read({"input": [call]}, Served(("demo",), pair.tokenizer))
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, call]
+    with pytest.raises(BadRequest, match=r"^input\[2\]\.arguments is not JSON") as caught:
+        ResponsesDialect().read({"instructions": "z", "input": said}, Served(("demo",), pair.tokenizer))
     assert caught.value.param == "input"

@@ -190,7 +190,7 @@ def test_a_schema_that_is_refused_is_named_by_its_place(path, field, tool, schem
     call = DIALECTS[path].read(parse(json.dumps(body).encode()), Served(("demo",), tokenizer))
     with pytest.raises(ConstraintRefused) as caught:
         Compiler.of(TokenBytes.of(demo_tokenizer())).check(call.completion.settings["constraint"])
-    error = call.named(caught.value)
+    error = call.completion.names.named(caught.value)
     assert isinstance(error, BadRequest) and error.param == field
     assert str(error).startswith(f"{field}: {why}")
 

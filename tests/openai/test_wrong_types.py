@@ -65,6 +65,7 @@ def test_every_field_says_what_it_allows(served, path: str):
     [
         (CHAT, {"max_tokens": 5.0}, "max_tokens=5.0; allowed: an integer, >= 1"),
         (CHAT, {"max_completion_tokens": "5"}, "max_completion_tokens='5'; allowed: an integer, >= 1"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens=0; allowed: >= 1"),
         (RESPONSES.endpoint, {"max_output_tokens": 5.0}, "max_output_tokens=5.0; allowed: an integer, >= 1"),
         (COMPLETIONS, {"seed": 5.0}, "seed=5.0; allowed: a 64-bit signed integer"),
         (COMPLETIONS, {"temperature": "1"}, "temperature='1'; allowed: a number, > 0"),
