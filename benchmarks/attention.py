@@ -11,8 +11,6 @@ positions, depth, warps and pieces, and prints the best.
 
 Every figure is the median over replays of a CUDA graph of many calls, each on the keys and values of another layer, so
 that the L2 cache does not hold them. Each setting is first checked against float64. The last line is JSON.
-
-Axes: M rows, Q queries of a row, T = M * Q tokens, G groups, H query heads, J key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ class Inputs:
     qkv: Tensor
     q_THD: Tensor
     prefix_GL: Tensor
-    own_RW: Tensor
+    own_RB: Tensor
     context: int
 
     @staticmethod
@@ -115,11 +113,11 @@ class Inputs:
     def tables(self, tails: bool = False) -> Tables:
         """Return block tables with a slot for every row; with `tails`, the pages of its new tokens are passed
         separately."""
-        table_SL = torch.cat((self.prefix_RL, self.own_RW), 1)
+        table_SL = torch.cat((self.prefix_RL, self.own_RB), 1)
         slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
         if not tails:
             return Tables(table_SL, slot_R)
-        return Tables(table_SL, slot_R, self.own_RW[:, OWN:].contiguous(), full(self.rows, self.context + OWN))
+        return Tables(table_SL, slot_R, self.own_RB[:, OWN:].contiguous(), full(self.rows, self.context + OWN))
 
     def groups(self) -> Groups:
         count = len(self.prefix_GL)
@@ -137,10 +135,10 @@ class Inputs:
         (h, j), q = HEADS, self.queries
         out_THD = torch.empty(self.q_THD.shape, dtype=torch.float64, device="cuda")
         for r in range(self.rows):
-            pages = torch.cat((self.prefix_RL[r], self.own_RW[r]))
+            pages = torch.cat((self.prefix_RL[r], self.own_RB[r]))
             k, v = self.keys[0, pages].double(), self.values[0, pages].double()
-            q_QJND = self.q_THD[r * q : (r + 1) * q].double().unflatten(1, (j, h // j))
-            scores = torch.einsum("qjnd,xjd->qjnx", q_QJND, k) * k.shape[-1] ** -0.5
+            q_QJHD = self.q_THD[r * q : (r + 1) * q].double().unflatten(1, (j, h // j))
+            scores = torch.einsum("qjnd,xjd->qjnx", q_QJHD, k) * k.shape[-1] ** -0.5
             hidden = (
                 torch.arange(len(pages), device="cuda") > (self.context + OWN + torch.arange(q, device="cuda"))[:, None]
             )
@@ -184,7 +182,7 @@ def cascade(inputs: Inputs) -> Call:
     wrapper.plan(
         [ints(*range(0, m * q + 1, m * q // count)), ints(*range(0, m * q + 1, q))],
         [ints(*range(0, count * inputs.context + 1, inputs.context)), ints(*range(0, m * (OWN + q) + 1, OWN + q))],
-        [inputs.prefix_GL.flatten(), inputs.own_RW.flatten()],
+        [inputs.prefix_GL.flatten(), inputs.own_RB.flatten()],
         [ints(*[1] * count), ints(*[1] * m)],
         *(h, j, dim, 1),
         causal=True,
@@ -207,7 +205,7 @@ def decode(inputs: Inputs) -> Call:
     )
     wrapper.plan(
         torch.arange(0, m * length + 1, length, dtype=torch.int32, device="cuda"),
-        torch.cat((inputs.prefix_RL, inputs.own_RW), 1).flatten(),
+        torch.cat((inputs.prefix_RL, inputs.own_RB), 1).flatten(),
         torch.ones(m, dtype=torch.int32, device="cuda"),
         *(h, j, dim, 1),
         q_data_type=torch.bfloat16,
@@ -223,7 +221,7 @@ def store(inputs: Inputs) -> Call:
     dim, tokens = inputs.q_THD.shape[-1], len(inputs.qkv)
     rope = torch.randn(64, dim, device="cuda")
     position_T = torch.arange(tokens, dtype=torch.int32, device="cuda") % 64
-    page_T = inputs.own_RW[:, OWN:].flatten()
+    page_T = inputs.own_RB[:, OWN:].flatten()
     q_out = torch.empty(tokens, HEADS[0], dim, dtype=inputs.qkv.dtype, device="cuda")
     return lambda layer: store_kv(
         inputs.qkv, q_out, inputs.keys[layer], inputs.values[layer], rope, position_T, page_T, HEADS

@@ -76,10 +76,10 @@ def tilings(rows: int, outputs: int, inputs: int, gated: bool, held: Int4Format)
                         yield fields
 
 
-def product(x_TK: Tensor, gated: bool, fields: dict[str, Any], matrix: Linear) -> Tensor:
+def product(x_TI: Tensor, gated: bool, fields: dict[str, Any], matrix: Linear) -> Tensor:
     if gated:
-        return gate_up_int4(x_TK, matrix, **{name: value for name, value in fields.items() if name != "splits"})
-    return linear_int4(x_TK, matrix, **fields)
+        return gate_up_int4(x_TI, matrix, **{name: value for name, value in fields.items() if name != "splits"})
+    return linear_int4(x_TI, matrix, **fields)
 
 
 def time_products(given: argparse.Namespace) -> dict[str, dict]:
@@ -90,17 +90,17 @@ def time_products(given: argparse.Namespace) -> dict[str, dict]:
             if name == "head" or given.only not in ("", f"{model} {name}"):
                 continue
             each, gated = matrices(inputs, outputs, held), name == "gate_up"
-            values_NK = each[0].values(slice(0, outputs), torch.float32)
+            values_OI = each[0].values(slice(0, outputs), torch.float32)
             for rows in map(int, given.rows.split(",")):
-                x_TK = random(rows, inputs)
-                expected = x_TK.float() @ values_NK.T
+                x_TI = random(rows, inputs)
+                expected = x_TI.float() @ values_OI.T
                 if gated:
                     expected = F.silu(expected[:, : outputs // 2]) * expected[:, outputs // 2 :]
                 timed = {}
                 for fields in tilings(rows, outputs // 2 if gated else outputs, inputs, gated, held):
                     key = "/".join(map(str, fields.values()))
                     try:
-                        call = partial(product, x_TK, gated, fields)
+                        call = partial(product, x_TI, gated, fields)
                         made = call(each[0])
                         same(made.sum(0) if made.dim() == 3 else made, expected)
                         timed[key] = microseconds(call, each)  # type: ignore[arg-type]  # of matrices, not tensors

@@ -4,14 +4,16 @@
     python -m benchmarks.kernels products [--models 1b,8b] [--rows 8,32,64,160,512] [--only "8b down"]
 
 Times are microseconds a call inside CUDA graphs of many calls, over copies of the data that together exceed the L2
-cache. The last line is JSON: {name: {"us", "floor_us", ...}}. Axes: see `smc.kernels`.
+cache. The last line is JSON: {name: {"us", "floor_us", ...}}.
 
 `products` times the products of a decoder's matrices in bf16 and in FP8, by our kernels and by the library's, and
 compares them with the time that reading the weights takes. Every tiling is checked against float32. It prints a line
 for each product and number of rows, in microseconds, then the sum over a whole model, in milliseconds. Below each line
 are the fastest FP8 tilings as n/k/splits/warps/stages, with a star at the choice of `choose`; bf16 has one tiling,
 found by an earlier search. Our FP8 products get rounded activations, as from a norm; "library fp8" includes the
-rounding, "its product" does not. It takes about four minutes a model, mostly for compiling."""
+rounding, "its product" does not. It takes about four minutes a model, mostly for compiling.
+
+Local axes: P splits of the inputs, Y more tokens of a row that are scored."""
 
 from __future__ import annotations
 
@@ -171,20 +173,20 @@ def same(actual: Tensor, expected: Tensor, tolerance: float = 6e-3) -> None:
 def bench_draw(rows: int, draws: int, vocab: int = 128256) -> None:
     logits = copies(random(rows, vocab, scale=3.0))
     key = torch.randint(0, 2**31, (3, rows, draws), device="cuda")
-    stream_RD, (seed_R, round_R, position_R) = key[1], key[:, :, 0].contiguous()
+    stream_RF, (seed_R, round_R, position_R) = key[1], key[:, :, 0].contiguous()
     seed_R = seed_R * 2**31 + 7
     ones_R = torch.ones(rows, device="cuda")
-    token_RD, logq_RD, _ = draw(logits[0], vocab, ones_R, seed_R, round_R, stream_RD, position_R, 1)
-    host = [x.cpu().numpy() for x in (seed_R[:, None], round_R[:, None], stream_RD, position_R[:, None])]
+    token_RF, logq_RF, _ = draw(logits[0], vocab, ones_R, seed_R, round_R, stream_RF, position_R, 1)
+    host = [x.cpu().numpy() for x in (seed_R[:, None], round_R[:, None], stream_RF, position_R[:, None])]
     w0, w1, _, _ = (torch.from_numpy(w).cuda() for w in words(*host, 1))
     expected_RV = logits[0].float().log_softmax(-1)
-    expected_RD = distributions.draw(expected_RV, exponentials(w0, w1, vocab))
-    assert (token_RD != expected_RD).sum() <= 1, f"{(token_RD != expected_RD).sum()} tokens differ"
-    assert (logq_RD - expected_RV.gather(1, token_RD.long())).abs().max() < 2e-5
+    expected_RF = distributions.draw(expected_RV, exponentials(w0, w1, vocab))
+    assert (token_RF != expected_RF).sum() <= 1, f"{(token_RF != expected_RF).sum()} tokens differ"
+    assert (logq_RF - expected_RV.gather(1, token_RF.long())).abs().max() < 2e-5
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
         us = microseconds(
             lambda x, b=block, w=warps: draw(
-                x, vocab, ones_R, seed_R, round_R, stream_RD, position_R, 1, block=b, warps=w
+                x, vocab, ones_R, seed_R, round_R, stream_RF, position_R, 1, block=b, warps=w
             ),
             logits,
         )
@@ -194,14 +196,14 @@ def bench_draw(rows: int, draws: int, vocab: int = 128256) -> None:
 def bench_score(rows: int, extra: int, vocab: int = 128256) -> None:
     logits, ones_T = copies(random(rows, vocab, scale=3.0)), torch.ones(rows, device="cuda")
     label_T = torch.randint(0, vocab, (rows,), device="cuda", dtype=torch.int32)
-    extra_TF = torch.randint(0, vocab, (rows, extra), device="cuda", dtype=torch.int32)
-    logp_T, extra_logp_TF = score(logits[0], vocab, ones_T, label_T, extra_TF)
+    extra_TY = torch.randint(0, vocab, (rows, extra), device="cuda", dtype=torch.int32)
+    logp_T, extra_logp_TY = score(logits[0], vocab, ones_T, label_T, extra_TY)
     expected_TV = logits[0].float().log_softmax(-1)
     assert (logp_T - expected_TV.gather(1, label_T.long()[:, None])[:, 0]).abs().max() < 2e-5
-    assert (extra_logp_TF - expected_TV.gather(1, extra_TF.long())).abs().max() < 2e-5
+    assert (extra_logp_TY - expected_TV.gather(1, extra_TY.long())).abs().max() < 2e-5
     for block, warps in ((4096, 4), (8192, 8)):
         us = microseconds(
-            lambda x, b=block, w=warps: score(x, vocab, ones_T, label_T, extra_TF, block=b, warps=w), logits
+            lambda x, b=block, w=warps: score(x, vocab, ones_T, label_T, extra_TY, block=b, warps=w), logits
         )
         note(f"score {rows} block {block} warps {warps}", us, rows * vocab * 2)
 
@@ -264,11 +266,11 @@ def bench_norm(features: int, rows: int) -> None:
     gate, up = gate_up.float().chunk(2, -1)
     same(silu_mul(gate_up), F.silu(gate) * up)
     note(f"silu_mul {rows}x{4 * features}", microseconds(silu_mul, [gate_up]), gate_up.numel() * 3)
-    parts_STN = random(4, rows, features * 3 // 2, dtype=torch.float32)
-    out_TN = torch.empty_like(parts_STN[0], dtype=torch.bfloat16)
-    same(reduce(parts_STN, out_TN), parts_STN.sum(0))
-    us = microseconds(lambda parts: reduce(parts, out_TN), [parts_STN])
-    note(f"reduce 4x{rows}x{features * 3 // 2}", us, parts_STN.numel() * 4.5)
+    parts_PTO = random(4, rows, features * 3 // 2, dtype=torch.float32)
+    out_TO = torch.empty_like(parts_PTO[0], dtype=torch.bfloat16)
+    same(reduce(parts_PTO, out_TO), parts_PTO.sum(0))
+    us = microseconds(lambda parts: reduce(parts, out_TO), [parts_PTO])
+    note(f"reduce 4x{rows}x{features * 3 // 2}", us, parts_PTO.numel() * 4.5)
 
 
 def bench_selection(groups: int, n: int, branches: int) -> None:
@@ -377,27 +379,27 @@ def _own_product(
         return gate_up_silu(
             x, weight, scale=scale, **{name: value for name, value in fields.items() if name != "splits"}
         )
-    return linear(x, weight, scale_N=scale, **fields)
+    return linear(x, weight, scale_O=scale, **fields)
 
 
 def _library_product(
-    x_TK: Tensor, gated: bool, matrix: tuple[Tensor, Tensor | None], rounded: tuple | None = None, fast: bool = False
+    x_TI: Tensor, gated: bool, matrix: tuple[Tensor, Tensor | None], rounded: tuple | None = None, fast: bool = False
 ) -> Tensor:
     weight, scale = matrix
     if scale is None:
-        out_TN = F.linear(x_TK, weight)
+        out_TO = F.linear(x_TI, weight)
     else:
-        x8_TK, scale_T1 = rounded or round_rows(x_TK)
+        x8_TI, scale_T1 = rounded or round_rows(x_TI)
         scales = {"scale_a": scale_T1, "scale_b": scale[None]}
-        out_TN = torch._scaled_mm(x8_TK, weight.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    return silu_mul(out_TN) if gated and rounded is None else out_TN
+        out_TO = torch._scaled_mm(x8_TI, weight.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return silu_mul(out_TO) if gated and rounded is None else out_TO
 
 
 def own_products(
     x: Tensor | QuantisedRows, gated: bool, matrices: list, expected: Tensor
 ) -> tuple[dict[str, float], float]:
     """Return the microseconds of every tiling, the fastest first, and of the chosen one."""
-    rows = len(x.value_TK if isinstance(x, QuantisedRows) else x)
+    rows = len(x.value_TI if isinstance(x, QuantisedRows) else x)
     weight, scale = matrices[0]
     inputs, outputs = weight.shape[1], weight.shape[0]
     timed, default = {}, None
@@ -419,17 +421,17 @@ def bench_product(
     inputs: int, outputs: int, rows: int, gated: bool
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return the columns of one product, and the times of all its tilings, by type."""
-    weights, x_TK = copies(random(outputs, inputs, scale=inputs**-0.5)), random(rows, inputs)
+    weights, x_TI = copies(random(outputs, inputs, scale=inputs**-0.5)), random(rows, inputs)
     matrices = {"bf16": [(weight, None) for weight in weights]}
     weight8, scale = quantise(weights[0])
     matrices["fp8"] = [(weight.view(FP8), scale) for weight in copies(weight8.view(torch.uint8))]
-    rounded = round_rows(x_TK)
-    activations = {"bf16": x_TK, "fp8": rounded}
+    rounded = round_rows(x_TI)
+    activations = {"bf16": x_TI, "fp8": rounded}
     found, sweeps = {}, {}
     for kind, bytes_each in (("fp8", 1), ("bf16", 2)):
-        weight, scale_N = matrices[kind][0]
-        exact_TK = x_TK.float() if scale_N is None else rounded.value_TK.float() * rounded.scale_T1
-        expected = exact_TK @ (weight.float() * (1.0 if scale_N is None else scale_N[:, None])).T
+        weight, scale_O = matrices[kind][0]
+        exact_TI = x_TI.float() if scale_O is None else rounded.value_TI.float() * rounded.scale_T1
+        expected = exact_TI @ (weight.float() * (1.0 if scale_O is None else scale_O[:, None])).T
         if gated:
             expected = F.silu(expected[:, : outputs // 2]) * expected[:, outputs // 2 :]
         found[f"floor {kind}"] = 1e6 * (bytes_each * inputs * outputs + 2 * rows * (inputs + outputs)) / BANDWIDTH
@@ -438,11 +440,11 @@ def bench_product(
             found[f"own {kind}"] = next(iter(sweeps[kind].values()))
             if kind == "fp8":
                 found["default"] = default
-        same(_library_product(x_TK, gated, matrices[kind][0]), expected)
-        found[f"library {kind}"] = microseconds(partial(_library_product, x_TK, gated), matrices[kind])
+        same(_library_product(x_TI, gated, matrices[kind][0]), expected)
+        found[f"library {kind}"] = microseconds(partial(_library_product, x_TI, gated), matrices[kind])
     for name, fast in (("its product", False), ("fast sums", True)):
         found[name] = microseconds(
-            lambda matrix, fast=fast: _library_product(x_TK, gated, matrix, rounded, fast), matrices["fp8"]
+            lambda matrix, fast=fast: _library_product(x_TI, gated, matrix, rounded, fast), matrices["fp8"]
         )
     return found, sweeps
 

@@ -284,12 +284,12 @@ def time_passes(name: str, queries: list[int], pasts: list[int]) -> list[dict]:
     worker = ModelWorker(
         ModelRole.TARGET, model, width=width, pages=width, vocab_size=vocab, token_bytes=TokenBytes.of(NoText(vocab))
     )
-    pages_X = 1 + np.random.default_rng(0).permutation(width).astype(np.int32)
+    pages_B = 1 + np.random.default_rng(0).permutation(width).astype(np.int32)
     for count in queries:
         alone = call_milliseconds(products(worker, count))
         for past in pasts:
             held, tokens = np.array([past], np.int32), np.arange(count) % vocab
-            batch = PromptBatch(pages_X[: past + count], held, np.array([count], np.int32), tokens)
+            batch = PromptBatch(pages_B[: past + count], held, np.array([count], np.int32), tokens)
             line = {"shape": name, "queries": count, "past": past, "products": round(alone, 3)}
             for which, ops in {"fused": TritonOps(), "decoder": RoundOps()}.items():
                 worker.ops = ops

@@ -4,7 +4,7 @@ one, from the bytes of the answer so far. Knows nothing about constraints and ro
 The texts are read by a machine of Aho and Corasick (`smc.stops`). After every answer, most tokens lead where they lead
 from its first state; only those whose first byte continues a text are read again.
 
-Axes: V vocabulary, W words of 32 tokens, X states, B byte values, M some tokens."""
+Local axes: P bytes, U tokens that have bytes, Y states of the machine."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class BadWords:
     """The bad words of a request. Instances are shared by all followers of equal words."""
 
     def __init__(self, words: tuple[bytes, ...], token_bytes: TokenBytes) -> None:
-        self._next_XB, self._bytes = byte_machine(words), token_bytes
+        self._next_YP, self._bytes = byte_machine(words), token_bytes
         self._longest = max(map(len, words))
         size_V = np.diff(token_bytes.offset_V)
-        self._sized_M = np.flatnonzero(size_V)
+        self._sized_U = np.flatnonzero(size_V)
         """Tokens that have bytes."""
-        self._first_M = token_bytes.data_B[token_bytes.offset_V[self._sized_M]]
+        self._first_U = token_bytes.data_P[token_bytes.offset_V[self._sized_U]]
         """Their first bytes."""
         self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._at_start_M = self._completing(START, np.ones(len(self._sized_M), dtype=bool))
+        self._at_start_U = self._completing(START, np.ones(len(self._sized_U), dtype=bool))
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -62,37 +62,37 @@ class BadWords:
         if state in self._kept:
             self._kept.move_to_end(state)
             return self._kept[state]
-        reads_again_M = (self._next_XB[state] != self._next_XB[START])[self._first_M]
-        is_bad_M = self._at_start_M if state == START else self._at_start_M | self._completing(state, reads_again_M)
+        reads_again_U = (self._next_YP[state] != self._next_YP[START])[self._first_U]
+        is_bad_U = self._at_start_U if state == START else self._at_start_U | self._completing(state, reads_again_U)
         vocab = len(self._bytes.offset_V) - 1
         bits = np.zeros((vocab // 32 + 1) * 32, dtype=bool)
-        bits[self._sized_M[is_bad_M]] = True
+        bits[self._sized_U[is_bad_U]] = True
         while len(self._kept) >= MOST_STATES:
             self._kept.popitem(last=False)
         self._kept[state] = found = np.packbits(bits, bitorder="little").view(np.uint32)
         return found
 
-    def _completing(self, state: int, reads_M: np.ndarray) -> np.ndarray:
-        """Return which of the tokens that are to be read complete a word after this state, bool [M]."""
-        at = np.flatnonzero(reads_M)
-        token = self._sized_M[at]
+    def _completing(self, state: int, reads_U: np.ndarray) -> np.ndarray:
+        """Return which of the tokens that are to be read complete a word after this state, bool [U]."""
+        at = np.flatnonzero(reads_U)
+        token = self._sized_U[at]
         begin, end = self._bytes.offset_V[token], self._bytes.offset_V[token + 1]
         states = np.full(len(at), state, dtype=np.int64)
         for offset in range(int((end - begin).max(initial=0))):
             reading = np.flatnonzero(begin + offset < end)
-            states[reading] = self._next_XB[states[reading], self._bytes.data_B[begin[reading] + offset]]
-        found_M = np.zeros(len(reads_M), dtype=bool)
-        found_M[at] = states == DONE
-        return found_M
+            states[reading] = self._next_YP[states[reading], self._bytes.data_P[begin[reading] + offset]]
+        found_U = np.zeros(len(reads_U), dtype=bool)
+        found_U[at] = states == DONE
+        return found_U
 
     def _text(self, token: int) -> bytes:
         offset_V = self._bytes.offset_V
-        return self._bytes.data_B[offset_V[token] : offset_V[token + 1]].tobytes()
+        return self._bytes.data_P[offset_V[token] : offset_V[token + 1]].tobytes()
 
     def _read(self, state: int, data: bytes) -> tuple[int, bool]:
         is_free = True
         for byte in data:
-            state = int(self._next_XB[state, byte])
+            state = int(self._next_YP[state, byte])
             if state == DONE:
                 state, is_free = START, False
         return state, is_free

@@ -8,9 +8,7 @@ The library cannot be interrupted, and one of its calls may take seconds. So its
 interpreter's lock, and a wait for them has a limit. Usually one thread computes the masks of all requests. If it takes
 too long, its work is abandoned, and every request is computed again in a thread of its own. Those that take more than
 their share of processor time there fail; the others are not affected. At most one request whose masks may take long
-takes part in a round (`smc.scheduler.mask_turns`).
-
-Axes: L tokens of an answer, W words of 32 tokens each, R rows."""
+takes part in a round (`smc.scheduler.mask_turns`)."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Compiler:
     def start(self, constraint: Constraint, seconds: float = MOST_COMPILED) -> llguidance.LLMatcher:
         """Return the matcher of a constraint at its beginning. It is shared: copy it before use. Raises
         ConstraintRefused, also if compiling takes more than `seconds` of processor time."""
-        if not len(self.token_bytes.data_B):
+        if not len(self.token_bytes.data_P):
             raise constraint.refused("the model's tokens stand for no text; leave it out")
         if not self.token_bytes.eos_ids:
             raise constraint.refused("the model has no token that ends texts; leave it out")
@@ -128,7 +128,7 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, token_bytes: TokenBytes) -> None:
-        offset_V, data = token_bytes.offset_V.tolist(), token_bytes.data_B.tobytes()
+        offset_V, data = token_bytes.offset_V.tolist(), token_bytes.data_P.tobytes()
         self.eos_token_id = len(offset_V) - 1
         tokens = [data[begin:end] for begin, end in pairwise(offset_V)]
         # Tokens without text, and tokens that end answers, occur in no text.

@@ -10,8 +10,6 @@ processors, in this order: temperature, top-k, top-p, min-p, renormalise.
 A draft whose head has rows only for some tokens uses such a proposal over these tokens, and adds the others separately:
 `smc.executor.sampling`. Every log-probability that leaves this module is that of exactly the distribution that the
 token was, or would be, drawn from.
-
-Axes: R rows, V vocabulary, D draws a row.
 """
 
 from __future__ import annotations
@@ -202,7 +200,7 @@ class Distributions:
         return kept_RV - kept_RV.logsumexp(-1, keepdim=True)
 
 
-def draw(log_dist_RV: Tensor, exponential_RDV: Tensor) -> Tensor:
-    """Draw one token per row of variates, [R, D]: the entry that wins the exponential race E_v / p_v, which is
+def draw(log_dist_RV: Tensor, exponential_RFV: Tensor) -> Tensor:
+    """Draw one token per row of variates, [R, F]: the entry that wins the exponential race E_v / p_v, which is
     equivalent to Gumbel-max."""
-    return (exponential_RDV / log_dist_RV.exp().unsqueeze(-2)).argmin(dim=-1)
+    return (exponential_RFV / log_dist_RV.exp().unsqueeze(-2)).argmin(dim=-1)

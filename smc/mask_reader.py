@@ -1,9 +1,7 @@
 """Reads the answers of one request under its constraint and its bad words, and finds the library's calls that tell
 which tokens may follow. For each answer a reader returns to the beginning that the answer shares with the previous one
 and continues from there, so positions of a tree cost little in the right order. Knows nothing about threads and time:
-`smc.constraint_masks` carries out the calls.
-
-Axes: L tokens of an answer, W words of 32 tokens each, R rows."""
+`smc.constraint_masks` carries out the calls."""
 
 from __future__ import annotations
 

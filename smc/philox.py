@@ -7,9 +7,7 @@ variate per vocabulary entry: its 128 bits seed an integer hash over the entries
 entry.
 
 The words are computed on the host with NumPy and sent as a few bytes per draw. Only the hash over the vocabulary runs
-on the device with the logits.
-
-Axes: X any shape, P positions, V vocabulary."""
+on the device with the logits."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Purpose(IntEnum):
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Four 32-bit words [4, X] for every counter [4, X] and key [2, X]; all uint64 arrays holding values below
+    """Four 32-bit words [4, R] for every counter [4, R] and key [2, R]; all uint64 arrays holding values below
     2**32."""
     even, odd = counter[0::2], counter[1::2]
     pair = (2,) + (1,) * (counter.ndim - 1)
@@ -57,7 +55,7 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def words(seed: np.ndarray, rounds: np.ndarray, stream: np.ndarray, position: np.ndarray, purpose: int) -> np.ndarray:
-    """The 128 bits of every key as four words [4, X], int64. The arguments are int64 arrays that broadcast; `seed` has
+    """The 128 bits of every key as four words [4, R], int64. The arguments are int64 arrays that broadcast; `seed` has
     64 bits, the others 32."""
     shape = np.broadcast_shapes(seed.shape, rounds.shape, stream.shape, position.shape)
     counter = np.empty((4, *shape), dtype=np.uint64)
@@ -66,13 +64,13 @@ def words(seed: np.ndarray, rounds: np.ndarray, stream: np.ndarray, position: np
     return philox4x32(counter, np.stack((seed & _LOW, seed >> _SHIFT))).astype(np.int64)
 
 
-def uniforms(seed_X: np.ndarray, round_X: np.ndarray, position_P: np.ndarray, purpose: int) -> np.ndarray:
-    """One float64 uniform in [0, 1) for each seed and round at each position, [X, P]."""
-    high, low, _, _ = words(seed_X[:, None], round_X[:, None], np.zeros(1, np.int64), position_P, purpose)
+def uniforms(seed_R: np.ndarray, round_R: np.ndarray, position_L: np.ndarray, purpose: int) -> np.ndarray:
+    """One float64 uniform in [0, 1) for each seed and round at each position, [R, L]."""
+    high, low, _, _ = words(seed_R[:, None], round_R[:, None], np.zeros(1, np.int64), position_L, purpose)
     return ((high << 21) | (low >> 11)) * 2.0**-53
 
 
-def exponentials(w0_X: Tensor, w1_X: Tensor, size: int, ids_V: Tensor | None = None) -> Tensor:
+def exponentials(w0_R: Tensor, w1_R: Tensor, size: int, ids_V: Tensor | None = None) -> Tensor:
     """Standard exponential variates [X, size], float32, from two words per row: of the first `size` entries, or of the
     entries `ids_V`.
 
@@ -80,11 +78,11 @@ def exponentials(w0_X: Tensor, w1_X: Tensor, size: int, ids_V: Tensor | None = N
     between the two. Small values keep full relative precision, because the minimum over the vocabulary decides the
     draw."""
     if ids_V is None:
-        ids_V = torch.arange(size, device=w0_X.device)
+        ids_V = torch.arange(size, device=w0_R.device)
     entry_V = ids_V.to(torch.int32) * _GOLDEN
-    x = w0_X.to(torch.int32)[..., None] + entry_V
+    x = w0_R.to(torch.int32)[..., None] + entry_V
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
-    x = x ^ w1_X.to(torch.int32)[..., None]
+    x = x ^ w1_R.to(torch.int32)[..., None]
     x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
     x = (x ^ ((x >> 15) & 0x1FFFF)) & 0x7FFFFFFF
     # The scale is slightly below 2**-31: the largest x round to 2**31, and an infinite variate would tie with tokens of

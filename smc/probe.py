@@ -1,7 +1,5 @@
 """Measures on a few prompts whether a draft suits a target: how close their distributions are, how many drafted tokens
-exact decoding accepts, how well an SMC population represents the target, and the speed to expect on this machine.
-
-Axes: S positions of a text, V vocabulary."""
+exact decoding accepts, how well an SMC population represents the target, and the speed to expect on this machine."""
 
 from __future__ import annotations
 
@@ -236,22 +234,22 @@ def _compare(
     """Yield KL divergence, overlap and whether the likeliest tokens are equal, for every answer token."""
     for prompt, answer in zip(prompts, answers):
         tokens = [*prompt, *answer.tokens]
-        logp_SV, logq_SV = (
+        logp_LV, logq_LV = (
             torch.log_softmax(_logits(model, tokens, len(prompt), pair.tokenizer.size) / (temperature or 1.0), -1)
             for model in (pair.target, pair.draft)
         )
-        p_SV, q_SV = logp_SV.exp(), logq_SV.exp()
-        kl_S = torch.where(p_SV > 0, p_SV * (logp_SV - logq_SV), 0.0).sum(-1)
-        same_S = (logp_SV.argmax(-1) == logq_SV.argmax(-1)).float()
-        yield from torch.stack((kl_S, torch.minimum(p_SV, q_SV).sum(-1), same_S), 1)
+        p_LV, q_LV = logp_LV.exp(), logq_LV.exp()
+        kl_L = torch.where(p_LV > 0, p_LV * (logp_LV - logq_LV), 0.0).sum(-1)
+        same_L = (logp_LV.argmax(-1) == logq_LV.argmax(-1)).float()
+        yield from torch.stack((kl_L, torch.minimum(p_LV, q_LV).sum(-1), same_L), 1)
 
 
 def _logits(model: Decoder, tokens: Sequence[int], first: int, vocab: int) -> Tensor:
-    """Logits [S, V] on the CPU from which the tokens from `first` on were drawn."""
+    """Logits [L, V] on the CPU from which the tokens from `first` on were drawn."""
     device = model.embed.weight.device
-    rope_SD = RopeTable(model.config, len(tokens), device).table
-    (hidden_SE,) = hidden_states(model, rope_SD, torch.tensor([tokens], device=device))
-    return model.logits(hidden_SE[first - 1 : -1])[:, :vocab].cpu()
+    rope_LD = RopeTable(model.config, len(tokens), device).table
+    (hidden_LE,) = hidden_states(model, rope_LD, torch.tensor([tokens], device=device))
+    return model.logits(hidden_LE[first - 1 : -1])[:, :vocab].cpu()
 
 
 def expected_speed(latency: LatencyModel, tokens: float, particles: int) -> float:

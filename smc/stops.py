@@ -5,8 +5,7 @@ The machine is that of Aho and Corasick (Communications of the ACM 18, 1975). It
 stored once per vocabulary, so the cost of a request does not depend on the size of the vocabulary. Knows nothing about
 slots, rounds or requests.
 
-Axes: X states, B bytes (256 values, or all bytes of a vocabulary), V vocabulary, E entries of the tables (different
-stop machines), P particles, A batch indices, K tokens."""
+Local axes: P bytes (256 values, or all bytes of a vocabulary), Y states, Z entries of the tables (stop machines)."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ ENDS, ENDS_EARLY = 1, 2
 class TokenBytes:
     """The bytes of all tokens of a vocabulary, concatenated."""
 
-    data_B: np.ndarray
+    data_P: np.ndarray
     """Bytes, uint8."""
     offset_V: np.ndarray
     """Offset of each token's bytes, and the end of the last one's, int32 [V + 1]."""
@@ -51,8 +50,8 @@ class TokenBytes:
         return TokenBytes(np.frombuffer(b"".join(tokens), dtype=np.uint8).copy(), offset_V, tokenizer.eos_ids)
 
     def to(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Copy to a device: (data [B], offset [V + 1])."""
-        return to_device(self.data_B, device), to_device(self.offset_V, device)
+        """Copy to a device: (data [P], offset [V + 1])."""
+        return to_device(self.data_P, device), to_device(self.offset_V, device)
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,11 @@ class StopMachine:
     early_ids: tuple[int, ...] = ()
     """Stop tokens that end the answer even before `min_tokens`, ascending: those that end texts, if there is a
     constraint. They are drawn that early only if the constraint allows nothing else."""
-    next_XB: np.ndarray | None = field(init=False, compare=False, repr=False)
-    """State after a byte, int16 [X, 256]; None without strings."""
+    next_YP: np.ndarray | None = field(init=False, compare=False, repr=False)
+    """State after a byte, int16 [Y, 256]; None without strings."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "next_XB", byte_machine(self.strings) if self.strings else None)
+        object.__setattr__(self, "next_YP", byte_machine(self.strings) if self.strings else None)
 
     @staticmethod
     def of(
@@ -113,45 +112,45 @@ class StopMachine:
         return self.constraint is not None or bool(self.bad_words)
 
     def after(
-        self, state_P: np.ndarray, tokens_P: np.ndarray, token_bytes: TokenBytes, *, early: bool = False
+        self, state_N: np.ndarray, tokens_N: np.ndarray, token_bytes: TokenBytes, *, early: bool = False
     ) -> np.ndarray:
         """Return the states after one token each, int64. A stop token leads to `DONE`; an unknown id leaves the state
         as it is. `early`: the token cannot end the answer, unless it is one of `early_ids`; a string that is complete
         with it is ignored, and matching starts again."""
-        state_P = np.where(np.isin(tokens_P, self.stop_ids), DONE, state_P).astype(np.int64)
-        if self.next_XB is not None:
-            known_P = (tokens_P >= 0) & (tokens_P < len(token_bytes.offset_V) - 1)
-            index_P = np.where(known_P, tokens_P, 0)
-            begin_P = token_bytes.offset_V[index_P]
-            size_P = np.where(known_P, token_bytes.offset_V[index_P + 1] - begin_P, 0)
-            for offset in range(size_P.max(initial=0)):
-                reading_P = np.flatnonzero(offset < size_P)
-                byte_P = token_bytes.data_B[begin_P[reading_P] + offset]
-                state_P[reading_P] = self.next_XB[state_P[reading_P], byte_P]
+        state_N = np.where(np.isin(tokens_N, self.stop_ids), DONE, state_N).astype(np.int64)
+        if self.next_YP is not None:
+            known_N = (tokens_N >= 0) & (tokens_N < len(token_bytes.offset_V) - 1)
+            index_N = np.where(known_N, tokens_N, 0)
+            begin_N = token_bytes.offset_V[index_N]
+            size_N = np.where(known_N, token_bytes.offset_V[index_N + 1] - begin_N, 0)
+            for offset in range(size_N.max(initial=0)):
+                reading_N = np.flatnonzero(offset < size_N)
+                byte_N = token_bytes.data_P[begin_N[reading_N] + offset]
+                state_N[reading_N] = self.next_YP[state_N[reading_N], byte_N]
         if not early:
-            return state_P
-        return np.where((state_P == DONE) & ~np.isin(tokens_P, self.early_ids), START, state_P)
+            return state_N
+        return np.where((state_N == DONE) & ~np.isin(tokens_N, self.early_ids), START, state_N)
 
 
 def byte_machine(strings: Sequence[bytes]) -> np.ndarray:
-    """Next state, int16 [X, 256]: `START` and `DONE`, then a state for every proper prefix of a string."""
+    """Next state, int16 [Y, 256]: `START` and `DONE`, then a state for every proper prefix of a string."""
     children = _trie(strings)
-    next_XB = np.zeros((len(children), 256), dtype=np.int16)
-    next_XB[DONE] = DONE
+    next_YP = np.zeros((len(children), 256), dtype=np.int16)
+    next_YP[DONE] = DONE
     # Breadth first: the row of a shorter text is complete before a longer one falls back on it.
     queue = deque([(START, START)])
     while queue:
         state, shorter = queue.popleft()
-        row_B = next_XB[state]
-        row_B[:] = next_XB[shorter]
+        row_P = next_YP[state]
+        row_P[:] = next_YP[shorter]
         for byte, child in children[state].items():
             # A shorter string that is complete ends the answer, so longer ones are never reached.
-            if (fallback := int(row_B[byte])) == DONE:
+            if (fallback := int(row_P[byte])) == DONE:
                 continue
-            row_B[byte] = child
+            row_P[byte] = child
             if child != DONE:
                 queue.append((child, fallback))
-    return next_XB
+    return next_YP
 
 
 def _trie(strings: Sequence[bytes]) -> list[dict[int, int]]:
@@ -175,15 +174,15 @@ def _trie(strings: Sequence[bytes]) -> list[dict[int, int]]:
 class StopTables(NamedTuple):
     """Stop machines on a device, by entry. Entry 0 is for answers that only their length ends."""
 
-    is_stop_EV: Tensor
+    is_stop_ZV: Tensor
     """uint8: whether and how the token ends answers: 0, `ENDS` or `ENDS_EARLY`."""
     vocab: int
     """Number of tokens that a model can draw."""
-    has_strings_E: Tensor
+    has_strings_Z: Tensor
     """bool: the machine has stop strings."""
-    next_EXB: Tensor
+    next_ZYP: Tensor
     """int16 [E, MAX_STATES, 256] state after a byte."""
-    data_B: Tensor
+    data_P: Tensor
     """uint8 bytes of all tokens."""
     offset_V: Tensor
     """int32 [spelled + 1] offset of each token's bytes, and the end of the last one's."""
@@ -192,36 +191,36 @@ class StopTables(NamedTuple):
 
     @staticmethod
     def allocate(entries: int, vocab: int, token_bytes: TokenBytes, device: torch.device) -> StopTables:
-        data_B, offset_V = token_bytes.to(device)
+        data_P, offset_V = token_bytes.to(device)
         shape = (entries, MAX_STATES, 256)
         if device.type == "cpu":
             # NumPy's zeros take no memory until they are written, and most requests have no strings.
-            next_EXB = torch.from_numpy(np.zeros(shape, np.int16))
+            next_ZYP = torch.from_numpy(np.zeros(shape, np.int16))
         else:
-            next_EXB = torch.zeros(shape, dtype=torch.int16, device=device)
+            next_ZYP = torch.zeros(shape, dtype=torch.int16, device=device)
         return StopTables(
-            is_stop_EV=torch.zeros(entries, vocab, dtype=torch.uint8, device=device),
+            is_stop_ZV=torch.zeros(entries, vocab, dtype=torch.uint8, device=device),
             vocab=vocab,
-            has_strings_E=torch.zeros(entries, dtype=torch.bool, device=device),
-            next_EXB=next_EXB,
-            data_B=data_B,
+            has_strings_Z=torch.zeros(entries, dtype=torch.bool, device=device),
+            next_ZYP=next_ZYP,
+            data_P=data_P,
             offset_V=offset_V,
             spelled=len(offset_V) - 1,
         )
 
     def set(self, entry: int, machine: StopMachine) -> None:
         """Set the machine of an entry. Stop tokens outside of the vocabulary are ignored: they are never drawn."""
-        assert 0 < entry < len(self.has_strings_E)
-        self.is_stop_EV[entry].fill_(0)
-        device = self.is_stop_EV.device
+        assert 0 < entry < len(self.has_strings_Z)
+        self.is_stop_ZV[entry].fill_(0)
+        device = self.is_stop_ZV.device
         for tokens, kind in ((machine.stop_ids, ENDS), (machine.early_ids, ENDS_EARLY)):
             drawable = [token for token in tokens if token < self.vocab]
             if drawable:
-                self.is_stop_EV[entry].index_fill_(0, torch.tensor(drawable, device=device), kind)
-        self.has_strings_E[entry].fill_(machine.next_XB is not None)
-        if machine.next_XB is not None:
+                self.is_stop_ZV[entry].index_fill_(0, torch.tensor(drawable, device=device), kind)
+        self.has_strings_Z[entry].fill_(machine.next_YP is not None)
+        if machine.next_YP is not None:
             # Further states of an earlier machine remain; no state of this machine leads there.
-            self.next_EXB[entry, : len(machine.next_XB)] = to_device(machine.next_XB, device)
+            self.next_ZYP[entry, : len(machine.next_YP)] = to_device(machine.next_YP, device)
 
 
 @dataclass(frozen=True)
@@ -266,9 +265,9 @@ def grow(
 
 def _stops(tables: StopTables, entry_A: Tensor, token_A: Tensor) -> Tensor:
     """Whether and how tokens end answers: 0, `ENDS` or `ENDS_EARLY`."""
-    vocab = tables.is_stop_EV.shape[1]
+    vocab = tables.is_stop_ZV.shape[1]
     drawable_A = (token_A >= 0) & (token_A < vocab)
-    return tables.is_stop_EV[entry_A, token_A.clamp(0, vocab - 1)] * drawable_A
+    return tables.is_stop_ZV[entry_A, token_A.clamp(0, vocab - 1)] * drawable_A
 
 
 def _after(tables: StopTables, entry_A: Tensor, text_A: Tensor, token_A: Tensor) -> Tensor:
@@ -276,15 +275,15 @@ def _after(tables: StopTables, entry_A: Tensor, text_A: Tensor, token_A: Tensor)
     vocab = tables.vocab
     drawable_A = (token_A >= 0) & (token_A < vocab)
     text_A = torch.where(_stops(tables, entry_A, token_A) > 0, DONE, text_A)
-    if not tables.has_strings_E.any():
+    if not tables.has_strings_Z.any():
         return text_A
     last = tables.spelled - 1
-    known_A = tables.has_strings_E[entry_A] & drawable_A & (token_A <= last)
+    known_A = tables.has_strings_Z[entry_A] & drawable_A & (token_A <= last)
     index_A = token_A.clamp(0, last)
     begin_A = tables.offset_V[index_A].long()
     size_A = torch.where(known_A, tables.offset_V[index_A + 1] - begin_A, 0)
     for offset in range(int(size_A.max()) if len(size_A) else 0):
         reading_A = offset < size_A
-        byte_A = tables.data_B[torch.where(reading_A, begin_A + offset, 0)].long()
-        text_A = torch.where(reading_A, tables.next_EXB[entry_A, text_A, byte_A].long(), text_A)
+        byte_A = tables.data_P[torch.where(reading_A, begin_A + offset, 0)].long()
+        text_A = torch.where(reading_A, tables.next_ZYP[entry_A, text_A, byte_A].long(), text_A)
     return text_A

@@ -1,6 +1,4 @@
-"""Distributions of target and proposal, against a slow float64 version of one row at a time.
-
-Axes: R rows, V vocabulary."""
+"""Distributions of target and proposal, against a slow float64 version of one row at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The counter-based random numbers, and the exponential races that are run on them.
 
-Statistical tests use fixed seeds; each says how often a correct implementation would fail for a freshly chosen seed.
-Axes: R rows (keys), V vocabulary entries, N numbers."""
+Statistical tests use fixed seeds; each says how often a correct implementation would fail for a freshly chosen seed."""
 
 from __future__ import annotations
 
@@ -144,10 +143,10 @@ def test_purposes_never_share_a_number():
     st.sampled_from(Purpose),
 )
 def test_a_uniform_depends_on_its_own_seed_round_and_position_only(keys, positions, purpose):
-    seed_X, round_X = np.array(keys, dtype=np.int64).T
-    together = uniforms(seed_X, round_X, np.array(positions), purpose)
+    seed_R, round_R = np.array(keys, dtype=np.int64).T
+    together = uniforms(seed_R, round_R, np.array(positions), purpose)
     assert together.shape == (len(keys), len(positions))
-    for row, seed, rounds in zip(together, seed_X, round_X):
+    for row, seed, rounds in zip(together, seed_R, round_R):
         for number, position in zip(row, positions):
             assert uniforms(np.array([seed]), np.array([rounds]), np.array([position]), purpose) == [[number]]
             assert (
@@ -288,6 +287,6 @@ def test_races_over_a_large_vocabulary():
 
 
 def test_draws_of_one_row_are_one_per_variate_row():
-    exponential_RDV = torch.tensor([[[1.0, 1.0, 4.0], [8.0, 1.0, 1.0]], [[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]])
+    exponential_RFV = torch.tensor([[[1.0, 1.0, 4.0], [8.0, 1.0, 1.0]], [[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]])
     log_law_RV = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.5, 0.5]]).log()
-    assert draw(log_law_RV, exponential_RDV).tolist() == [[0, 1], [1, 2]]
+    assert draw(log_law_RV, exponential_RFV).tolist() == [[0, 1], [1, 2]]

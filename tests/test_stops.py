@@ -1,7 +1,5 @@
 """Stop strings and stop tokens, compared with a search of the whole text: byte by byte, token by token and round by
-round.
-
-Axes: P particles, A batch indices, K tokens."""
+round."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def over_bytes(machine: StopMachine, text: bytes) -> list[int]:
     """The machine's state after each byte."""
     state, states = START, []
     for byte in text:
-        state = int(machine.next_XB[state, byte])
+        state = int(machine.next_YP[state, byte])
         states.append(state)
     return states
 
@@ -75,7 +73,7 @@ def test_one_string_as_long_as_can_be():
         np.random.default_rng(0).bytes(MAX_STOP_BYTES),
     ):
         machine = StopMachine.of((), [string])
-        assert len(machine.next_XB) == MAX_STOP_BYTES + 1 <= MAX_STATES
+        assert len(machine.next_YP) == MAX_STOP_BYTES + 1 <= MAX_STATES
         for text in (string, string[:-1] + string, string[: MAX_STOP_BYTES // 2] + string + b"c"):
             found = [state == DONE for state in over_bytes(machine, text)]
             assert found.index(True) + 1 == text.find(string) + len(string)
@@ -98,32 +96,32 @@ def test_tokens(stops, tokens, data):
 def test_characters_cut_by_tokens(stops, answer):
     stops, text = [stop.encode() for stop in stops], "".join(answer).encode()
     machine, token_bytes = StopMachine.of((), stops), TokenBytes.of(Letters([bytes([byte]) for byte in range(256)]))
-    state_P = np.array([START])
+    state_N = np.array([START])
     for end, byte in enumerate(text, start=1):
-        state_P = machine.after(state_P, np.array([byte]), token_bytes)
-        assert (state_P[0] == DONE) == any(stop in text[:end] for stop in stops)
+        state_N = machine.after(state_N, np.array([byte]), token_bytes)
+        assert (state_N[0] == DONE) == any(stop in text[:end] for stop in stops)
 
 
 def test_particles_are_followed_alike():
     """A stop token leads to DONE, with or without strings; DONE is final; ids outside the vocabulary change nothing."""
     token_bytes = TokenBytes.of(Letters([b"a", b"", b"xab" + b"y" * LONG, b"b"]))
-    tokens_P, state_P = np.array([0, 1, 2, 3, 9, -1, 0]), np.array([START] * 6 + [DONE])
+    tokens_N, state_N = np.array([0, 1, 2, 3, 9, -1, 0]), np.array([START] * 6 + [DONE])
     machine = StopMachine.of([3, 1, 3], [b"ab"])
     assert machine.stop_ids == (1, 3)
-    assert machine.after(state_P, tokens_P, token_bytes).tolist() == [2, DONE, DONE, DONE, START, START, DONE]
-    assert StopMachine.of([1], []).after(state_P, tokens_P, token_bytes).tolist() == [START, DONE, *[START] * 4, DONE]
-    assert state_P.tolist() == [START] * 6 + [DONE]
+    assert machine.after(state_N, tokens_N, token_bytes).tolist() == [2, DONE, DONE, DONE, START, START, DONE]
+    assert StopMachine.of([1], []).after(state_N, tokens_N, token_bytes).tolist() == [START, DONE, *[START] * 4, DONE]
+    assert state_N.tolist() == [START] * 6 + [DONE]
 
 
 def test_equal_content_is_equal():
     one, same = StopMachine.of([2, 1], [b"b", b"a"]), StopMachine.of([1, 2, 2], [b"a", b"b", b"a"])
     assert one == same == StopMachine.of(*one.key)
     assert hash(one) == hash(same) and one.key == same.key
-    assert np.array_equal(one.next_XB, same.next_XB)
+    assert np.array_equal(one.next_YP, same.next_YP)
     assert (
         len({one, StopMachine.of([1], [b"a", b"b"]), StopMachine.of([1, 2], [b"a"]), StopMachine.of([1, 2], [])}) == 4
     )
-    assert StopMachine.of([], []).next_XB is None
+    assert StopMachine.of([], []).next_YP is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 64])
@@ -131,7 +129,7 @@ def test_what_is_too_long_is_refused(count):
     random = np.random.default_rng(count)
     size = MAX_STOP_BYTES // count
     stops = [random.bytes(size) for _ in range(count - 1)] + [random.bytes(MAX_STOP_BYTES - size * (count - 1))]
-    assert len(StopMachine.of((), stops).next_XB) <= MAX_STATES
+    assert len(StopMachine.of((), stops).next_YP) <= MAX_STATES
     with pytest.raises(
         ValueError, match=rf"stop has strings of {MAX_STOP_BYTES + 1} bytes together; allowed: at most {MAX_STOP_BYTES}"
     ):
@@ -159,9 +157,9 @@ def test_time_does_not_depend_on_the_vocabulary():
 def test_bytes_of_a_vocabulary():
     tokens = [b"ab", b"", bytes(range(LONG)), b"c"]
     token_bytes = TokenBytes.of(Letters(tokens))
-    data_B, offset_V = token_bytes.to(CPU)
-    assert (data_B.dtype, offset_V.dtype) == (torch.uint8, torch.int32)
-    assert [bytes(data_B[begin:end].tolist()) for begin, end in pairwise(offset_V)] == tokens
+    data_P, offset_V = token_bytes.to(CPU)
+    assert (data_P.dtype, offset_V.dtype) == (torch.uint8, torch.int32)
+    assert [bytes(data_P[begin:end].tolist()) for begin, end in pairwise(offset_V)] == tokens
 
 
 def expected(
@@ -211,10 +209,10 @@ def test_growth(stops, tokens, k, seed):
         growth = grow(tables, entry_A, text_A, tokens_AK, room_A)
         assert counted(growth) == expected(answers, tokens, machines, entry_A, tokens_AK, room_A)
         for a in range(places):
-            state_P = text_A[a : a + 1].numpy()
-            for token_P in tokens_AK[a, : growth.count_A[a]].numpy()[:, None]:
-                state_P = machines[entry_A[a]].after(state_P, token_P, token_bytes)
-            assert growth.text_A[a] == state_P[0]
+            state_N = text_A[a : a + 1].numpy()
+            for token_N in tokens_AK[a, : growth.count_A[a]].numpy()[:, None]:
+                state_N = machines[entry_A[a]].after(state_N, token_N, token_bytes)
+            assert growth.text_A[a] == state_N[0]
         text_A, open_A = growth.text_A, open_A & ~growth.ends_A.numpy()
 
 
@@ -231,7 +229,7 @@ def test_entries_are_set_anew():
     tables.set(1, StopMachine.of([3], []))
     assert (ends(0, 0, 3, 1), ends(1, 0, 3, 1)) == (0, 2)
     tables.set(1, StopMachine.of([], [b"ba"]))
-    assert tables.next_EXB.shape == (3, MAX_STATES, 256)
+    assert tables.next_ZYP.shape == (3, MAX_STATES, 256)
     tables.set(2, StopMachine.of([0, 99], [b"abab"]))
     assert (ends(0, 3, 1, 0), ends(1, 3, 1, 0), ends(1, 2, 2), ends(2, 2, 2), ends(2, 2, 0, 1)) == (0, 3, 2, 2, 2)
     tables.set(2, StopMachine.of([1], [b"aa"]))

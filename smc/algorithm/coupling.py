@@ -12,9 +12,7 @@ and q is taken at temperature 1. The choice of drafted tokens decides the speed 
 The exponent is fitted to the target's draws: it maximises the mean of log(w + SLACK), where w is the probability of
 winning that the draft gave to the drawn token. Without SLACK this would be the likelihood, which is dominated by the
 few draws that the draft considers almost impossible. No tree would have held those draws, and fitting the exponent to
-them makes trees hold fewer tokens.
-
-Axes: R rows, V vocabulary."""
+them makes trees hold fewer tokens."""
 
 from __future__ import annotations
 

@@ -7,10 +7,7 @@ SMC with distinct particles samples as many candidates as there may be rows, suc
 probability pi_j = min(1, c m_j), by one systematic draw over the candidates in the order of their rows. A chosen
 candidate gets the mass m_j / pi_j, which keeps the expectation of the weighted sum of every function (Fearnhead and
 Clifford, "On-line inference for hidden Markov models via particle filters", 2003). Knows nothing about models, requests
-or pages.
-
-Axes: R source rows, C candidates of a row, X rows kept, G groups, H non-empty groups, M candidates of a group, N rows
-or batch indices of a group, A batch indices."""
+or pages."""
 
 from __future__ import annotations
 
@@ -109,7 +106,7 @@ def expand(
     is_rest_C = (
         torch.arange(candidates.share_RC.shape[1], device=mass_R.device) >= candidates.share_RC.shape[1] - has_rest
     )
-    used_H = ((sources.size_G > 0) & ~is_one_of(decoding_G, SEPARATE)).nonzero()[:, 0]
+    used_Z = ((sources.size_G > 0) & ~is_one_of(decoding_G, SEPARATE)).nonzero()[:, 0]
     device = mass_R.device
     parent_X = torch.zeros(total, dtype=torch.int64, device=device)
     candidate_X, mass_X = (
@@ -118,94 +115,94 @@ def expand(
     )
     ess_G = torch.zeros(len(decoding_G), dtype=torch.float64, device=device)
     collapsed_G = ess_G > 0
-    if not len(used_H):
+    if not len(used_Z):
         return Expansion(parent_X, candidate_X, mass_X, parent_X > 0, ess_G, collapsed_G, collapsed_G)
-    source_HS, is_source_HS = grid(*(bound[used_H] for bound in sources))
+    source_ZR, is_source_ZR = grid(*(bound[used_Z] for bound in sources))
     width = candidates.share_RC.shape[1]
-    is_there_HS1 = (is_source_HS & there_R[source_HS])[..., None]
-    share_HSC = candidates.share_RC[source_HS].double().masked_fill(~is_there_HS1, -torch.inf)
-    is_best_H = is_one_of(decoding_G[used_H], EXACT)
-    share_HSC = share_HSC.masked_fill(is_best_H[:, None, None] & is_rest_C, -torch.inf)
+    is_there_ZR1 = (is_source_ZR & there_R[source_ZR])[..., None]
+    share_ZRC = candidates.share_RC[source_ZR].double().masked_fill(~is_there_ZR1, -torch.inf)
+    is_best_Z = is_one_of(decoding_G[used_Z], EXACT)
+    share_ZRC = share_ZRC.masked_fill(is_best_Z[:, None, None] & is_rest_C, -torch.inf)
     nan_G = torch.zeros_like(collapsed_G)
-    nan_G[used_H] = ~is_best_H & torch.isnan(share_HSC).flatten(1).any(-1)
-    mass_HM = (
-        (mass_R[source_HS][..., None] + share_HSC)
+    nan_G[used_Z] = ~is_best_Z & torch.isnan(share_ZRC).flatten(1).any(-1)
+    mass_ZY = (
+        (mass_R[source_ZR][..., None] + share_ZRC)
         .nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         .flatten(1)
     )
-    collapsed_H = ~is_best_H & (mass_HM == -torch.inf).all(-1)
-    share_HM = share_HSC.nan_to_num(nan=-torch.inf, neginf=-torch.inf).flatten(1)
-    mass_HM = torch.where(collapsed_H[:, None] & (share_HM > -torch.inf), 0.0, mass_HM)
+    collapsed_Z = ~is_best_Z & (mass_ZY == -torch.inf).all(-1)
+    share_ZY = share_ZRC.nan_to_num(nan=-torch.inf, neginf=-torch.inf).flatten(1)
+    mass_ZY = torch.where(collapsed_Z[:, None] & (share_ZY > -torch.inf), 0.0, mass_ZY)
     position = np.array([EXPANSION_POSITION + keys[2]])
-    uniform_H1 = to_device(
-        uniforms(to_host(keys[0][used_H]), to_host(keys[1][used_H]), position, Purpose.SELECTION), device
+    uniform_Z1 = to_device(
+        uniforms(to_host(keys[0][used_Z]), to_host(keys[1][used_Z]), position, Purpose.SELECTION), device
     )
-    log_pi_HM = inclusion(_lead_first(mass_HM, is_best_H), most_G[used_H], is_best_H, least)
-    taken_HM = _take(log_pi_HM, most_G[used_H], uniform_H1)
-    index_HX, exists_HX = grid(*(bound[used_H] for bound in rows))
+    log_pi_ZY = inclusion(_lead_first(mass_ZY, is_best_Z), most_G[used_Z], is_best_Z, least)
+    taken_ZY = _take(log_pi_ZY, most_G[used_Z], uniform_Z1)
+    index_ZX, exists_ZX = grid(*(bound[used_Z] for bound in rows))
     # The j-th chosen candidate becomes the j-th row of its group.
-    rank_HX = torch.arange(index_HX.shape[1], device=device).expand_as(index_HX).contiguous()
-    chosen_HX = torch.searchsorted(taken_HM.long().cumsum(-1), rank_HX + 1)
-    alive_HX = exists_HX & (rank_HX < taken_HM.sum(-1, keepdim=True))
-    chosen_HX = torch.where(alive_HX, chosen_HX, chosen_HX[:, :1]).clamp(max=taken_HM.shape[1] - 1)
-    chosen_mass_HX = (mass_HM - log_pi_HM).gather(1, chosen_HX)
-    to_X, there_HX = index_HX[exists_HX], exists_HX
-    parent_X[to_X] = source_HS.gather(1, chosen_HX // width)[there_HX]
-    candidate_X[to_X] = (chosen_HX % width)[there_HX]
-    chosen_mass_HX = chosen_mass_HX.masked_fill(~alive_HX, -torch.inf)
-    mass_X[to_X] = chosen_mass_HX[there_HX]
-    ess_G[used_H] = effective_sample_size(normalise(chosen_mass_HX)[0])
-    collapsed_G[used_H] = collapsed_H
+    rank_ZX = torch.arange(index_ZX.shape[1], device=device).expand_as(index_ZX).contiguous()
+    chosen_ZX = torch.searchsorted(taken_ZY.long().cumsum(-1), rank_ZX + 1)
+    alive_ZX = exists_ZX & (rank_ZX < taken_ZY.sum(-1, keepdim=True))
+    chosen_ZX = torch.where(alive_ZX, chosen_ZX, chosen_ZX[:, :1]).clamp(max=taken_ZY.shape[1] - 1)
+    chosen_mass_ZX = (mass_ZY - log_pi_ZY).gather(1, chosen_ZX)
+    to_X, there_ZX = index_ZX[exists_ZX], exists_ZX
+    parent_X[to_X] = source_ZR.gather(1, chosen_ZX // width)[there_ZX]
+    candidate_X[to_X] = (chosen_ZX % width)[there_ZX]
+    chosen_mass_ZX = chosen_mass_ZX.masked_fill(~alive_ZX, -torch.inf)
+    mass_X[to_X] = chosen_mass_ZX[there_ZX]
+    ess_G[used_Z] = effective_sample_size(normalise(chosen_mass_ZX)[0])
+    collapsed_G[used_Z] = collapsed_Z
     return Expansion(parent_X, candidate_X, mass_X, mass_X > -torch.inf, ess_G, collapsed_G, nan_G)
 
 
-def _lead_first(mass_HM: Tensor, best_H: Tensor) -> Tensor:
+def _lead_first(mass_ZY: Tensor, best_Z: Tensor) -> Tensor:
     """Return the masses by which candidates are ranked. With `best`, the first candidate that has mass is always kept:
     it is the most probable continuation of the first row, which in turn is the first candidate of the step before. So
     the draft chain that a tree of a single row would be is part of every tree, whatever the number of rows."""
-    has_mass_HM = mass_HM > -torch.inf
-    lead_H1 = has_mass_HM.long().argmax(-1, keepdim=True)
-    is_lead_HM = torch.zeros_like(has_mass_HM).scatter(1, lead_H1, best_H[:, None]) & has_mass_HM
-    return mass_HM.masked_fill(is_lead_HM, LEAD)
+    has_mass_ZY = mass_ZY > -torch.inf
+    lead_Z1 = has_mass_ZY.long().argmax(-1, keepdim=True)
+    is_lead_ZY = torch.zeros_like(has_mass_ZY).scatter(1, lead_Z1, best_Z[:, None]) & has_mass_ZY
+    return mass_ZY.masked_fill(is_lead_ZY, LEAD)
 
 
-def inclusion(mass_HM: Tensor, most_H: Tensor, best_H: Tensor, least: float = 0.0) -> Tensor:
-    """Return log pi [H, M] for candidates with these log masses: pi = min(1, c m) with sum `most`, or 1 for all if
+def inclusion(mass_ZY: Tensor, most_Z: Tensor, best_Z: Tensor, least: float = 0.0) -> Tensor:
+    """Return log pi [Z, Y] for candidates with these log masses: pi = min(1, c m) with sum `most`, or 1 for all if
     there are at most `most` candidates.
 
     `least` limits pi to m / (least * mean), where the mean is the total mass over `most`, so candidates of very small
     mass are chosen less often and fewer than `most` may be chosen. With `best`: 1 for the `most` candidates of largest
     mass, the first among equals, and 0 for the others."""
-    sorted_HM, order_HM = mass_HM.sort(dim=-1, descending=True, stable=True)
-    rank_M = torch.arange(mass_HM.shape[1], device=mass_HM.device)
-    heaviest_HM = (rank_M < most_H[:, None]) & (sorted_HM > -torch.inf)
-    best_HM = torch.where(heaviest_HM, 0.0, -torch.inf).double()
+    sorted_ZY, order_ZY = mass_ZY.sort(dim=-1, descending=True, stable=True)
+    rank_Y = torch.arange(mass_ZY.shape[1], device=mass_ZY.device)
+    heaviest_ZY = (rank_Y < most_Z[:, None]) & (sorted_ZY > -torch.inf)
+    best_ZY = torch.where(heaviest_ZY, 0.0, -torch.inf).double()
     # c is found from the largest masses: the first k candidates are certain as soon as the next one's share of the
     # remaining mass is at most 1 / (most - k).
-    relative_HM = (sorted_HM - sorted_HM[:, :1]).nan_to_num(nan=-torch.inf).exp()
-    tail_HM = relative_HM.flip(-1).cumsum(-1).flip(-1)
-    left_HM = (most_H[:, None] - rank_M).clamp(min=0).double()
-    is_next_HM = (relative_HM * left_HM <= tail_HM) | (rank_M >= most_H[:, None])
-    sure_H1 = is_next_HM.long().argmax(-1, keepdim=True)
-    scale_H1 = (left_HM / tail_HM).gather(1, sure_H1)
-    share_HM = torch.where(rank_M < sure_H1, 1.0, (relative_HM * scale_H1).nan_to_num(0.0).clamp(max=1.0))
-    few_H1 = ((sorted_HM > -torch.inf).sum(-1) <= most_H)[:, None]
-    drawn_HM = torch.where(few_H1, torch.where(sorted_HM > -torch.inf, 1.0, 0.0), share_HM)
+    relative_ZY = (sorted_ZY - sorted_ZY[:, :1]).nan_to_num(nan=-torch.inf).exp()
+    tail_ZY = relative_ZY.flip(-1).cumsum(-1).flip(-1)
+    left_ZY = (most_Z[:, None] - rank_Y).clamp(min=0).double()
+    is_next_ZY = (relative_ZY * left_ZY <= tail_ZY) | (rank_Y >= most_Z[:, None])
+    sure_Z1 = is_next_ZY.long().argmax(-1, keepdim=True)
+    scale_Z1 = (left_ZY / tail_ZY).gather(1, sure_Z1)
+    share_ZY = torch.where(rank_Y < sure_Z1, 1.0, (relative_ZY * scale_Z1).nan_to_num(0.0).clamp(max=1.0))
+    few_Z1 = ((sorted_ZY > -torch.inf).sum(-1) <= most_Z)[:, None]
+    drawn_ZY = torch.where(few_Z1, torch.where(sorted_ZY > -torch.inf, 1.0, 0.0), share_ZY)
     if least:
-        drawn_HM = torch.minimum(drawn_HM, relative_HM * most_H[:, None] / (least * relative_HM.sum(-1, keepdim=True)))
-    drawn_HM = drawn_HM.log()
-    sorted_pi_HM = torch.where(best_H[:, None], best_HM, drawn_HM)
-    return torch.empty_like(sorted_pi_HM).scatter_(1, order_HM, sorted_pi_HM)
+        drawn_ZY = torch.minimum(drawn_ZY, relative_ZY * most_Z[:, None] / (least * relative_ZY.sum(-1, keepdim=True)))
+    drawn_ZY = drawn_ZY.log()
+    sorted_pi_ZY = torch.where(best_Z[:, None], best_ZY, drawn_ZY)
+    return torch.empty_like(sorted_pi_ZY).scatter_(1, order_ZY, sorted_pi_ZY)
 
 
-def _take(log_pi_HM: Tensor, most_H: Tensor, uniform_H1: Tensor) -> Tensor:
-    """Choose candidates by a systematic draw; returns bool [H, M]. Each candidate has an interval of length pi on the
+def _take(log_pi_ZY: Tensor, most_Z: Tensor, uniform_Z1: Tensor) -> Tensor:
+    """Choose candidates by a systematic draw; returns bool [Z, Y]. Each candidate has an interval of length pi on the
     line from 0 to the sum of pi, and is chosen if the interval contains one of the points u, u + 1, ..."""
-    reach_HM = log_pi_HM.exp().cumsum(-1) - uniform_H1
-    passed_HM = torch.cat((torch.floor(-uniform_H1), torch.floor(reach_HM)), 1)
-    taken_HM = (passed_HM.diff(dim=1) > 0) | (log_pi_HM == 0)
+    reach_ZY = log_pi_ZY.exp().cumsum(-1) - uniform_Z1
+    passed_ZY = torch.cat((torch.floor(-uniform_Z1), torch.floor(reach_ZY)), 1)
+    taken_ZY = (passed_ZY.diff(dim=1) > 0) | (log_pi_ZY == 0)
     # Rounding of the sum must not choose one candidate too many.
-    return taken_HM & (taken_HM.long().cumsum(-1) <= most_H[:, None])
+    return taken_ZY & (taken_ZY.long().cumsum(-1) <= most_Z[:, None])
 
 
 class SelectedTrees(NamedTuple):
@@ -234,23 +231,23 @@ def keep_roots(
     continues an index stays at it; further rows take, in order, the indices that no row continues. There are at most as
     many alive rows as indices. An index without a row repeats the first index of its group that has one, or, if there
     is none, the group's first row. Synchronises with the host."""
-    used_H = ((rows.size_G > 0) & (indices.size_G > 0)).nonzero()[:, 0]
+    used_Z = ((rows.size_G > 0) & (indices.size_G > 0)).nonzero()[:, 0]
     row_A = torch.zeros(total, dtype=torch.int64, device=parent_X.device)
     alive_A = row_A > 0
-    if not len(used_H):
+    if not len(used_Z):
         return row_A, alive_A
-    row_HX, is_row_HX = grid(*(bound[used_H] for bound in rows))
-    index_HN, exists_HN = grid(*(bound[used_H] for bound in indices))
-    own_HX = root_R[parent_X][row_HX] - indices.first_G[used_H].long()[:, None]
-    there_HX = is_row_HX & alive_X[row_HX]
-    n = index_HN.shape[1]
-    counts_HNX = (own_HX[:, None, :] == torch.arange(n, device=own_HX.device)[:, None]) & there_HX[:, None, :]
-    _, branch_HN, filled_HN = assign_slots(counts_HNX.long(), indices.size_G[used_H])
-    filled_HN = filled_HN & exists_HN
-    taken_HN = row_HX.gather(1, branch_HN)
-    lead_H1 = filled_HN.long().argmax(-1, keepdim=True)
-    taken_HN = torch.where(filled_HN, taken_HN, taken_HN.gather(1, lead_H1))
-    to_X = index_HN[exists_HN]
-    row_A[to_X] = taken_HN[exists_HN]
-    alive_A[to_X] = filled_HN[exists_HN]
+    row_ZX, is_row_ZX = grid(*(bound[used_Z] for bound in rows))
+    index_ZN, exists_ZN = grid(*(bound[used_Z] for bound in indices))
+    own_ZX = root_R[parent_X][row_ZX] - indices.first_G[used_Z].long()[:, None]
+    there_ZX = is_row_ZX & alive_X[row_ZX]
+    n = index_ZN.shape[1]
+    counts_ZNX = (own_ZX[:, None, :] == torch.arange(n, device=own_ZX.device)[:, None]) & there_ZX[:, None, :]
+    _, branch_ZN, filled_ZN = assign_slots(counts_ZNX.long(), indices.size_G[used_Z])
+    filled_ZN = filled_ZN & exists_ZN
+    taken_ZN = row_ZX.gather(1, branch_ZN)
+    lead_Z1 = filled_ZN.long().argmax(-1, keepdim=True)
+    taken_ZN = torch.where(filled_ZN, taken_ZN, taken_ZN.gather(1, lead_Z1))
+    to_X = index_ZN[exists_ZN]
+    row_A[to_X] = taken_ZN[exists_ZN]
+    alive_A[to_X] = filled_ZN[exists_ZN]
     return row_A, alive_A

@@ -4,9 +4,7 @@ counts.
 Every scheme is unbiased, E[counts] = n * w, and treats groups independently. `assign_slots` then assigns copies to
 slots. Sources: Douc, Cappe, Moulines, "Comparison of resampling schemes for particle filtering" (2005); SSP: Gerber,
 Chopin, Whiteley, "Negative association, ordering and convergence of resampling methods" (2019), after Srinivasan
-(2001).
-
-Axes in addition to the package's: H non-empty groups, N batch indices of a group."""
+(2001)."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from torch import Tensor
 from smc.api.limits import SCHEME_NAMES
 
 Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
-"""(weights_GM, draws_G, most, uniforms_GU) -> counts_GM. `most` is the largest number of draws. SSP needs M uniforms,
+"""(weights_GY, draws_G, most, uniforms_GU) -> counts_GY. `most` is the largest number of draws. SSP needs Y uniforms,
 systematic resampling 1, the other schemes `most`."""
 
 
@@ -57,9 +55,9 @@ class Spans(NamedTuple):
 
 
 def used_grid(groups: Spans) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the indices of the non-empty groups [H], and their `grid`. Synchronises with the host."""
-    used_H = (groups.size_G > 0).nonzero()[:, 0]
-    return used_H, *grid(*(bound[used_H] for bound in groups))
+    """Return the indices of the non-empty groups [Z], and their `grid`. Synchronises with the host."""
+    used_Z = (groups.size_G > 0).nonzero()[:, 0]
+    return used_Z, *grid(*(bound[used_Z] for bound in groups))
 
 
 def normalise(logw_GN: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,52 +91,52 @@ class Bounds(NamedTuple):
     """Number of particles after selection. At most the size."""
 
     def used(self) -> tuple[Tensor, Bounds]:
-        """Return the indices of the non-empty groups [H], and their bounds. Synchronises with the host."""
-        index_H = (self.size_G > 0).nonzero()[:, 0]
-        return index_H, Bounds(*(bound_G[index_H] for bound_G in self))
+        """Return the indices of the non-empty groups [Z], and their bounds. Synchronises with the host."""
+        index_Z = (self.size_G > 0).nonzero()[:, 0]
+        return index_Z, Bounds(*(bound_G[index_Z] for bound_G in self))
 
 
-def systematic(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
+def systematic(weights_GY: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """Count n evenly spaced points over the cumulative weights, shifted by one uniform."""
-    grid_GN = torch.arange(most, device=weights_GM.device) + uniforms_GU[:, :1]
-    return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
+    grid_GN = torch.arange(most, device=weights_GY.device) + uniforms_GU[:, :1]
+    return _count(weights_GY, grid_GN / draws_G[:, None], draws_G)
 
 
-def stratified(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
+def stratified(weights_GY: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """Count n points, one drawn uniformly in each of n equal strata."""
-    grid_GN = torch.arange(most, device=weights_GM.device) + uniforms_GU[:, :most]
-    return _count(weights_GM, grid_GN / draws_G[:, None], draws_G)
+    grid_GN = torch.arange(most, device=weights_GY.device) + uniforms_GU[:, :most]
+    return _count(weights_GY, grid_GN / draws_G[:, None], draws_G)
 
 
-def multinomial(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
+def multinomial(weights_GY: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """Count n independent draws."""
-    return _count(weights_GM, uniforms_GU[:, :most], draws_G)
+    return _count(weights_GY, uniforms_GU[:, :most], draws_G)
 
 
-def residual(weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
+def residual(weights_GY: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
     """Give floor(n w) certain copies; the rest are independent draws from the residual weights."""
-    expected_GM = weights_GM * draws_G[:, None]
-    sure_GM = expected_GM.floor()
-    left_G = draws_G - sure_GM.sum(-1).long()
-    rest_GM = expected_GM - sure_GM
-    rest_GM = rest_GM / rest_GM.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return sure_GM.long() + multinomial(rest_GM, left_G, most, uniforms_GU)
+    expected_GY = weights_GY * draws_G[:, None]
+    sure_GY = expected_GY.floor()
+    left_G = draws_G - sure_GY.sum(-1).long()
+    rest_GY = expected_GY - sure_GY
+    rest_GY = rest_GY / rest_GY.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return sure_GY.long() + multinomial(rest_GY, left_G, most, uniforms_GU)
 
 
-def ssp(weights_GM: Tensor, draws_G: Tensor, _most: int, uniforms_GU: Tensor) -> Tensor:
+def ssp(weights_GY: Tensor, draws_G: Tensor, _most: int, uniforms_GU: Tensor) -> Tensor:
     """Apply the Srinivasan sampling process: fractional parts are combined in pairs, and one of each pair becomes an
     integer. Inherently sequential."""
-    expected = (weights_GM * draws_G[:, None]).tolist()
+    expected = (weights_GY * draws_G[:, None]).tolist()
     uniforms = uniforms_GU.tolist()
     counts = [_ssp_one(row, int(n), u) for row, n, u in zip(expected, draws_G.tolist(), uniforms)]
-    return torch.tensor(counts, dtype=torch.int64, device=weights_GM.device)
+    return torch.tensor(counts, dtype=torch.int64, device=weights_GY.device)
 
 
-def _ssp_one(expected_M: list[float], draws: int, uniforms_U: list[float]) -> list[int]:
-    counts = [int(x) for x in expected_M]
-    open_index, open_part = 0, expected_M[0] - counts[0]
-    for m in range(1, len(expected_M)):
-        part, u = expected_M[m] - counts[m], uniforms_U[m]
+def _ssp_one(expected_Y: list[float], draws: int, uniforms_U: list[float]) -> list[int]:
+    counts = [int(x) for x in expected_Y]
+    open_index, open_part = 0, expected_Y[0] - counts[0]
+    for m in range(1, len(expected_Y)):
+        part, u = expected_Y[m] - counts[m], uniforms_U[m]
         total = open_part + part
         if total < 1:  # one takes the whole total and stays open; the other is rounded down
             new_is_open, open_part = u * total < part, total
@@ -164,17 +162,17 @@ SCHEMES: dict[str, Scheme] = {
 assert tuple(SCHEMES) == SCHEME_NAMES
 
 
-def offspring(scheme_G: Tensor, weights_GM: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
-    """Return offspring counts [G, M] by each group's scheme, an index into `SCHEME_NAMES`. Each group's weights must
+def offspring(scheme_G: Tensor, weights_GY: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:
+    """Return offspring counts [G, Y] by each group's scheme, an index into `SCHEME_NAMES`. Each group's weights must
     sum to one."""
     named = [SCHEME_NAMES[scheme] for scheme in scheme_G.tolist()]
     if len(set(named)) == 1:
-        return SCHEMES[named[0]](weights_GM, draws_G, most, uniforms_GU)
-    counts_GM = torch.zeros_like(weights_GM, dtype=torch.int64)
+        return SCHEMES[named[0]](weights_GY, draws_G, most, uniforms_GU)
+    counts_GY = torch.zeros_like(weights_GY, dtype=torch.int64)
     for name in set(named):
-        rows = torch.tensor([g for g, scheme in enumerate(named) if scheme == name], device=weights_GM.device)
-        counts_GM[rows] = SCHEMES[name](weights_GM[rows], draws_G[rows], most, uniforms_GU[rows])
-    return counts_GM
+        rows = torch.tensor([g for g, scheme in enumerate(named) if scheme == name], device=weights_GY.device)
+        counts_GY[rows] = SCHEMES[name](weights_GY[rows], draws_G[rows], most, uniforms_GU[rows])
+    return counts_GY
 
 
 def assign_slots(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,12 +184,12 @@ def assign_slots(counts_GNF: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor, Te
     groups, n, branches = counts_GNF.shape
     own_GN = torch.arange(n, device=counts_GNF.device).expand(groups, n)
     free_GN = (counts_GNF.sum(-1) == 0) & valid(size_G, n)
-    running_GM = counts_GNF.flatten(1).cumsum(-1)
+    running_GY = counts_GNF.flatten(1).cumsum(-1)
     # The j-th copy belongs to the candidate at which the running count exceeds j.
-    index_GN = torch.searchsorted(running_GM, own_GN.contiguous(), right=True)
+    index_GN = torch.searchsorted(running_GY, own_GN.contiguous(), right=True)
     index_GN = index_GN.clamp(max=n * branches - 1)
     family_GN, chosen_GN = index_GN // branches, index_GN % branches
-    drawn_GN = own_GN < running_GM[:, -1:]
+    drawn_GN = own_GN < running_GY[:, -1:]
     first_GN = drawn_GN.clone()
     first_GN[:, 1:] &= family_GN[:, 1:] != family_GN[:, :-1]
     further_GN = drawn_GN & ~first_GN
@@ -212,12 +210,12 @@ def _scatter(index_GN: Tensor, values_GN: Tensor, n: int) -> Tensor:
     return out_GN.scatter(1, index_GN, values_GN)[:, :n]
 
 
-def _count(weights_GM: Tensor, points_GN: Tensor, draws_G: Tensor) -> Tensor:
+def _count(weights_GY: Tensor, points_GN: Tensor, draws_G: Tensor) -> Tensor:
     """Count, for each weight, the points that fall into its part of the unit interval, among each group's first `draws`
     points in [0, 1)."""
-    cumulative_GM = weights_GM.cumsum(-1)
+    cumulative_GY = weights_GY.cumsum(-1)
     # Points below 1, scaled by the total, stay below it: none falls past the last entry with weight.
-    points_GN = points_GN.clamp(max=1 - 2.0**-52) * cumulative_GM[:, -1:]
-    index_GN = torch.searchsorted(cumulative_GM, points_GN, right=True).clamp(max=weights_GM.shape[-1] - 1)
+    points_GN = points_GN.clamp(max=1 - 2.0**-52) * cumulative_GY[:, -1:]
+    index_GN = torch.searchsorted(cumulative_GY, points_GN, right=True).clamp(max=weights_GY.shape[-1] - 1)
     drawn_GN = valid(draws_G, points_GN.shape[-1]).long()
-    return torch.zeros_like(weights_GM, dtype=torch.int64).scatter_add_(1, index_GN, drawn_GN)
+    return torch.zeros_like(weights_GY, dtype=torch.int64).scatter_add_(1, index_GN, drawn_GN)

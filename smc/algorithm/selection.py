@@ -5,8 +5,7 @@ Lockstep and look-ahead use the same function with different candidates (weighte
 has one per particle, which ends with the bonus token; look-ahead has F, one for each branch of the next block that was
 drafted while the target scored this one.
 
-Axes in addition to the package's: H non-empty groups, X batch indices of those groups, Q tokens of a block, N batch
-indices of a group."""
+Local axes: P batch indices of the non-empty groups."""
 
 from __future__ import annotations
 
@@ -81,39 +80,39 @@ def select(
     drawn in proportion to the branch's weight, with the weight of the whole family. Uniforms are keyed by (seed,
     round), int64. Candidates at indices without a particle (`alive` false) are ignored. A group without any weight
     keeps its first `draws` particles. Synchronises with the host."""
-    used_H, own = groups.used()
-    index_HN, exists_HN = grid(own.first_G, own.size_G)
-    alive_HN = exists_HN & alive_A[index_HN]
-    candidates_HNF = torch.where(alive_HN[..., None], candidates_AF[index_HN].double(), -torch.inf)
-    family_HN = candidates_HNF.logsumexp(-1)
-    weights_HN, log_sum_H = normalise(family_HN)
-    ess_H = effective_sample_size(weights_HN)
+    used_Z, own = groups.used()
+    index_ZN, exists_ZN = grid(own.first_G, own.size_G)
+    alive_ZN = exists_ZN & alive_A[index_ZN]
+    candidates_ZNF = torch.where(alive_ZN[..., None], candidates_AF[index_ZN].double(), -torch.inf)
+    family_ZN = candidates_ZNF.logsumexp(-1)
+    weights_ZN, log_sum_Z = normalise(family_ZN)
+    ess_Z = effective_sample_size(weights_ZN)
     # NaN makes all normalised weights zero as well.
-    collapsed_H = weights_HN.sum(-1) == 0
-    is_low_H = ess_H < threshold_G[used_H] * own.count_G * (1 - EQUAL)
-    resampled_H = (is_low_H | (own.draws_G != own.count_G)) & ~collapsed_H
-    reset_H = resampled_H | collapsed_H
-    keys = (scheme_G[used_H], seed_G[used_H], round_G[used_H])
-    ancestor_HN, branch_HN, held_HN = _assign(candidates_HNF, alive_HN, own, resampled_H, collapsed_H, *keys)
-    logw_HN = family_HN.masked_fill(reset_H[:, None], 0.0).masked_fill(~held_HN, -torch.inf)
-    log_z_H = log_mean_weight(log_sum_H, own.count_G.clamp(min=1)).masked_fill(~reset_H, 0.0)
+    collapsed_Z = weights_ZN.sum(-1) == 0
+    is_low_Z = ess_Z < threshold_G[used_Z] * own.count_G * (1 - EQUAL)
+    resampled_Z = (is_low_Z | (own.draws_G != own.count_G)) & ~collapsed_Z
+    reset_Z = resampled_Z | collapsed_Z
+    keys = (scheme_G[used_Z], seed_G[used_Z], round_G[used_Z])
+    ancestor_ZN, branch_ZN, held_ZN = _assign(candidates_ZNF, alive_ZN, own, resampled_Z, collapsed_Z, *keys)
+    logw_ZN = family_ZN.masked_fill(reset_Z[:, None], 0.0).masked_fill(~held_ZN, -torch.inf)
+    log_z_Z = log_mean_weight(log_sum_Z, own.count_G.clamp(min=1)).masked_fill(~reset_Z, 0.0)
 
-    cell_X = exists_HN.flatten().nonzero()[:, 0]
-    index_X = index_HN.flatten()[cell_X]
+    cell_P = exists_ZN.flatten().nonzero()[:, 0]
+    index_P = index_ZN.flatten()[cell_P]
 
-    def packed(values_HN: Tensor, padding_A: Tensor) -> Tensor:
-        return padding_A.index_put((index_X,), values_HN.flatten()[cell_X])
+    def packed(values_ZN: Tensor, padding_A: Tensor) -> Tensor:
+        return padding_A.index_put((index_P,), values_ZN.flatten()[cell_P])
 
     own_A = torch.arange(len(alive_A), device=alive_A.device)
     by_group = (
-        values_H.new_zeros(len(seed_G)).index_put((used_H,), values_H)
-        for values_H in (log_z_H, ess_H, resampled_H, collapsed_H)
+        values_Z.new_zeros(len(seed_G)).index_put((used_Z,), values_Z)
+        for values_Z in (log_z_Z, ess_Z, resampled_Z, collapsed_Z)
     )
     return Selection(
-        packed(own.first_G[:, None] + ancestor_HN, own_A),
-        packed(branch_HN, torch.zeros_like(own_A)),
-        packed(logw_HN, torch.full_like(own_A, -torch.inf, dtype=torch.float64)),
-        packed(held_HN, torch.zeros_like(alive_A)),
+        packed(own.first_G[:, None] + ancestor_ZN, own_A),
+        packed(branch_ZN, torch.zeros_like(own_A)),
+        packed(logw_ZN, torch.full_like(own_A, -torch.inf, dtype=torch.float64)),
+        packed(held_ZN, torch.zeros_like(alive_A)),
         *by_group,
     )
 
@@ -137,9 +136,9 @@ def _assign(
     drawn_GU = uniforms(to_host(seed_G), to_host(round_G), positions, Purpose.SELECTION)
     uniforms_GU, branch_uniforms_GN = to_device(drawn_GU, seed_G.device).tensor_split([count], dim=1)
     # All groups are resampled; groups without `resampled` then keep their particles.
-    weights_GM, _ = normalise(candidates_GNF.flatten(1))
-    counts_GM = offspring(scheme_G, weights_GM, own.draws_G.long(), n, uniforms_GU)
-    ancestor_GN, branch_GN, filled_GN = assign_slots(counts_GM.view(-1, n, branches), own.size_G)
+    weights_GY, _ = normalise(candidates_GNF.flatten(1))
+    counts_GY = offspring(scheme_G, weights_GY, own.draws_G.long(), n, uniforms_GU)
+    ancestor_GN, branch_GN, filled_GN = assign_slots(counts_GY.view(-1, n, branches), own.size_G)
     is_first_GN = alive_GN.cumsum(-1) <= own.draws_G[:, None]
     kept_GN = alive_GN & (is_first_GN | ~collapsed_G[:, None])
     resampled_G1 = resampled_G[:, None]
@@ -192,13 +191,13 @@ def surviving_prefix(
     kept_A = 1 + (survives_AQ & exists_AQ).sum(-1)
     weight_A = logw_A.double() + torch.where(survives_AQ, step_AQ, 0.0).sum(-1)
     drawn_A = torch.arange(len(count_A), device=step_AQ.device)
-    used_H, index_HN, exists_HN = used_grid(groups)
-    weight_HN = torch.where(exists_HN, weight_A[index_HN], -torch.inf).nan_to_num(
+    used_Z, index_ZN, exists_ZN = used_grid(groups)
+    weight_ZN = torch.where(exists_ZN, weight_A[index_ZN], -torch.inf).nan_to_num(
         nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
     )
-    top_H1 = weight_HN.amax(-1, keepdim=True)
-    reach_HN = (weight_HN - torch.where(top_H1 > -torch.inf, top_H1, 0.0)).exp().cumsum(-1)
-    pick_H1 = (reach_HN <= uniform_G[used_H, None] * reach_HN[:, -1:]).sum(-1, keepdim=True)
-    pick_H1 = torch.where(reach_HN[:, -1:] > 0, pick_H1, 0).clamp(max=index_HN.shape[1] - 1)
-    drawn_A[index_HN[exists_HN]] = index_HN.gather(1, pick_H1).expand_as(index_HN)[exists_HN]
+    top_Z1 = weight_ZN.amax(-1, keepdim=True)
+    reach_ZN = (weight_ZN - torch.where(top_Z1 > -torch.inf, top_Z1, 0.0)).exp().cumsum(-1)
+    pick_Z1 = (reach_ZN <= uniform_G[used_Z, None] * reach_ZN[:, -1:]).sum(-1, keepdim=True)
+    pick_Z1 = torch.where(reach_ZN[:, -1:] > 0, pick_Z1, 0).clamp(max=index_ZN.shape[1] - 1)
+    drawn_A[index_ZN[exists_ZN]] = index_ZN.gather(1, pick_Z1).expand_as(index_ZN)[exists_ZN]
     return drawn_A, kept_A[drawn_A]

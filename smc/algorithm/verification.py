@@ -7,10 +7,7 @@ by the residual distribution max(0, p - q), normalised, for the next trial and f
 rejected (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", ICML 2023; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling", 2023). Several chains from one root are tried in
 order, each against the residual of the trials before (Miao et al., "SpecInfer", ASPLOS 2024). The resulting tokens are
-distributed as p for any q. They replace the target's own draws in sample matching.
-
-Axes: A batch indices, Q tokens of a block, L = Q - 1: all tokens but the last, V vocabulary, G groups, H non-empty
-groups, N batch indices of a group."""
+distributed as p for any q. They replace the target's own draws in sample matching."""
 
 from __future__ import annotations
 
@@ -44,10 +41,10 @@ def match_samples(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A:
     agrees_AQ = (tokens_AQ[:, 1:] == drawn_AQ[:, :-1]) & exists_AQ
     matching_A = torch.where(alive_A, 1 + agrees_AQ.long().cumprod(-1).sum(-1), 0)
     best_A = torch.arange(len(count_A), device=tokens_AQ.device)
-    _, index_HN, exists_HN = used_grid(groups)
-    matching_HN = torch.where(exists_HN, matching_A[index_HN], -1)
-    first_H1 = matching_HN.argmax(-1, keepdim=True)
-    best_A[index_HN[exists_HN]] = index_HN.gather(1, first_H1).expand_as(index_HN)[exists_HN]
+    _, index_ZN, exists_ZN = used_grid(groups)
+    matching_ZN = torch.where(exists_ZN, matching_A[index_ZN], -1)
+    first_Z1 = matching_ZN.argmax(-1, keepdim=True)
+    best_A[index_ZN[exists_ZN]] = index_ZN.gather(1, first_Z1).expand_as(index_ZN)[exists_ZN]
     return Matches(best_A, matching_A[best_A].clamp(min=1))
 
 
@@ -63,57 +60,57 @@ class Chains(NamedTuple):
     """bool: there is a chain at this batch index."""
     logp_AQV: Tensor
     """Log-probabilities of the target after each token."""
-    logq_ALV: Tensor
+    logq_AKV: Tensor
     """Log-probabilities of the draft from which the next token was drawn."""
 
 
-def verify_by_rejection(chains: Chains, groups: Spans, uniform_AQ: Tensor, noise_HQV: Tensor) -> tuple[Tensor, Tensor]:
+def verify_by_rejection(chains: Chains, groups: Spans, uniform_AQ: Tensor, noise_ZQV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's token after each token on the accepted path [A, Q], `NO_TOKEN` elsewhere, and its
     log-probability under the target [A, Q].
 
-    `uniform_AQ`: uniforms in [0, 1) for the trial of the next token. `noise_HQV`: Gumbel variates of the non-empty
+    `uniform_AQ`: uniforms in [0, 1) for the trial of the next token. `noise_ZQV`: Gumbel variates of the non-empty
     groups, in order. The final draw after token j is argmax(log r + noise), where r is the residual of p. Synchronises
     with the host."""
     token_AQ = torch.full_like(chains.tokens_AQ, NO_TOKEN)
     logp_AQ = torch.full(token_AQ.shape, torch.nan, dtype=torch.float32, device=token_AQ.device)
-    _, index_HN, exists_HN = used_grid(groups)
-    on_path_HN = exists_HN & chains.alive_A[index_HN]
+    _, index_ZN, exists_ZN = used_grid(groups)
+    on_path_ZN = exists_ZN & chains.alive_A[index_ZN]
     for j in range(token_AQ.shape[1]):
-        next_H, next_logp_H = _next(chains, index_HN, on_path_HN, j, uniform_AQ[:, j], noise_HQV[:, j])
-        to_A = index_HN[on_path_HN]
-        token_AQ[to_A, j] = next_H[:, None].expand_as(index_HN)[on_path_HN]
-        logp_AQ[to_A, j] = next_logp_H[:, None].expand_as(index_HN)[on_path_HN].float()
+        next_Z, next_logp_Z = _next(chains, index_ZN, on_path_ZN, j, uniform_AQ[:, j], noise_ZQV[:, j])
+        to_A = index_ZN[on_path_ZN]
+        token_AQ[to_A, j] = next_Z[:, None].expand_as(index_ZN)[on_path_ZN]
+        logp_AQ[to_A, j] = next_logp_Z[:, None].expand_as(index_ZN)[on_path_ZN].float()
         if j + 1 < token_AQ.shape[1]:
-            goes_on_HN = (chains.count_A[index_HN] > j + 1) & (chains.tokens_AQ[index_HN, j + 1] == next_H[:, None])
-            on_path_HN = on_path_HN & goes_on_HN
+            goes_on_ZN = (chains.count_A[index_ZN] > j + 1) & (chains.tokens_AQ[index_ZN, j + 1] == next_Z[:, None])
+            on_path_ZN = on_path_ZN & goes_on_ZN
     return token_AQ, logp_AQ
 
 
 def _next(
-    chains: Chains, index_HN: Tensor, on_path_HN: Tensor, j: int, uniform_A: Tensor, noise_HV: Tensor
+    chains: Chains, index_ZN: Tensor, on_path_ZN: Tensor, j: int, uniform_A: Tensor, noise_ZV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the next token of each group [H] after token j of the chains on the path, and its log-probability [H]."""
-    first_H1 = on_path_HN.long().argmax(-1, keepdim=True)
-    lead_H = index_HN.gather(1, first_H1)[:, 0]
-    logp_HV = chains.logp_AQV[lead_H, j].double()
-    left_HV, kept_H = logp_HV.exp(), torch.full_like(lead_H, NO_TOKEN)
-    for n in range(index_HN.shape[1]):
-        at_H = index_HN[:, n]
+    """Return the next token of each group [Z] after token j of the chains on the path, and its log-probability [Z]."""
+    first_Z1 = on_path_ZN.long().argmax(-1, keepdim=True)
+    lead_Z = index_ZN.gather(1, first_Z1)[:, 0]
+    logp_ZV = chains.logp_AQV[lead_Z, j].double()
+    left_ZV, kept_Z = logp_ZV.exp(), torch.full_like(lead_Z, NO_TOKEN)
+    for n in range(index_ZN.shape[1]):
+        at_Z = index_ZN[:, n]
         if j + 1 >= chains.tokens_AQ.shape[1]:
             break
-        tried_H = on_path_HN[:, n] & (chains.count_A[at_H] > j + 1) & (kept_H == NO_TOKEN)
-        token_H1 = chains.tokens_AQ[at_H, j + 1][:, None]
-        draft_HV = chains.logq_ALV[at_H, j].double().exp()
-        keeps_H = uniform_A[at_H] * draft_HV.gather(1, token_H1)[:, 0] < left_HV.gather(1, token_H1)[:, 0]
-        kept_H = torch.where(tried_H & keeps_H, token_H1[:, 0], kept_H)
-        left_HV = torch.where((tried_H & ~keeps_H)[:, None], residual_distribution(left_HV, draft_HV), left_HV)
-    drawn_H = (left_HV.log() + noise_HV).argmax(-1)
-    next_H = torch.where(kept_H == NO_TOKEN, drawn_H, kept_H)
-    return next_H, logp_HV.gather(1, next_H[:, None])[:, 0]
+        tried_Z = on_path_ZN[:, n] & (chains.count_A[at_Z] > j + 1) & (kept_Z == NO_TOKEN)
+        token_Z1 = chains.tokens_AQ[at_Z, j + 1][:, None]
+        draft_ZV = chains.logq_AKV[at_Z, j].double().exp()
+        keeps_Z = uniform_A[at_Z] * draft_ZV.gather(1, token_Z1)[:, 0] < left_ZV.gather(1, token_Z1)[:, 0]
+        kept_Z = torch.where(tried_Z & keeps_Z, token_Z1[:, 0], kept_Z)
+        left_ZV = torch.where((tried_Z & ~keeps_Z)[:, None], residual_distribution(left_ZV, draft_ZV), left_ZV)
+    drawn_Z = (left_ZV.log() + noise_ZV).argmax(-1)
+    next_Z = torch.where(kept_Z == NO_TOKEN, drawn_Z, kept_Z)
+    return next_Z, logp_ZV.gather(1, next_Z[:, None])[:, 0]
 
 
-def residual_distribution(left_HV: Tensor, draft_HV: Tensor) -> Tensor:
+def residual_distribution(left_ZV: Tensor, draft_ZV: Tensor) -> Tensor:
     """Return the residual distribution max(0, left - draft), normalised; `left` if rounding makes the residual zero."""
-    rest_HV = (left_HV - draft_HV).clamp(min=0.0)
-    sum_H1 = rest_HV.sum(-1, keepdim=True)
-    return torch.where(sum_H1 > 0, rest_HV / sum_H1, left_HV)
+    rest_ZV = (left_ZV - draft_ZV).clamp(min=0.0)
+    sum_Z1 = rest_ZV.sum(-1, keepdim=True)
+    return torch.where(sum_Z1 > 0, rest_ZV / sum_Z1, left_ZV)

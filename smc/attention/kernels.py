@@ -11,10 +11,9 @@ costs less than a second launch and a merge. On Hopper GPUs most tiles of 64 que
 (`smc.attention.specialized`). Shapes are static; everything that changes between replays of a graph (groups, lengths,
 pages) is read on the device. `Tuning` holds the sizes of tiles and launches; it depends on shapes alone.
 
-Axes: R rows, Q queries of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J,
-D head dimension, G groups, L positions of a table, S splits, W pieces (a tile and a split), E entries of the workspace
-(a query and a split); X = (row, query, head of N) and Y = (query, head of N) of a row, for one key/value head, Y padded
-for tensor cores, M not; P and O tiles of prefix and own positions."""
+Local axes: P pieces (a tile of queries and a split of their prefix), U entries of the workspace (a query and a
+split), Y queries with their heads for one key/value head (row, query, head), padded for tensor cores, Z those of one
+row, not padded. T = R * Q tokens stand row after row. EACH = H // J."""
 
 from __future__ import annotations
 
@@ -139,23 +138,23 @@ class Tuning:
 
 
 @triton.jit
-def take_in(q_XD, k_PD, v_PD, visible_XP, masked, m_X, l_X, acc_XD, SCALE: tl.constexpr):
+def take_in(q_YD, k_LD, v_LD, visible_YL, masked, m_Y, l_Y, acc_YD, SCALE: tl.constexpr):
     """Add one tile to the online softmax: m is the largest base-2 logit, l the sum and acc the weighted values. Unless
     `masked`, every position is visible."""
-    s_XP = tl.dot(q_XD, tl.trans(k_PD), input_precision="ieee")
+    s_YL = tl.dot(q_YD, tl.trans(k_LD), input_precision="ieee")
     if masked:
-        s_XP = tl.where(visible_XP, s_XP, -float("inf"))
-    new_X = tl.maximum(m_X, tl.max(s_XP, 1) * SCALE)
-    p_XP = tl.exp2(s_XP * SCALE - new_X[:, None])
-    fade_X = tl.exp2(m_X - new_X)
-    acc_XD = tl.dot(p_XP.to(v_PD.dtype), v_PD, acc_XD * fade_X[:, None], input_precision="ieee")
-    return new_X, l_X * fade_X + tl.sum(p_XP, 1), acc_XD
+        s_YL = tl.where(visible_YL, s_YL, -float("inf"))
+    new_Y = tl.maximum(m_Y, tl.max(s_YL, 1) * SCALE)
+    p_YL = tl.exp2(s_YL * SCALE - new_Y[:, None])
+    fade_Y = tl.exp2(m_Y - new_Y)
+    acc_YD = tl.dot(p_YL.to(v_LD.dtype), v_LD, acc_YD * fade_Y[:, None], input_precision="ieee")
+    return new_Y, l_Y * fade_Y + tl.sum(p_YL, 1), acc_YD
 
 
 @one_variant("q", "keys", "values", "table_SL", "part", "q_stride", "table_stride")
 def _prefix_kernel(
-    q, keys, values, table_SL, pieces, part, lse, q_stride, table_stride, E, position_T,
-    N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+    q, keys, values, table_SL, pieces, part, lse, q_stride, table_stride, entries, position_T,
+    EACH: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute attention to one piece, for one key/value head. Empty pieces come last, so that each non-empty piece gets
@@ -163,8 +162,8 @@ def _prefix_kernel(
     run beside these, or wait for room."""
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
     j, w = tl.program_id(0), tl.program_id(1)
-    x0, queries, slot = tl.load(pieces.query_W + w), tl.load(pieces.queries_W + w), tl.load(pieces.slot_W + w)
-    first, last, entry = tl.load(pieces.begin_W + w), tl.load(pieces.end_W + w), tl.load(pieces.entry_W + w)
+    x0, queries, slot = tl.load(pieces.query_P + w), tl.load(pieces.queries_P + w), tl.load(pieces.slot_P + w)
+    first, last, entry = tl.load(pieces.begin_P + w), tl.load(pieces.end_P + w), tl.load(pieces.entry_P + w)
     if w >= tl.load(pieces.count_1):
         if PDL:
             gdc_wait()
@@ -173,43 +172,43 @@ def _prefix_kernel(
     p = tl.arange(0, BLOCK_P)
     if WINDOW:
         # The first position that each query sees; tiles before that of the first query are skipped.
-        from_X = tl.load(position_T + (x0 + i) // N, mask=i < queries, other=2147483647 // 2) - (WINDOW - 1)
-        first += tl.maximum(0, tl.min(from_X, 0) - first) // BLOCK_P * BLOCK_P
+        from_Y = tl.load(position_T + (x0 + i) // EACH, mask=i < queries, other=2147483647 // 2) - (WINDOW - 1)
+        first += tl.maximum(0, tl.min(from_Y, 0) - first) // BLOCK_P * BLOCK_P
     pages = table_SL + slot.to(tl.int64) * table_stride + p
     page = tl.load(pages + first, mask=first + p < last, other=0)
-    real_X, token, head = i < queries, (x0 + i) // N, j * N + (x0 + i) % N
+    real_Y, token, head = i < queries, (x0 + i) // EACH, j * EACH + (x0 + i) % EACH
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    q_XD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_X[:, None], other=0.0)
-    m_X, l_X = tl.full([BLOCK_X], LOWEST, tl.float32), tl.zeros([BLOCK_X], tl.float32)
-    acc_XD = tl.zeros([BLOCK_X, D], tl.float32)
+    q_YD = tl.load(q + token[:, None] * q_stride + head[:, None] * D + d, mask=real_Y[:, None], other=0.0)
+    m_Y, l_Y = tl.full([BLOCK_X], LOWEST, tl.float32), tl.zeros([BLOCK_X], tl.float32)
+    acc_YD = tl.zeros([BLOCK_X, D], tl.float32)
     for p0 in tl.range(first, last, BLOCK_P, num_stages=STAGES):
-        at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
-        k_PD, v_PD = tl.load(keys + at_PD), tl.load(values + at_PD)
+        at_LD = (page.to(tl.int64) * J + j)[:, None] * D + d
+        k_LD, v_LD = tl.load(keys + at_LD), tl.load(values + at_LD)
         # Pages are loaded one tile ahead: otherwise the pipeline would spend its depth on this load before it could
         # start the loads of keys and values.
         page = tl.load(pages + p0 + BLOCK_P, mask=p0 + BLOCK_P + p < last, other=0)
         if WINDOW:
-            visible_XP = (p0 + p < last)[None, :] & ((p0 + p)[None, :] >= from_X[:, None])
-            m_X, l_X, acc_XD = take_in(q_XD, k_PD, v_PD, visible_XP, True, m_X, l_X, acc_XD, SCALE)
+            visible_YL = (p0 + p < last)[None, :] & ((p0 + p)[None, :] >= from_Y[:, None])
+            m_Y, l_Y, acc_YD = take_in(q_YD, k_LD, v_LD, visible_YL, True, m_Y, l_Y, acc_YD, SCALE)
         else:
-            m_X, l_X, acc_XD = take_in(
-                q_XD, k_PD, v_PD, (p0 + p < last)[None, :], p0 + BLOCK_P > last, m_X, l_X, acc_XD, SCALE
+            m_Y, l_Y, acc_YD = take_in(
+                q_YD, k_LD, v_LD, (p0 + p < last)[None, :], p0 + BLOCK_P > last, m_Y, l_Y, acc_YD, SCALE
             )
-    at_X = j * E + entry + i
+    at_Y = j * entries + entry + i
     if WINDOW:
         # A query whose window begins after this piece gets weight zero here, and its result must not be NaN.
-        acc_XD = tl.where((l_X > 0)[:, None], acc_XD, 0.0)
-        m_X, l_X = tl.where(l_X > 0, m_X, -float("inf")), tl.where(l_X > 0, l_X, 1.0)
-    tl.store(lse + at_X, m_X + tl.log2(l_X), mask=real_X)
-    tl.store(part + at_X[:, None] * D + d, acc_XD / l_X[:, None], mask=real_X[:, None])
+        acc_YD = tl.where((l_Y > 0)[:, None], acc_YD, 0.0)
+        m_Y, l_Y = tl.where(l_Y > 0, m_Y, -float("inf")), tl.where(l_Y > 0, l_Y, 1.0)
+    tl.store(lse + at_Y, m_Y + tl.log2(l_Y), mask=real_Y)
+    tl.store(part + at_Y[:, None] * D + d, acc_YD / l_Y[:, None], mask=real_Y[:, None])
 
 
 @one_variant("q", "cache", "tables", "part", "out", "q_stride")
 def _own_kernel(
-    q, cache, tables, pages, spans, splits_of, part, lse, out, q_stride, E,
-    Q: tl.constexpr, N: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
+    q, cache, tables, pages, spans, splits_of, part, lse, out, q_stride, entries,
+    Q: tl.constexpr, EACH: tl.constexpr, J: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of BLOCK_M queries of a row and key/value head to the row's own positions, then wait for
@@ -224,49 +223,49 @@ def _own_kernel(
     splits = tl.load(splits_of.count_R + r)
     first, s, d = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_S), tl.arange(0, D)
     m, y = first + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_Y)
-    real_M, real_Y = m // N < count, (y // N < count) & (y < first + BLOCK_M)
-    at_SM = j * E + entry + s[:, None] * step + m[None, :]
+    real_Z, real_Y = m // EACH < count, (y // EACH < count) & (y < first + BLOCK_M)
+    at_PZ = j * entries + entry + s[:, None] * step + m[None, :]
     table, tail, tail_start = row_tables(r, tables, pages)
-    limit_Y = tl.where(real_Y, start - shared + y // N, -1)
+    limit_Y = tl.where(real_Y, start - shared + y // EACH, -1)
     own = tl.where(count > 0, start - shared + count, 0)
-    q_at = q + (r * Q + y // N)[:, None] * q_stride + (j * N + y % N)[:, None] * D + d
+    q_at = q + (r * Q + y // EACH)[:, None] * q_stride + (j * EACH + y % EACH)[:, None] * D + d
     q_YD = tl.load(q_at, mask=real_Y[:, None], other=0.0)
     m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
     acc_YD = tl.zeros([BLOCK_Y, D], tl.float32)
     begin = 0
     if WINDOW:
         # Positions that the program's first query does not see are seen by none of its queries.
-        begin = tl.maximum(0, start - shared + first // N - (WINDOW - 1)) // BLOCK_O * BLOCK_O
+        begin = tl.maximum(0, start - shared + first // EACH - (WINDOW - 1)) // BLOCK_O * BLOCK_O
     # Without a pipeline of loads: mostly there is one tile.
     for o0 in tl.range(begin, own, BLOCK_O, num_stages=1):
         o = o0 + tl.arange(0, BLOCK_O)
         page = page_at(shared + o, o < own, table, tail, tail_start, tables, pages)
-        at_OD = (page.to(tl.int64) * J + j)[:, None] * D + d
-        visible_YO = o[None, :] <= limit_Y[:, None]
+        at_LD = (page.to(tl.int64) * J + j)[:, None] * D + d
+        visible_YL = o[None, :] <= limit_Y[:, None]
         if WINDOW:
-            visible_YO &= o[None, :] > limit_Y[:, None] - WINDOW
+            visible_YL &= o[None, :] > limit_Y[:, None] - WINDOW
         m_Y, l_Y, acc_YD = take_in(
-            q_YD, tl.load(cache.k_PJD + at_OD), tl.load(cache.v_PJD + at_OD), visible_YO, True, m_Y, l_Y, acc_YD, SCALE
+            q_YD, tl.load(cache.k_BJD + at_LD), tl.load(cache.v_BJD + at_LD), visible_YL, True, m_Y, l_Y, acc_YD, SCALE
         )
     # Drop the queries past BLOCK_M, whose sums are zero.
-    m_M, l_M = tl.max(tl.reshape(m_Y, (PARTS, BLOCK_M)), 0), tl.sum(tl.reshape(l_Y, (PARTS, BLOCK_M)), 0)
-    acc_MD = tl.sum(tl.reshape(acc_YD, (PARTS, BLOCK_M, D)), 0)
+    m_Z, l_Z = tl.max(tl.reshape(m_Y, (PARTS, BLOCK_M)), 0), tl.sum(tl.reshape(l_Y, (PARTS, BLOCK_M)), 0)
+    acc_ZD = tl.sum(tl.reshape(acc_YD, (PARTS, BLOCK_M, D)), 0)
     if PDL:
         gdc_wait()
     for s0 in tl.range(0, splits, BLOCK_S):
-        live_SM = (s0 + s < splits)[:, None] & real_M[None, :]
-        lse_SM = tl.load(lse + at_SM, mask=live_SM, other=-float("inf"))
-        part_SMD = tl.load(part + at_SM[:, :, None] * D + d, mask=live_SM[:, :, None], other=0.0).to(tl.float32)
-        new_M = tl.maximum(m_M, tl.max(lse_SM, 0))
-        fade_M, w_SM = tl.exp2(m_M - new_M), tl.exp2(lse_SM - new_M[None, :])
-        acc_MD = acc_MD * fade_M[:, None] + tl.sum(part_SMD * w_SM[:, :, None], 0)
-        m_M, l_M = new_M, l_M * fade_M + tl.sum(w_SM, 0)
-        at_SM += BLOCK_S * step
+        live_PZ = (s0 + s < splits)[:, None] & real_Z[None, :]
+        lse_PZ = tl.load(lse + at_PZ, mask=live_PZ, other=-float("inf"))
+        part_PZD = tl.load(part + at_PZ[:, :, None] * D + d, mask=live_PZ[:, :, None], other=0.0).to(tl.float32)
+        new_Z = tl.maximum(m_Z, tl.max(lse_PZ, 0))
+        fade_Z, w_PZ = tl.exp2(m_Z - new_Z), tl.exp2(lse_PZ - new_Z[None, :])
+        acc_ZD = acc_ZD * fade_Z[:, None] + tl.sum(part_PZD * w_PZ[:, :, None], 0)
+        m_Z, l_Z = new_Z, l_Z * fade_Z + tl.sum(w_PZ, 0)
+        at_PZ += BLOCK_S * step
     if PDL:
         gdc_launch_dependents()
-    out_MD = acc_MD / tl.where(real_M, l_M, 1.0)[:, None]
-    at_M = (r * Q + m // N) * (J * N) + j * N + m % N
-    tl.store(out + at_M[:, None] * D + d, out_MD, mask=(m < Q * N)[:, None])
+    out_ZD = acc_ZD / tl.where(real_Z, l_Z, 1.0)[:, None]
+    at_Z = (r * Q + m // EACH) * (J * EACH) + j * EACH + m % EACH
+    tl.store(out + at_Z[:, None] * D + d, out_ZD, mask=(m < Q * EACH)[:, None])
 
 
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
@@ -319,10 +318,10 @@ class SharedPrefixAttention:
         self.tuning = tune = replace(Tuning.choose(rows, together, queries, heads, head_dim, dtype), **tuning)
         self.pieces = PieceShape(h // j, tune.block_x, tune.block_p, tune.pieces, tune.min_tiles, max_context)
         entries = self.pieces.entries(rows, queries)
-        self.part_JED = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)
-        self.lse_JE = torch.empty(j, entries, dtype=torch.float32, device=device)
-        assert self.part_JED.numel() < 2**31, "the kernels address the workspace in 32 bits"
-        self._constants = {"N": h // j, "J": j, "D": head_dim, **launch_options(pdl)}
+        self.part_JUD = torch.empty(j, entries, head_dim, dtype=tune.partial, device=device)
+        self.lse_JU = torch.empty(j, entries, dtype=torch.float32, device=device)
+        assert self.part_JUD.numel() < 2**31, "the kernels address the workspace in 32 bits"
+        self._constants = {"EACH": h // j, "J": j, "D": head_dim, **launch_options(pdl)}
         self.prefix_kernel: Any = _prefix_kernel
         self._specialized_options: dict[str, int] = {}
         if tune.specialized and supports_specialized(device):
@@ -335,7 +334,7 @@ class SharedPrefixAttention:
 
     @property
     def workspace_bytes(self) -> int:
-        return self.part_JED.nbytes + self.lse_JE.nbytes
+        return self.part_JUD.nbytes + self.lse_JU.nbytes
 
     def prepare(self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor) -> Prepared:
         """Compute everything that does not depend on the layer, in one launch. Indices are int32."""
@@ -354,17 +353,17 @@ class SharedPrefixAttention:
         """Compute the attention into contiguous `out_THD` [T, H, D], with zeros for padding. Launches two kernels and
         allocates nothing.
 
-        q_THD is rotated, its tokens at any stride; keys, values [P + 1, J, D] already hold the new tokens. Query i <
+        q_THD is rotated, its tokens at any stride; keys, values [L + 1, J, D] already hold the new tokens. Query i <
         count_R of a row is at position start_R + i and sees positions 0 .. start_R + i, or the last `window` of
         them."""
         (h, j), tune, table, pieces = self.heads, self.tuning, prepared.tables.table_SL, prepared.pieces
         assert q_THD.shape == (self.rows * self.queries, h, self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == j
-        entries, spans = self.lse_JE.shape[1], RowSpans(prepared.start_R, prepared.count_R)
+        entries, spans = self.lse_JU.shape[1], RowSpans(prepared.start_R, prepared.count_R)
         read = (
-            q_THD, keys, values, table, pieces, self.part_JED, self.lse_JE, q_THD.stride(0), table.stride(0), entries,
+            q_THD, keys, values, table, pieces, self.part_JUD, self.lse_JU, q_THD.stride(0), table.stride(0), entries,
         )  # fmt: skip
-        grid, keywords = (j, len(pieces.slot_W)), {"BLOCK_P": tune.block_p, "STAGES": tune.stages, **self._constants}
+        grid, keywords = (j, len(pieces.slot_P)), {"BLOCK_P": tune.block_p, "STAGES": tune.stages, **self._constants}
         if self.prefix_kernel is _prefix_kernel or window is not None:
             # The kernel for Hopper does not support windows.
             _prefix_kernel[grid](
@@ -374,7 +373,7 @@ class SharedPrefixAttention:
             self.prefix_kernel[grid](*read, **self._specialized_options, **keywords)
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
             q_THD, CacheTensors(keys, values), *prepared.tables.arguments(), spans,
-            prepared.splits, self.part_JED, self.lse_JE, out_THD, q_THD.stride(0), entries,
+            prepared.splits, self.part_JUD, self.lse_JU, out_THD, q_THD.stride(0), entries,
             Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, WINDOW=window or 0,
             num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip

@@ -5,9 +5,8 @@ For contexts so short that reading the prefix from the L2 cache for every row co
 `smc.attention.kernels`). For longer contexts `smc.kernels.packed_rows` and `SharedPrefixAttention` do the same in three
 launches.
 
-Axes: R rows, Q tokens of a row (padded), T = R * Q tokens row after row, J key/value heads, H query heads, N = H // J,
-D head dimension, P positions of a tile, S parts of a split product; Y = (query, head of N) of a row, for one key/value
-head; X any heads of tokens."""
+Local axes: Y queries with their heads for one key/value head (query, head), Z any heads of tokens. T = R * Q tokens
+stand row after row. EACH = H // J."""
 
 from __future__ import annotations
 
@@ -84,11 +83,11 @@ def step_attention(
 ) -> None:
     """Compute the attention into contiguous `out_THD`. Tokens past a row's count get zeros and store nothing.
 
-    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope [positions,
-    D] float32 as made by `RopeTable`. The first count_R of a row's Q tokens are at positions from start_R on. `tables`
-    name the pages of these tokens and of all tokens before them, none of which may be a new token of another row.
-    Indices are int32; q_norm, k_norm [D] or neither. `window`: number of positions that a token sees, itself included;
-    None: all."""
+    qkv [T, (H + 2J) * D], or partial sums of it [parts, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope
+    [positions, D] float32 as made by `RopeTable`. The first count_R of a row's Q tokens are at positions from start_R
+    on. `tables` name the pages of these tokens and of all tokens before them, none of which may be a new token of
+    another row. Indices are int32; q_norm, k_norm [D] or neither. `window`: number of positions that a token sees,
+    itself included; None: all."""
     (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
     queries, norm = tokens // rows, None
     if q_norm is not None and k_norm is not None:
@@ -109,22 +108,22 @@ def step_attention(
 
 @triton.jit
 def _rotated(
-    at_X, position_X, rope, d, split_stride, norm, eps, mask_X,
+    at_Z, position_Z, rope, d, split_stride, norm, eps, mask_Z,
     D: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Load heads [X, D] at `at_X`, normalise and rotate them for their tokens' positions. Arithmetic is float32. Inputs
+    """Load heads [Z, D] at `at_Z`, normalise and rotate them for their tokens' positions. Arithmetic is float32. Inputs
     are rounded as an unsplit product would be, and results are rounded once more."""
     # The other half of a head's dimensions: (x, y) -> (x cos - y sin, y cos + x sin).
-    other, mask = (d + D // 2) % D, mask_X[:, None]
-    angle = rope + position_X.to(tl.int64)[:, None] * D + d % (D // 2)
+    other, mask = (d + D // 2) % D, mask_Z[:, None]
+    angle = rope + position_Z.to(tl.int64)[:, None] * D + d % (D // 2)
     cos, sin = tl.load(angle), tl.load(angle + D // 2)
-    x_XD = sum_parts(at_X[:, None] + d, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
-    y_XD = sum_parts(at_X[:, None] + other, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
+    x_ZD = sum_parts(at_Z[:, None] + d, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
+    y_ZD = sum_parts(at_Z[:, None] + other, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
     if norm is not None:
-        scale_X = tl.rsqrt(tl.sum(x_XD * x_XD, 1) / D + eps)[:, None]
-        x_XD *= scale_X * tl.load(norm + d).to(tl.float32)
-        y_XD *= scale_X * tl.load(norm + other).to(tl.float32)
-    return (x_XD * cos + y_XD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
+        scale_Z = tl.rsqrt(tl.sum(x_ZD * x_ZD, 1) / D + eps)[:, None]
+        x_ZD *= scale_Z * tl.load(norm + d).to(tl.float32)
+        y_ZD *= scale_Z * tl.load(norm + other).to(tl.float32)
+    return (x_ZD * cos + y_ZD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
 
 
 @one_variant("qkv", "cache", "rope", "tables", "out", "norm", "split_stride")
@@ -138,7 +137,7 @@ def _step_kernel(
     or not."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     WIDTH: tl.constexpr = (H + 2 * J) * D
-    N: tl.constexpr = H // J
+    EACH: tl.constexpr = H // J
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
     # One new key is compared by elementwise products, several by tensor cores.
     KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
@@ -147,19 +146,19 @@ def _step_kernel(
     p, d = tl.arange(0, BLOCK_P), tl.arange(0, D)[None, :]
     start, count = tl.load(spans.start_R + r), tl.load(spans.count_R + r)
     table, tail, tail_start = row_tables(r, tables, pages)
-    held, query_Y = tl.where(count > 0, start, 0), y // N
+    held, query_Y = tl.where(count > 0, start, 0), y // EACH
     real_Y, new_Q = query_Y < count, i < count
     begin = 0
     if WINDOW:
         # Positions that the program's first query does not see are seen by none of its queries.
-        begin = tl.maximum(0, start + tile * BLOCK_Y // N - (WINDOW - 1)) // BLOCK_P * BLOCK_P
+        begin = tl.maximum(0, start + tile * BLOCK_Y // EACH - (WINDOW - 1)) // BLOCK_P * BLOCK_P
     page = page_at(begin + p, begin + p < held, table, tail, tail_start, tables, pages)
     here_Q = page_at(start + i, new_Q, table, tail, tail_start, tables, pages)
     position_Y, position_Q = tl.where(real_Y, start + query_Y, 0), tl.where(new_Q, start + i, 0)
     if PDL:
         gdc_wait()
     row = qkv + r.to(tl.int64) * (Q * WIDTH)
-    at_Y, at_Q = row + query_Y * WIDTH + (j * N + y % N) * D, row + i * WIDTH + (H + j) * D
+    at_Y, at_Q = row + query_Y * WIDTH + (j * EACH + y % EACH) * D, row + i * WIDTH + (H + j) * D
     if norm is not None:
         q_YD = _rotated(at_Y, position_Y, rope, d, split_stride, norm.q, norm.eps, real_Y, D, SPLITS, DTYPE)
         k_QD = _rotated(at_Q, position_Q, rope, d, split_stride, norm.k, norm.eps, new_Q, D, SPLITS, DTYPE)
@@ -169,8 +168,8 @@ def _step_kernel(
     v_QD = sum_parts((at_Q + J * D)[:, None] + d, split_stride, new_Q[:, None], SPLITS).to(DTYPE)
     # The dummy page keeps its content: a masked position must not read a NaN.
     to_QD, stored = (here_Q.to(tl.int64) * J + j)[:, None] * D + d, (here_Q != 0)[:, None] & (tile == 0)
-    tl.store(cache.k_PJD + to_QD, k_QD, mask=stored)
-    tl.store(cache.v_PJD + to_QD, v_QD, mask=stored)
+    tl.store(cache.k_BJD + to_QD, k_QD, mask=stored)
+    tl.store(cache.v_BJD + to_QD, v_QD, mask=stored)
     if Q == 1:
         m_Y = tl.sum(q_YD.to(tl.float32) * k_QD.to(tl.float32), 1) * SCALE
         l_Y = tl.full([BLOCK_Y], 1.0, tl.float32)
@@ -182,18 +181,18 @@ def _step_kernel(
             visible_YQ &= i[None, :] > query_Y[:, None] - WINDOW
         m_Y, l_Y, acc_YD = take_in(q_YD, k_QD, v_QD, visible_YQ, True, m_Y, l_Y, acc_YD, SCALE)
     for p0 in tl.range(begin, held, BLOCK_P, num_stages=STAGES):
-        at_PD = (page.to(tl.int64) * J + j)[:, None] * D + d
-        k_PD, v_PD = tl.load(cache.k_PJD + at_PD), tl.load(cache.v_PJD + at_PD)
+        at_LD = (page.to(tl.int64) * J + j)[:, None] * D + d
+        k_LD, v_LD = tl.load(cache.k_BJD + at_LD), tl.load(cache.v_BJD + at_LD)
         # Pages are loaded one tile ahead: otherwise the pipeline would spend its depth on this load before it could
         # start the loads of keys and values.
         next_p = p0 + BLOCK_P + p
         page = page_at(next_p, next_p < held, table, tail, tail_start, tables, pages)
-        visible_YP = (p0 + p < held)[None, :]
+        visible_YL = (p0 + p < held)[None, :]
         if WINDOW:
-            visible_YP &= (p0 + p)[None, :] > position_Y[:, None] - WINDOW
-        m_Y, l_Y, acc_YD = take_in(q_YD, k_PD, v_PD, visible_YP, True, m_Y, l_Y, acc_YD, SCALE)
+            visible_YL &= (p0 + p)[None, :] > position_Y[:, None] - WINDOW
+        m_Y, l_Y, acc_YD = take_in(q_YD, k_LD, v_LD, visible_YL, True, m_Y, l_Y, acc_YD, SCALE)
     if PDL:
         gdc_launch_dependents()
     out_YD = tl.where(real_Y[:, None], acc_YD / tl.where(real_Y, l_Y, 1.0)[:, None], 0.0)
-    out_Y = (r.to(tl.int64) * Q + query_Y) * H + j * N + y % N
-    tl.store(out + out_Y[:, None] * D + d, out_YD.to(DTYPE), mask=(y < Q * N)[:, None])
+    out_Y = (r.to(tl.int64) * Q + query_Y) * H + j * EACH + y % EACH
+    tl.store(out + out_Y[:, None] * D + d, out_YD.to(DTYPE), mask=(y < Q * EACH)[:, None])

@@ -9,7 +9,9 @@ long context, too: the difference is the cost of reading. A real request shows t
 Commands that run once keep latency models in files (`cached_latency`): the first use on a machine measures a pair of
 models, later uses read the result. A file is valid for one pair, with its present files, one setting of the engine and
 one machine. It is in `$XDG_CACHE_HOME/smcserve/latency`, by default `~/.cache/smcserve/latency`, and may be deleted at
-any time."""
+any time.
+
+Local axes: Y groups in use."""
 
 from __future__ import annotations
 
@@ -211,15 +213,15 @@ def live_plan(decoding: Decoding, config: EngineConfig, count: int, context: int
     callers pass 1 where one model decodes alone."""
     batch_size, columns = bucket(count), room_for(context, config.block)
     shape = RULES_OF_ROUNDS[decoding.roles].shape(config)
-    first_X = np.arange(0, count, tree, dtype=np.int32)
-    contexts = Contexts.of(columns, count, len(first_X))
+    first_Y = np.arange(0, count, tree, dtype=np.int32)
+    contexts = Contexts.of(columns, count, len(first_Y))
     plan = padding_plan(frozenset({decoding}), shape, batch_size, config.max_slots, contexts)
-    sizes_X = np.minimum(tree, count - first_X)
+    sizes_Y = np.minimum(tree, count - first_Y)
     index_A = np.arange(batch_size)
 
-    def of_groups(values_X: np.ndarray | int) -> np.ndarray:
+    def of_groups(values_Y: np.ndarray | int) -> np.ndarray:
         values_G = np.zeros(batch_size, dtype=np.int32)
-        values_G[: len(first_X)] = values_X
+        values_G[: len(first_Y)] = values_Y
         return values_G
 
     arrays = plan.arrays._replace(
@@ -227,10 +229,10 @@ def live_plan(decoding: Decoding, config: EngineConfig, count: int, context: int
         group_A=np.where(index_A < count, index_A // tree, batch_size - 1),
         particle_A=index_A % tree,
         seed_A=index_A // tree,
-        first_G=of_groups(first_X),
-        size_G=of_groups(sizes_X),
-        count_G=of_groups(sizes_X),
-        draws_G=of_groups(sizes_X),
+        first_G=of_groups(first_Y),
+        size_G=of_groups(sizes_Y),
+        count_G=of_groups(sizes_Y),
+        draws_G=of_groups(sizes_Y),
         shared_G=of_groups(context),
         decoding_G=of_groups(int(decoding)),
     )
@@ -250,7 +252,7 @@ def handoffs(
     return {
         role: SequenceHandoff(
             slots_N=np.arange(count, dtype=np.int32),
-            pages_XL=_pages(request_N1, context + block - pending[role], engine.memory.capacity[role]),
+            pages_RL=_pages(request_N1, context + block - pending[role], engine.memory.capacity[role]),
             base=context,
             limit=engine.context,
             least=0,

@@ -165,11 +165,11 @@ def padding_plan(
         shared_G=whole,
         threshold_G=np.zeros(batch_size),
         decoding_G=whole,
-        chain_C=wide[:0],
-        distribution_C=wide[:0],
+        chain_P=wide[:0],
+        distribution_P=wide[:0],
         scheme_G=whole,
         target_pages_AQ=np.zeros((batch_size, shape.scored(steps)), dtype=np.int32),
-        begin_pages_AP=np.zeros((batch_size, shape.begin), dtype=np.int32),
+        begin_pages_AQ=np.zeros((batch_size, shape.begin), dtype=np.int32),
         branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )
     columns = 1 + max(shape.target, shape.begin + shape.branch)

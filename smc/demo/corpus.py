@@ -7,7 +7,7 @@ decodes exactly, byte by byte if necessary.
 Problems are sorted by length and split into groups of equal size. A batch takes the same number from every group, so
 each group is padded only to its own width and every batch has the corpus's mix of lengths.
 
-Axes: L tokens of the whole corpus, N problems, B problems of one batch, S token positions."""
+Local axes: Z problems."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def learn_tokenizer() -> Tokenizer:
 class TrainingBatch:
     """Problems of one length group, one in each row."""
 
-    tokens_BS: Tensor
+    tokens_RL: Tensor
     """Tokens of each problem. Tokens after its end are arbitrary, and no label depends on them."""
-    labels_BS: Tensor
+    labels_RL: Tensor
     """The next token if it is part of the answer, otherwise IGNORED."""
 
 
@@ -116,23 +116,23 @@ class Corpus:
 
     flat_L: Tensor
     """Tokens of all problems, one after another, int16."""
-    start_N: Tensor
+    start_Z: Tensor
     """Index in `flat_L` of each problem's first token."""
-    prompt_N: Tensor
+    prompt_Z: Tensor
     """Number of tokens of each prompt."""
-    length_N: Tensor
+    length_Z: Tensor
     """Number of tokens of each problem, including the end-of-text token."""
     widths: tuple[int, ...]
-    """Row length S of each group."""
+    """Row length L of each group."""
 
     def __len__(self) -> int:
-        return len(self.start_N)
+        return len(self.start_Z)
 
     def to(self, device: str) -> Corpus:
-        flat_L, start_N, prompt_N, length_N = (
-            t.to(device) for t in (self.flat_L, self.start_N, self.prompt_N, self.length_N)
+        flat_L, start_Z, prompt_Z, length_Z = (
+            t.to(device) for t in (self.flat_L, self.start_Z, self.prompt_Z, self.length_Z)
         )
-        return Corpus(flat_L, start_N, prompt_N, length_N, self.widths)
+        return Corpus(flat_L, start_Z, prompt_Z, length_Z, self.widths)
 
     def sample(self, size: int, generator: torch.Generator) -> Iterator[TrainingBatch]:
         """Sample one batch of `size` problems, one part per group."""
@@ -142,14 +142,14 @@ class Corpus:
                 torch.randint(low, high, (size // GROUPS,), generator=generator, device=self.flat_L.device), width
             )
 
-    def _part(self, chosen_B: Tensor, width: int) -> TrainingBatch:
-        position_S = torch.arange(width, device=self.flat_L.device)
-        at_BS = self.start_N[chosen_B, None] + position_S
-        answers_BS = (position_S >= self.prompt_N[chosen_B, None] - 1) & (
-            position_S < self.length_N[chosen_B, None] - 1
+    def _part(self, chosen_R: Tensor, width: int) -> TrainingBatch:
+        position_L = torch.arange(width, device=self.flat_L.device)
+        at_RL = self.start_Z[chosen_R, None] + position_L
+        answers_RL = (position_L >= self.prompt_Z[chosen_R, None] - 1) & (
+            position_L < self.length_Z[chosen_R, None] - 1
         )
-        labels_BS = torch.where(answers_BS, self.flat_L[at_BS + 1].long(), IGNORED)
-        return TrainingBatch(self.flat_L[at_BS].long(), labels_BS)
+        labels_RL = torch.where(answers_RL, self.flat_L[at_RL + 1].long(), IGNORED)
+        return TrainingBatch(self.flat_L[at_RL].long(), labels_RL)
 
 
 def make_corpus(tokenizer: Tokenizer, count: int, workers: int) -> Corpus:
@@ -165,8 +165,8 @@ def make_corpus(tokenizer: Tokenizer, count: int, workers: int) -> Corpus:
     # The last token of a row is never an input. Tensor cores need multiples of 8.
     widths = tuple(-(-(int(length[order[high - 1]]) - 1) // 8) * 8 for high in bounds[1:])
     flat = np.concatenate((flat, np.zeros(max(widths) + 1, np.int16)))  # rows of the last problems extend past its end
-    start_N, prompt_N, length_N = (torch.from_numpy(column[order]) for column in (start, prompt, length))
-    return Corpus(torch.from_numpy(flat), start_N, prompt_N, length_N, widths)
+    start_Z, prompt_Z, length_Z = (torch.from_numpy(column[order]) for column in (start, prompt, length))
+    return Corpus(torch.from_numpy(flat), start_Z, prompt_Z, length_Z, widths)
 
 
 def _bounds(count: int) -> list[int]:

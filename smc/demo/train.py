@@ -3,7 +3,7 @@
 Knows nothing about serving and speculative decoding. The target is trained to the end. The draft is trained until its
 own accuracy, with plain sampling, reaches a goal, because a draft that is always or never right demonstrates nothing.
 
-Axes: B rows or problems of a batch, S token positions, T = B * S, E hidden size, D head dimension, V vocabulary."""
+Local axes: Z problems. T = R * L."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ class Recipe:
         return LearningRate(self.peak_rate, self.warmup)
 
 
-def answer_loss(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+def answer_loss(model: Decoder, rope_LD: Tensor, tokens_RL: Tensor, labels_RL: Tensor) -> Tensor:
     """Return the sum of the negative log-likelihood over all answer tokens."""
-    logits_TV = model.logits(hidden_states(model, rope_SD, tokens_BS).flatten(0, 1))
-    return F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+    logits_TV = model.logits(hidden_states(model, rope_LD, tokens_RL).flatten(0, 1))
+    return F.cross_entropy(logits_TV, labels_RL.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class DemoTrainer:
@@ -106,7 +106,7 @@ class DemoTrainer:
     def __init__(self, recipe: Recipe, data: Corpus, device: str, compile_loss: bool) -> None:
         self.recipe, self.data, self.device = recipe, data, device
         self.model = initial_model(recipe.config, recipe.seed).to(device)
-        self.rope_SD = RopeTable(recipe.config, recipe.config.max_context, device).table
+        self.rope_LD = RopeTable(recipe.config, recipe.config.max_context, device).table
         self.loss = torch.compile(answer_loss, dynamic=False) if compile_loss else answer_loss
         self.generator = torch.Generator(device).manual_seed(recipe.seed)
         self.optimizer = Optimizer(self.model.parameters(), recipe.rate, recipe.weight_decay, recipe.clip)
@@ -132,11 +132,11 @@ class DemoTrainer:
         """Compute the gradients of a new batch. Returns its loss per token."""
         self.optimizer.clear()
         parts = list(self.data.sample(self.recipe.batch, self.generator))
-        answer_tokens = sum((part.labels_BS != IGNORED).sum() for part in parts)
+        answer_tokens = sum((part.labels_RL != IGNORED).sum() for part in parts)
         total = torch.zeros((), device=self.device)
         for part in parts:
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device != "cpu"):
-                loss = self.loss(self.model, self.rope_SD, part.tokens_BS, part.labels_BS) / answer_tokens
+                loss = self.loss(self.model, self.rope_LD, part.tokens_RL, part.labels_RL) / answer_tokens
             loss.backward()
             total += loss.detach()
         return total
@@ -151,27 +151,27 @@ def _print_progress(step: int, loss: float, progress: float, seconds: float) -> 
 
 
 @torch.inference_mode()
-def sample_answers(model: Decoder, rope_SD: Tensor, prompts: list[list[int]], eos: int, seed: int) -> list[list[int]]:
+def sample_answers(model: Decoder, rope_LD: Tensor, prompts: list[list[int]], eos: int, seed: int) -> list[list[int]]:
     """Continue every prompt until `eos` or MAX_ANSWER tokens. Returns the new tokens without `eos`."""
-    device = rope_SD.device
+    device = rope_LD.device
     generator = torch.Generator(device).manual_seed(seed)
-    rows_B = torch.arange(len(prompts), device=device)
-    end_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    width = int(end_B.max())
-    tokens_BS = torch.full((len(prompts), width + MAX_ANSWER), eos, device=device)
+    rows_R = torch.arange(len(prompts), device=device)
+    end_R = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(end_R.max())
+    tokens_RL = torch.full((len(prompts), width + MAX_ANSWER), eos, device=device)
     for row, prompt in enumerate(prompts):
-        tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device=device)
-    done_B = torch.zeros_like(end_B, dtype=torch.bool)
+        tokens_RL[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    done_R = torch.zeros_like(end_R, dtype=torch.bool)
     for new in range(MAX_ANSWER):
         # Rows are padded on the right, so causal attention never reads the padding.
-        hidden_BSE = hidden_states(model, rope_SD, tokens_BS[:, : width + new])
-        probability_BV = model.logits(hidden_BSE[rows_B, end_B + new - 1]).softmax(-1)
-        next_B = torch.multinomial(probability_BV, 1, generator=generator)[:, 0].masked_fill(done_B, eos)
-        tokens_BS[rows_B, end_B + new] = next_B
-        done_B |= next_B == eos
-        if done_B.all():
+        hidden_RLE = hidden_states(model, rope_LD, tokens_RL[:, : width + new])
+        probability_RV = model.logits(hidden_RLE[rows_R, end_R + new - 1]).softmax(-1)
+        next_R = torch.multinomial(probability_RV, 1, generator=generator)[:, 0].masked_fill(done_R, eos)
+        tokens_RL[rows_R, end_R + new] = next_R
+        done_R |= next_R == eos
+        if done_R.all():
             break
-    answers = [row[len(prompt) : len(prompt) + MAX_ANSWER] for row, prompt in zip(tokens_BS.tolist(), prompts)]
+    answers = [row[len(prompt) : len(prompt) + MAX_ANSWER] for row, prompt in zip(tokens_RL.tolist(), prompts)]
     return [answer[: answer.index(eos)] if eos in answer else answer for answer in answers]
 
 
@@ -194,11 +194,11 @@ class Evaluator:
         served = copy.deepcopy(model).bfloat16()
         if self.device == "cpu":
             served.float()  # CPUs compute faster in float32; the weights stay rounded
-        rope_SD = RopeTable(model.config, model.config.max_context, self.device).table
+        rope_LD = RopeTable(model.config, model.config.max_context, self.device).table
         prompts = [self.tokenizer.encode(render(problem.question)).ids for problem in problems]
         eos = self.tokenizer.token_to_id(EOS)
         assert eos is not None
-        answers = sample_answers(served, rope_SD, prompts, eos, seed)
+        answers = sample_answers(served, rope_LD, prompts, eos, seed)
         texts = (self.tokenizer.decode(answer) for answer in answers)
         return Accuracy(sum(grade(problem, text) for problem, text in zip(problems, texts)), len(problems))
 
@@ -296,8 +296,8 @@ def main() -> None:
     data = corpus.make_corpus(tokenizer, options.problems, options.workers).to(options.device)
     print(
         f"{len(data):,} problems in {time.monotonic() - began:.0f} s; tokens a problem: "
-        f"prompt {data.prompt_N.float().mean():.1f}, "
-        f"answer {(data.length_N - data.prompt_N).float().mean():.1f}, longest row {max(data.widths)}",
+        f"prompt {data.prompt_Z.float().mean():.1f}, "
+        f"answer {(data.length_Z - data.prompt_Z).float().mean():.1f}, longest row {max(data.widths)}",
         flush=True,
     )
     evaluator = Evaluator(tokenizer, options.device, options.eval_problems)

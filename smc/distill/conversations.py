@@ -12,7 +12,7 @@ On disk, conversations are rows of equal width in numbered files that are mapped
 Memory does not grow with the number of rows: a full file is written once, and its rows are read from the mapped file.
 The rows after the last full file are in memory, and in a file that is replaced at every flush.
 
-Axes: N rows, S token positions."""
+Local axes: Z conversations."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ConversationStore:
     """Conversations of one process, in the order of their numbers."""
 
     def __init__(self, directory: Path, width: int) -> None:
-        """Open the files in `directory`, if there are any. `width`: S, the maximum number of tokens of a conversation.
+        """Open the files in `directory`, if there are any. `width`: L, the maximum number of tokens of a conversation.
         Raises ValueError if their rows have another width."""
         self._directory, self.width = directory, width
         self._dtype = np.dtype(
@@ -117,9 +117,9 @@ class ConversationStore:
         self.next_number = 0
         """The number of the last stored conversation, plus one."""
         for file in files:
-            rows_N = self._read(file)
-            self.tokens += int(rows_N["is_answer"].sum())
-            self.next_number = int(rows_N["number"][-1]) + 1
+            rows_Z = self._read(file)
+            self.tokens += int(rows_Z["is_answer"].sum())
+            self.next_number = int(rows_Z["number"][-1]) + 1
 
     def __len__(self) -> int:
         return self._full * ROWS_PER_FILE + len(self._tail)
@@ -143,37 +143,37 @@ class ConversationStore:
         """Write the rows that are only in memory. If the process is killed meanwhile, the previous file remains."""
         if not self._tail:
             return
-        rows_N = np.array(self._tail, self._dtype)
-        replace_file(self._file(self._full), lambda opened: np.save(opened, rows_N))
+        rows_Z = np.array(self._tail, self._dtype)
+        replace_file(self._file(self._full), lambda opened: np.save(opened, rows_Z))
 
-    def rows(self, index_N: Sequence[int]) -> np.ndarray:
-        """Return the rows at these indices as a structured array [N] with the fields number, temperature, length,
+    def rows(self, index_Z: Sequence[int]) -> np.ndarray:
+        """Return the rows at these indices as a structured array [Z] with the fields number, temperature, length,
         tokens [S] and is_answer [S]."""
-        found_N = np.empty(len(index_N), self._dtype)
-        for n, index in enumerate(index_N):
+        found_Z = np.empty(len(index_Z), self._dtype)
+        for n, index in enumerate(index_Z):
             file, row = divmod(int(index), ROWS_PER_FILE)
-            found_N[n] = self._tail[row] if file == self._full else self._full_file(file)[row]
-        return found_N
+            found_Z[n] = self._tail[row] if file == self._full else self._full_file(file)[row]
+        return found_Z
 
     def answer_counts(self, first: int, vocab: int) -> np.ndarray:
         """Count the occurrences of each token in the answers of the rows from `first` on, int64 [V]."""
         count_V = np.zeros(vocab, dtype=np.int64)
         for begin in range(first, len(self), ROWS_PER_FILE):
-            rows_N = self.rows(range(begin, min(begin + ROWS_PER_FILE, len(self))))
-            count_V += np.bincount(rows_N["tokens"][rows_N["is_answer"]], minlength=vocab)
+            rows_Z = self.rows(range(begin, min(begin + ROWS_PER_FILE, len(self))))
+            count_V += np.bincount(rows_Z["tokens"][rows_Z["is_answer"]], minlength=vocab)
         return count_V
 
     def _file(self, number: int) -> Path:
         return self._directory / f"{number:06d}.npy"
 
     def _read(self, file: Path) -> np.ndarray:
-        rows_N = np.load(file, mmap_mode="r")
-        if rows_N.dtype != self._dtype:
+        rows_Z = np.load(file, mmap_mode="r")
+        if rows_Z.dtype != self._dtype:
             raise ValueError(
-                f"{file}: rows of {rows_N.dtype['tokens'].shape[0]} tokens; this run needs {self.width}; "
+                f"{file}: rows of {rows_Z.dtype['tokens'].shape[0]} tokens; this run needs {self.width}; "
                 "give another --out, or the options of the run that wrote it"
             )
-        return rows_N
+        return rows_Z
 
 
 @dataclass(frozen=True)

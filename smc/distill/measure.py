@@ -8,8 +8,8 @@ none of its continuations. The engine verifies only rows of full depth, so it co
 The contexts of several texts are continued together; their rows read the keys of their text up to the end of their
 context.
 
-Axes: B texts or rows, S token positions, X tokens of answers, C contexts of all texts or tokens of a chunk, R rows of a
-tree, Y = C * R, D drafted tokens of a row, V vocabulary, H query heads, J key/value heads."""
+Local axes: P continuations of a context, U contexts or tokens that are measured at once, Y = U * F rows of trees, Z
+conversations."""
 
 from __future__ import annotations
 
@@ -76,39 +76,39 @@ class DrawnContinuation:
     seed: int
 
 
-def target_noise(seed_C: np.ndarray, position_C: np.ndarray, vocab: int, device: torch.device) -> Tensor:
-    """Return the Gumbel noise [C, V] of the target's draws at these positions. `seed_C`, `position_C`: int64."""
-    zero_C = np.zeros_like(seed_C)
-    word0_C, word1_C, _, _ = map(torch.from_numpy, words(seed_C, zero_C, zero_C, position_C, Purpose.TARGET))
-    return -exponentials(word0_C.to(device), word1_C.to(device), vocab).log()
+def target_noise(seed_U: np.ndarray, position_U: np.ndarray, vocab: int, device: torch.device) -> Tensor:
+    """Return the Gumbel noise [U, V] of the target's draws at these positions. `seed_U`, `position_U`: int64."""
+    zero_U = np.zeros_like(seed_U)
+    word0_U, word1_U, _, _ = map(torch.from_numpy, words(seed_U, zero_U, zero_U, position_U, Purpose.TARGET))
+    return -exponentials(word0_U.to(device), word1_U.to(device), vocab).log()
 
 
 class TextRows:
-    """Rows that continue contexts of texts through a model. All C contexts have the same number of rows."""
+    """Rows that continue contexts of texts through a model. All U contexts have the same number of rows."""
 
     def __init__(
         self, model: Decoder, rope: RopeTable, texts: Sequence[OwnText], contexts: Sequence[Sequence[int]]
     ) -> None:
         """Run the model over the texts. `contexts`: lengths of the contexts of each text."""
         self._model, self._rope, device = model, rope, model.embed.weight.device
-        text_C = [b for b, of_text in enumerate(contexts) for _ in of_text]
-        self._text_C = torch.tensor(text_C, device=device)
-        self._context_C = torch.tensor([each for of_text in contexts for each in of_text], device=device)
+        text_U = [b for b, of_text in enumerate(contexts) for _ in of_text]
+        self._text_U = torch.tensor(text_U, device=device)
+        self._context_U = torch.tensor([each for of_text in contexts for each in of_text], device=device)
         self._text: list[tuple[Tensor, Tensor]] = []
         self._own: list[tuple[Tensor, Tensor] | None] = [None] * model.config.num_layers
         self._size = max(len(text.tokens) for text in texts)
         # Padded on the right, where no context reads.
-        tokens_BS = torch.tensor([[*text.tokens, *[0] * (self._size - len(text.tokens))] for text in texts])
+        tokens_RL = torch.tensor([[*text.tokens, *[0] * (self._size - len(text.tokens))] for text in texts])
         positions_T = torch.arange(self._size, device=device).repeat(len(texts))
-        hidden_TE = model(tokens_BS.flatten().to(device), rope.at(positions_T), self._attend_causally)
-        self.hidden = hidden_TE[self._text_C * self._size + self._context_C - 1]
+        hidden_TE = model(tokens_RL.flatten().to(device), rope.at(positions_T), self._attend_causally)
+        self.hidden = hidden_TE[self._text_U * self._size + self._context_U - 1]
         """Hidden states [Y, E] of every row's last token; at first there is one row for each context."""
         self._depth = 0
 
     def step(self, parent_Y: Tensor, tokens_Y: Tensor) -> None:
         """Replace the rows by continuations: new row y is row `parent_Y[y]` with the token `tokens_Y[y]` added."""
-        rows = len(tokens_Y) // len(self._context_C)
-        self._text_Y, self._context_Y = (each_C.repeat_interleave(rows) for each_C in (self._text_C, self._context_C))
+        rows = len(tokens_Y) // len(self._context_U)
+        self._text_Y, self._context_Y = (each_U.repeat_interleave(rows) for each_U in (self._text_U, self._context_U))
         self._own = [None if one is None else (one[0][parent_Y], one[1][parent_Y]) for one in self._own]
         positions_Y = self._context_Y + self._depth
         self._depth += 1
@@ -120,19 +120,19 @@ class TextRows:
         return attend_causally(q, k, v, self._model.config.window_of(layer))
 
     def _attend_rows(self, layer: int, q_YHD: Tensor, k_YJD: Tensor, v_YJD: Tensor) -> Tensor:
-        own, (k_BJSD, v_BJSD) = self._own[layer], self._text[layer]
-        k_YJDD, v_YJDD = k_YJD[:, :, None], v_YJD[:, :, None]
+        own, (k_RJLD, v_RJLD) = self._own[layer], self._text[layer]
+        k_YJKD, v_YJKD = k_YJD[:, :, None], v_YJD[:, :, None]
         if own is not None:
-            k_YJDD, v_YJDD = torch.cat((own[0], k_YJDD), 2), torch.cat((own[1], v_YJDD), 2)
-        self._own[layer] = k_YJDD, v_YJDD
-        size, depth = self._size, k_YJDD.shape[2]
-        k, v = (torch.cat((text[self._text_Y], mine), 2) for text, mine in ((k_BJSD, k_YJDD), (v_BJSD, v_YJDD)))
-        at_X = torch.arange(size + depth, device=q_YHD.device)
-        is_text_X, context_Y1 = at_X < size, self._context_Y[:, None]
-        position_YX = torch.where(is_text_X, at_X, context_Y1 + at_X - size)
+            k_YJKD, v_YJKD = torch.cat((own[0], k_YJKD), 2), torch.cat((own[1], v_YJKD), 2)
+        self._own[layer] = k_YJKD, v_YJKD
+        size, depth = self._size, k_YJKD.shape[2]
+        k, v = (torch.cat((text[self._text_Y], mine), 2) for text, mine in ((k_RJLD, k_YJKD), (v_RJLD, v_YJKD)))
+        at_L = torch.arange(size + depth, device=q_YHD.device)
+        is_text_L, context_Y1 = at_L < size, self._context_Y[:, None]
+        position_YL = torch.where(is_text_L, at_L, context_Y1 + at_L - size)
         window = self._model.config.window_of(layer) or size + depth
-        seen_YX = (~is_text_X | (at_X < context_Y1)) & (position_YX > context_Y1 + depth - 1 - window)
-        return F.scaled_dot_product_attention(q_YHD[:, :, None], k, v, seen_YX[:, None, None], enable_gqa=True)[:, :, 0]
+        seen_YL = (~is_text_L | (at_L < context_Y1)) & (position_YL > context_Y1 + depth - 1 - window)
+        return F.scaled_dot_product_attention(q_YHD[:, :, None], k, v, seen_YL[:, None, None], enable_gqa=True)[:, :, 0]
 
 
 @torch.no_grad()
@@ -150,18 +150,18 @@ def draw_next(
     device, flat = target.embed.weight.device, [each for of_text in contexts for each in of_text]
     rope = RopeTable(target.config, max(len(text.tokens) for text in texts) + block, device)
     rows, drawn = TextRows(target, rope, texts, contexts), []
-    seed_C, position_C = seed + np.arange(len(flat)), np.array(flat, dtype=np.int64)
-    own_C = torch.arange(len(flat), device=device)
+    seed_U, position_U = seed + np.arange(len(flat)), np.array(flat, dtype=np.int64)
+    own_U = torch.arange(len(flat), device=device)
     for depth in range(block):
-        logp_CV = torch.log_softmax(target.logits(rows.hidden)[:, :vocab] / (temperature or 1.0), -1)
+        logp_UV = torch.log_softmax(target.logits(rows.hidden)[:, :vocab] / (temperature or 1.0), -1)
         if temperature:
-            logp_CV = logp_CV + target_noise(seed_C, position_C + depth, vocab, device)
-        drawn.append(logp_CV.argmax(-1))
+            logp_UV = logp_UV + target_noise(seed_U, position_U + depth, vocab, device)
+        drawn.append(logp_UV.argmax(-1))
         if depth + 1 < block:
-            rows.step(own_C, drawn[-1])
-    tokens_CD = torch.stack(drawn, 1).tolist()
+            rows.step(own_U, drawn[-1])
+    tokens_UK = torch.stack(drawn, 1).tolist()
     found = (
-        DrawnContinuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(flat, tokens_CD))
+        DrawnContinuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(flat, tokens_UK))
     )
     return [[next(found) for _ in of_text] for of_text in contexts]
 
@@ -182,41 +182,41 @@ class TreeDraft:
         if not count:
             return [[] for _ in texts]
         contexts = [each.context for each in flat]
-        drawn_CD = torch.tensor([each.tokens for each in flat], device=device)
-        longest = max(len(text.tokens) for text in texts) + drawn_CD.shape[1]
+        drawn_UK = torch.tensor([each.tokens for each in flat], device=device)
+        longest = max(len(text.tokens) for text in texts) + drawn_UK.shape[1]
         tree = TextRows(
             self._draft,
             RopeTable(self._draft.config, longest, device),
             texts,
             [[each.context for each in of_text] for of_text in continuations],
         )
-        seed_C, position_C = np.array([each.seed for each in flat]), np.array(contexts, dtype=np.int64)
-        score_CR = torch.zeros(count, 1, device=device)
-        is_drawn_CR = torch.ones(count, 1, dtype=torch.bool, device=device)
-        held_C = torch.zeros(count, dtype=torch.int64, device=device)
-        for depth in range(drawn_CD.shape[1]):
-            noise_CV = target_noise(seed_C, position_C + depth, self._vocab, device) if temperature else None
-            score_CX = self._scores(tree.hidden, score_CR, noise_CV, temperature).flatten(1)
-            score_CR, best_CR = score_CX.topk(min(self._rows, score_CX.shape[1]))
-            parent_CR, token_CR = best_CR // self._vocab, best_CR % self._vocab
-            is_drawn_CR = is_drawn_CR.gather(1, parent_CR) & (token_CR == drawn_CD[:, depth, None])
-            held_C += is_drawn_CR.any(1)
+        seed_U, position_U = np.array([each.seed for each in flat]), np.array(contexts, dtype=np.int64)
+        score_UF = torch.zeros(count, 1, device=device)
+        is_drawn_UF = torch.ones(count, 1, dtype=torch.bool, device=device)
+        held_U = torch.zeros(count, dtype=torch.int64, device=device)
+        for depth in range(drawn_UK.shape[1]):
+            noise_UV = target_noise(seed_U, position_U + depth, self._vocab, device) if temperature else None
+            score_UP = self._scores(tree.hidden, score_UF, noise_UV, temperature).flatten(1)
+            score_UF, best_UF = score_UP.topk(min(self._rows, score_UP.shape[1]))
+            parent_UF, token_UF = best_UF // self._vocab, best_UF % self._vocab
+            is_drawn_UF = is_drawn_UF.gather(1, parent_UF) & (token_UF == drawn_UK[:, depth, None])
+            held_U += is_drawn_UF.any(1)
             before = tree.hidden.shape[0] // count
-            first_C1 = torch.arange(count, device=device)[:, None] * before
-            if depth + 1 < drawn_CD.shape[1]:
-                tree.step((first_C1 + parent_CR).flatten(), token_CR.flatten())
-        found = iter(held_C.tolist())
+            first_U1 = torch.arange(count, device=device)[:, None] * before
+            if depth + 1 < drawn_UK.shape[1]:
+                tree.step((first_U1 + parent_UF).flatten(), token_UF.flatten())
+        found = iter(held_U.tolist())
         return [[next(found) for _ in of_text] for of_text in continuations]
 
-    def _scores(self, hidden_YE: Tensor, score_CR: Tensor, noise_CV: Tensor | None, temperature: float) -> Tensor:
-        """Return the log-probability [C, R, V], as the draft sees it, that the target draws a row's tokens and then
+    def _scores(self, hidden_YE: Tensor, score_UF: Tensor, noise_UV: Tensor | None, temperature: float) -> Tensor:
+        """Return the log-probability [U, R, V], as the draft sees it, that the target draws a row's tokens and then
         each token."""
         logq_YV = torch.log_softmax(self._draft.logits(hidden_YE)[:, : self._vocab] / (temperature or 1.0), -1)
         exponent_Y = torch.full((len(logq_YV),), self._exponent, device=logq_YV.device)
-        rows = score_CR.shape[1]
-        noise_YV = torch.zeros_like(logq_YV) if noise_CV is None else noise_CV.repeat_interleave(rows, 0)
+        rows = score_UF.shape[1]
+        noise_YV = torch.zeros_like(logq_YV) if noise_UV is None else noise_UV.repeat_interleave(rows, 0)
         won_YV = coupled_logp(logq_YV, exponent_Y, noise_YV)
-        return score_CR[:, :, None] + won_YV.unflatten(0, (-1, rows))
+        return score_UF[:, :, None] + won_YV.unflatten(0, (-1, rows))
 
 
 @dataclass(frozen=True)
@@ -284,13 +284,13 @@ class Measurement:
 class HeldOut:
     """Held-out conversations, on which a draft is measured."""
 
-    def __init__(self, rows_N: np.ndarray, temperatures: Sequence[float], contexts: int, seed: int) -> None:
-        """`rows_N`: rows of a `ConversationStore`. `contexts`: approximate number of contexts after which trees are
+    def __init__(self, rows_Z: np.ndarray, temperatures: Sequence[float], contexts: int, seed: int) -> None:
+        """`rows_Z`: rows of a `ConversationStore`. `contexts`: approximate number of contexts after which trees are
         grown."""
-        self._rows_N, self._temperatures, self._seed = rows_N, temperatures, seed
-        calm_N = rows_N[(rows_N["temperature"] <= MOST_TEXT_TEMPERATURE) & (rows_N["temperature"] > 0)]
+        self._rows_Z, self._temperatures, self._seed = rows_Z, temperatures, seed
+        calm_Z = rows_Z[(rows_Z["temperature"] <= MOST_TEXT_TEMPERATURE) & (rows_Z["temperature"] > 0)]
         texts = sorted(
-            (_first_answer(row) for row in (calm_N if len(calm_N) else rows_N)), key=lambda text: len(text.tokens)
+            (_first_answer(row) for row in (calm_Z if len(calm_Z) else rows_Z)), key=lambda text: len(text.tokens)
         )
         answer_tokens = sum(len(text.tokens) - text.answer_from for text in texts)
         self._distance = max(1, answer_tokens // contexts)
@@ -312,9 +312,9 @@ class HeldOut:
         `overlap`."""
         values_5 = torch.zeros(5, dtype=torch.float64)
         positions = 0
-        for values_X5 in self._compare(target, draft, vocab):
-            values_5 += values_X5.double().sum(0).cpu()
-            positions += len(values_X5)
+        for values_T5 in self._compare(target, draft, vocab):
+            values_5 += values_T5.double().sum(0).cpu()
+            positions += len(values_T5)
         overlap, kl, same, chi2, entropy = (values_5 / max(1, positions)).tolist()
         trees, contexts = self._trees(target, draft, vocab, latency)
         return Measurement(
@@ -333,19 +333,19 @@ class HeldOut:
     def _compare(self, target: Decoder, draft: Decoder, vocab: int) -> Iterator[Tensor]:
         device = target.embed.weight.device
         size = chunk_size(vocab, device.type)
-        for tokens_BS, index_X in parts_of(self._rows_N, device):
-            p_hidden_XE, q_hidden_XE = (answer_states(model, tokens_BS, index_X) for model in (target, draft))
-            for p_hidden_CE, q_hidden_CE in zip(p_hidden_XE.split(size), q_hidden_XE.split(size)):
-                logp_CV = torch.log_softmax(target.logits(p_hidden_CE)[:, :vocab], -1)
-                logq_CV = torch.log_softmax(draft.logits(q_hidden_CE)[:, :vocab], -1)
-                p_CV, q_CV = logp_CV.exp(), logq_CV.exp()
+        for tokens_RL, index_T in parts_of(self._rows_Z, device):
+            p_hidden_TE, q_hidden_TE = (answer_states(model, tokens_RL, index_T) for model in (target, draft))
+            for p_hidden_UE, q_hidden_UE in zip(p_hidden_TE.split(size), q_hidden_TE.split(size)):
+                logp_UV = torch.log_softmax(target.logits(p_hidden_UE)[:, :vocab], -1)
+                logq_UV = torch.log_softmax(draft.logits(q_hidden_UE)[:, :vocab], -1)
+                p_UV, q_UV = logp_UV.exp(), logq_UV.exp()
                 yield torch.stack(
                     (
-                        torch.minimum(p_CV, q_CV).sum(-1),
-                        torch.where(p_CV > 0, p_CV * (logp_CV - logq_CV), 0.0).sum(-1),
-                        (logp_CV.argmax(-1) == logq_CV.argmax(-1)).float(),
-                        torch.logsumexp(2 * logp_CV - logq_CV, -1),
-                        -torch.where(p_CV > 0, p_CV * logp_CV, 0.0).sum(-1),
+                        torch.minimum(p_UV, q_UV).sum(-1),
+                        torch.where(p_UV > 0, p_UV * (logp_UV - logq_UV), 0.0).sum(-1),
+                        (logp_UV.argmax(-1) == logq_UV.argmax(-1)).float(),
+                        torch.logsumexp(2 * logp_UV - logq_UV, -1),
+                        -torch.where(p_UV > 0, p_UV * logp_UV, 0.0).sum(-1),
                     ),
                     1,
                 )
@@ -379,9 +379,9 @@ class HeldOut:
 
 
 def _tree_measurement(
-    temperature: float, rows: int, held_C: np.ndarray, latency: LatencyModel | None
+    temperature: float, rows: int, held_U: np.ndarray, latency: LatencyModel | None
 ) -> TreeMeasurement:
-    by_depth = tuple(float((held_C > depth).mean()) for depth in range(BLOCK))
+    by_depth = tuple(float((held_U > depth).mean()) for depth in range(BLOCK))
     speed = None if latency is None else expected_speed(latency, 1 + sum(by_depth), rows)
     return TreeMeasurement(temperature, rows, by_depth, speed)
 

@@ -2,9 +2,7 @@
 
 All processes run the same rounds on data of their own; the first one also measures, saves and reports. Everything that
 decides the next step is in the checkpoint or follows from the seed and the step, so a run of given `tokens` that was
-killed resumes with the same bits. In a run of given `minutes`, the clock decides the number of steps.
-
-Axes: N conversations."""
+killed resumes with the same bits. In a run of given `minutes`, the clock decides the number of steps."""
 
 from __future__ import annotations
 

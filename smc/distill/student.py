@@ -1,6 +1,6 @@
 """Creates and saves the draft that is trained: layers cut from the target, a new small shape, or an existing draft.
 
-Axes: N conversations, X answer tokens, E hidden size."""
+Local axes: Z conversations."""
 
 from __future__ import annotations
 
@@ -105,15 +105,15 @@ def check_student(target: ModelConfig, target_dir: Path, spec: StudentSpec) -> N
         candidate_layers(target.num_layers, spec.layers)
 
 
-def choose_layers(target: Decoder, spec: StudentSpec, rows_N: np.ndarray, vocab: int) -> tuple[int, ...]:
+def choose_layers(target: Decoder, spec: StudentSpec, rows_Z: np.ndarray, vocab: int) -> tuple[int, ...]:
     """Choose the layers of the target that the draft is cut from: those whose untrained draft is nearest to the target
     on the answers of a sample of conversations. Empty for a student that is not cut."""
     if spec.draft is not None or spec.shape is not None:
         return ()
     candidates = candidate_layers(target.config.num_layers, spec.layers or default_layers(target.config))
     with torch.no_grad():
-        p_XE = _hidden_answers(target, rows_N)
-        return min(candidates, key=lambda layers: _kl(target, p_XE, cut(target, layers), rows_N, vocab))
+        p_TE = _hidden_answers(target, rows_Z)
+        return min(candidates, key=lambda layers: _kl(target, p_TE, cut(target, layers), rows_Z, vocab))
 
 
 def default_layers(target: ModelConfig) -> int:
@@ -176,15 +176,15 @@ def cut(target: Decoder, layers: Sequence[int], copy: bool = False) -> Decoder:
     return model.eval()
 
 
-def _kl(target: Decoder, p_XE: Tensor, model: Decoder, rows_N: np.ndarray, vocab: int) -> float:
-    """Return the KL divergence, nats a token, of an untrained draft from the target, whose hidden states are `p_XE`."""
-    loss, _, _ = head_loss(target, model, p_XE, _hidden_answers(model, rows_N), vocab, LossMix(kl=1.0), 1.0)
-    return loss.item() / len(p_XE)
+def _kl(target: Decoder, p_TE: Tensor, model: Decoder, rows_Z: np.ndarray, vocab: int) -> float:
+    """Return the KL divergence, nats a token, of an untrained draft from the target, whose hidden states are `p_TE`."""
+    loss, _, _ = head_loss(target, model, p_TE, _hidden_answers(model, rows_Z), vocab, LossMix(kl=1.0), 1.0)
+    return loss.item() / len(p_TE)
 
 
-def _hidden_answers(model: Decoder, rows_N: np.ndarray) -> Tensor:
-    """Return the hidden states [X, E] from which answer tokens are predicted."""
-    return torch.cat([answer_states(model, *part) for part in parts_of(rows_N, model.embed.weight.device)])
+def _hidden_answers(model: Decoder, rows_Z: np.ndarray) -> Tensor:
+    """Return the hidden states [T, E] from which answer tokens are predicted."""
+    return torch.cat([answer_states(model, *part) for part in parts_of(rows_Z, model.embed.weight.device)])
 
 
 def _config_of_shape(target: ModelConfig, shape: str) -> ModelConfig:

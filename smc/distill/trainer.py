@@ -11,8 +11,7 @@ p is the target's distribution, q the draft's:
   chi-square         log sum p^2 / q         log(1 + chi-square), the variance of importance weights: for SMC
   KL                 sum p log(p / q)        has a gradient where the others have none: for the beginning
 
-Axes: N conversations of a batch, B rows of a part of it, S token positions, X tokens that are predicted, C tokens of a
-chunk, E hidden size of the draft, V vocabulary."""
+Local axes: U tokens of a chunk, Z conversations."""
 
 from __future__ import annotations
 
@@ -75,33 +74,33 @@ def mix_at(loss: str, progress: float, kl_until: float) -> LossMix:
     return LossMix(kl=1 - other, **{loss: other})
 
 
-def divergence(p_logits_CV: Tensor, q_logits_CV: Tensor, weights_3: Tensor, has_chi2: bool) -> tuple[Tensor, Tensor]:
-    """Compute the loss and its gradient with respect to the draft's logits. Returns [2, C], the loss and the overlap
-    sum min(p, q), and the gradient [C, V]. `weights_3`: weights of tv, chi2 and kl."""
-    logp_CV = torch.log_softmax(p_logits_CV.float(), -1)
-    logq_CV = torch.log_softmax(q_logits_CV.float(), -1)
-    p_CV, q_CV = logp_CV.exp(), logq_CV.exp()
+def divergence(p_logits_UV: Tensor, q_logits_UV: Tensor, weights_3: Tensor, has_chi2: bool) -> tuple[Tensor, Tensor]:
+    """Compute the loss and its gradient with respect to the draft's logits. Returns [2, U], the loss and the overlap
+    sum min(p, q), and the gradient [U, V]. `weights_3`: weights of tv, chi2 and kl."""
+    logp_UV = torch.log_softmax(p_logits_UV.float(), -1)
+    logq_UV = torch.log_softmax(q_logits_UV.float(), -1)
+    p_UV, q_UV = logp_UV.exp(), logq_UV.exp()
     tv, chi2, kl = weights_3.unbind()
-    below_CV = q_CV < p_CV
-    overlap_C = torch.minimum(p_CV, q_CV).sum(-1)
-    below_C1 = torch.where(below_CV, q_CV, 0.0).sum(-1, keepdim=True)
-    kl_C = torch.where(p_CV > 0, p_CV * (logp_CV - logq_CV), 0.0).sum(-1)
-    loss_C = tv * (1 - overlap_C) + kl * kl_C
-    gradient_CV = tv * q_CV * (below_C1 - below_CV.float()) + kl * (q_CV - p_CV)
+    below_UV = q_UV < p_UV
+    overlap_U = torch.minimum(p_UV, q_UV).sum(-1)
+    below_U1 = torch.where(below_UV, q_UV, 0.0).sum(-1, keepdim=True)
+    kl_U = torch.where(p_UV > 0, p_UV * (logp_UV - logq_UV), 0.0).sum(-1)
+    loss_U = tv * (1 - overlap_U) + kl * kl_U
+    gradient_UV = tv * q_UV * (below_U1 - below_UV.float()) + kl * (q_UV - p_UV)
     if has_chi2:
-        ratio_CV = 2 * logp_CV - logq_CV
-        log_sum_C1 = torch.logsumexp(ratio_CV, -1, keepdim=True)
-        loss_C = loss_C + chi2 * log_sum_C1[:, 0]
-        gradient_CV = gradient_CV + chi2 * (q_CV - (ratio_CV - log_sum_C1).exp())
-    return torch.stack((loss_C, overlap_C)), gradient_CV
+        ratio_UV = 2 * logp_UV - logq_UV
+        log_sum_U1 = torch.logsumexp(ratio_UV, -1, keepdim=True)
+        loss_U = loss_U + chi2 * log_sum_U1[:, 0]
+        gradient_UV = gradient_UV + chi2 * (q_UV - (ratio_UV - log_sum_U1).exp())
+    return torch.stack((loss_U, overlap_U)), gradient_UV
 
 
 def _scaled_divergence(
-    p_logits_CV: Tensor, q_logits_CV: Tensor, weights_3: Tensor, scale: Tensor, has_chi2: bool
+    p_logits_UV: Tensor, q_logits_UV: Tensor, weights_3: Tensor, scale: Tensor, has_chi2: bool
 ) -> tuple[Tensor, Tensor]:
     """`divergence` with a scaled gradient in the type of the logits."""
-    values_2C, gradient_CV = divergence(p_logits_CV, q_logits_CV, weights_3, has_chi2)
-    return values_2C, (scale * gradient_CV).to(q_logits_CV.dtype)
+    values_2U, gradient_UV = divergence(p_logits_UV, q_logits_UV, weights_3, has_chi2)
+    return values_2U, (scale * gradient_UV).to(q_logits_UV.dtype)
 
 
 @cache
@@ -127,55 +126,55 @@ def chunk_size(vocab: int, device: str) -> int:
     return min(MOST_CHUNK, max(16, 1 << (CHUNK_LOGITS[device] // vocab).bit_length() - 1))
 
 
-def raw_gradient(model: Decoder, logits_CV: Tensor, gradient_CV: Tensor) -> Tensor:
+def raw_gradient(model: Decoder, logits_UV: Tensor, gradient_UV: Tensor) -> Tensor:
     """Convert a gradient with respect to logits to one with respect to the head's products, the input of
     `Decoder.finish_logits`."""
     divisor, cap = model.config.logit_divisor, model.config.logit_cap
     if cap is not None:
-        gradient_CV = gradient_CV * (1 - (logits_CV / cap).square())
-    return gradient_CV if divisor == 1.0 else gradient_CV / divisor
+        gradient_UV = gradient_UV * (1 - (logits_UV / cap).square())
+    return gradient_UV if divisor == 1.0 else gradient_UV / divisor
 
 
 @torch.no_grad()
 def head_loss(
-    target: Decoder, draft: Decoder, p_hidden_XE: Tensor, q_hidden_XE: Tensor, vocab: int, mix: LossMix, scale: float
+    target: Decoder, draft: Decoder, p_hidden_TE: Tensor, q_hidden_TE: Tensor, vocab: int, mix: LossMix, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums over tokens of the loss and of the overlap, and the gradient [X, E] of `scale` times the loss
+    """Return the sums over tokens of the loss and of the overlap, and the gradient [T, E] of `scale` times the loss
     with respect to the draft's hidden states. The gradient of the draft's head, if it is trained, is added to its
     `grad`."""
-    device = q_hidden_XE.device.type
+    device = q_hidden_TE.device.type
     size = chunk_size(vocab, device)
     head = draft.lm_head
     weight_VE = head.weight[:vocab]
-    weights_3 = torch.tensor([mix.tv, mix.chi2, mix.kl], device=q_hidden_XE.device)
-    scale_1 = torch.tensor([scale], device=q_hidden_XE.device)
-    sums_2 = torch.zeros(2, device=q_hidden_XE.device)
-    gradient_XE = torch.zeros_like(q_hidden_XE)
-    head_VE = torch.zeros(head.weight.shape, device=q_hidden_XE.device) if head.weight.requires_grad else None
-    for begin in range(0, len(q_hidden_XE), size):
-        p_hidden_CE, q_hidden_CE = p_hidden_XE[begin : begin + size], q_hidden_XE[begin : begin + size]
-        count = len(q_hidden_CE)
+    weights_3 = torch.tensor([mix.tv, mix.chi2, mix.kl], device=q_hidden_TE.device)
+    scale_1 = torch.tensor([scale], device=q_hidden_TE.device)
+    sums_2 = torch.zeros(2, device=q_hidden_TE.device)
+    gradient_TE = torch.zeros_like(q_hidden_TE)
+    head_VE = torch.zeros(head.weight.shape, device=q_hidden_TE.device) if head.weight.requires_grad else None
+    for begin in range(0, len(q_hidden_TE), size):
+        p_hidden_UE, q_hidden_UE = p_hidden_TE[begin : begin + size], q_hidden_TE[begin : begin + size]
+        count = len(q_hidden_UE)
         if device == "cuda" and count < size:  # the compiled function has one shape
-            p_hidden_CE, q_hidden_CE = (
+            p_hidden_UE, q_hidden_UE = (
                 torch.cat((hidden, hidden.new_zeros(size - count, hidden.shape[1])))
-                for hidden in (p_hidden_CE, q_hidden_CE)
+                for hidden in (p_hidden_UE, q_hidden_UE)
             )
-        p_logits_CV = _finished(target, target.lm_head(p_hidden_CE))[:, :vocab]
-        q_logits_CV = _finished(draft, head(q_hidden_CE))[:, :vocab]
-        values_2C, gradient_CV = _divergence_on(device, p_logits_CV, q_logits_CV, weights_3, scale_1, mix.chi2 != 0)
-        sums_2 += values_2C[:, :count].sum(1)
-        gradient_CV = raw_gradient(draft, q_logits_CV, gradient_CV)[:count].to(q_hidden_XE.dtype)
-        gradient_XE[begin : begin + size] = gradient_CV @ weight_VE
+        p_logits_UV = _finished(target, target.lm_head(p_hidden_UE))[:, :vocab]
+        q_logits_UV = _finished(draft, head(q_hidden_UE))[:, :vocab]
+        values_2U, gradient_UV = _divergence_on(device, p_logits_UV, q_logits_UV, weights_3, scale_1, mix.chi2 != 0)
+        sums_2 += values_2U[:, :count].sum(1)
+        gradient_UV = raw_gradient(draft, q_logits_UV, gradient_UV)[:count].to(q_hidden_TE.dtype)
+        gradient_TE[begin : begin + size] = gradient_UV @ weight_VE
         if head_VE is not None:
-            head_VE[:vocab] += gradient_CV.t() @ q_hidden_XE[begin : begin + size]
+            head_VE[:vocab] += gradient_UV.t() @ q_hidden_TE[begin : begin + size]
     if head_VE is not None:
         head_VE = head_VE.to(head.weight.dtype)
         head.weight.grad = head_VE if head.weight.grad is None else head.weight.grad + head_VE
-    return sums_2[0], sums_2[1], gradient_XE
+    return sums_2[0], sums_2[1], gradient_TE
 
 
-def _finished(model: Decoder, product_CV: Tensor) -> Tensor:
-    return product_CV if model.plain_logits else model.finish_logits(product_CV.float())
+def _finished(model: Decoder, product_UV: Tensor) -> Tensor:
+    return product_UV if model.plain_logits else model.finish_logits(product_UV.float())
 
 
 @dataclass(frozen=True)
@@ -302,58 +301,58 @@ class Trainer:
             settings.clip,
         )
 
-    def step(self, rows_N: np.ndarray, step: int, progress: float) -> StepResult:
+    def step(self, rows_Z: np.ndarray, step: int, progress: float) -> StepResult:
         """Learn from this process's share of a batch; `progress`: the completed fraction of the run."""
-        result = self.gradients(rows_N, progress)
+        result = self.gradients(rows_Z, progress)
         self.optimizer.step(step, progress)
         return result
 
-    def gradients(self, rows_N: np.ndarray, progress: float) -> StepResult:
+    def gradients(self, rows_Z: np.ndarray, progress: float) -> StepResult:
         """Compute the gradients of the mean loss over the answer tokens of all processes."""
         self.optimizer.clear()
         mix = mix_at(self._settings.loss, progress, self._settings.kl_until)
-        tokens = self._ranks.sum(rows_N["is_answer"][:, 1:].sum())
+        tokens = self._ranks.sum(rows_Z["is_answer"][:, 1:].sum())
         overlap = torch.zeros((), device=self._device)
-        for tokens_BS, index_X in parts_of(rows_N, self._device):
+        for tokens_RL, index_T in parts_of(rows_Z, self._device):
             with torch.no_grad():
-                p_hidden_XE = hidden_states(self._target, self._p_rope, tokens_BS).flatten(0, 1)[index_X]
-            q_hidden_XE = hidden_states(self._draft, self._q_rope, tokens_BS).flatten(0, 1)[index_X]
-            _, part_overlap, gradient_XE = head_loss(
+                p_hidden_TE = hidden_states(self._target, self._p_rope, tokens_RL).flatten(0, 1)[index_T]
+            q_hidden_TE = hidden_states(self._draft, self._q_rope, tokens_RL).flatten(0, 1)[index_T]
+            _, part_overlap, gradient_TE = head_loss(
                 self._target,
                 self._draft,
-                p_hidden_XE,
-                q_hidden_XE.detach(),
+                p_hidden_TE,
+                q_hidden_TE.detach(),
                 self._vocab,
                 mix,
                 1 / max(1.0, tokens),
             )
-            q_hidden_XE.backward(gradient_XE)
+            q_hidden_TE.backward(gradient_TE)
             overlap = overlap + part_overlap
         self._ranks.sum_gradients(self.optimizer.gradients)
         return StepResult(overlap, int(tokens))
 
 
-def parts_of(rows_N: np.ndarray, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield token ids [B, S] of conversations of similar length, and the flat indices [X] of the tokens before those
+def parts_of(rows_Z: np.ndarray, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield token ids [R, L] of conversations of similar length, and the flat indices [T] of the tokens before those
     that are predicted."""
     most = PART_TOKENS[device.type]
-    rows_N = rows_N[np.argsort(-rows_N["length"], kind="stable")]
+    rows_Z = rows_Z[np.argsort(-rows_Z["length"], kind="stable")]
     begin = 0
-    while begin < len(rows_N):
-        width = -(-int(rows_N["length"][begin]) // ALIGNMENT) * ALIGNMENT
-        part_B = rows_N[begin : begin + max(1, most // width)]
-        begin += len(part_B)
-        tokens_BS = np.zeros((len(part_B), width), np.int64)
-        size = min(width, part_B["tokens"].shape[1])
-        tokens_BS[:, :size] = part_B["tokens"][:, :size]
-        before_BS = np.zeros((len(part_B), width), bool)
-        before_BS[:, : size - 1] = part_B["is_answer"][:, 1:size]
-        index_X = np.flatnonzero(before_BS)
-        yield torch.from_numpy(tokens_BS).to(device), torch.from_numpy(index_X).to(device)
+    while begin < len(rows_Z):
+        width = -(-int(rows_Z["length"][begin]) // ALIGNMENT) * ALIGNMENT
+        part_R = rows_Z[begin : begin + max(1, most // width)]
+        begin += len(part_R)
+        tokens_RL = np.zeros((len(part_R), width), np.int64)
+        size = min(width, part_R["tokens"].shape[1])
+        tokens_RL[:, :size] = part_R["tokens"][:, :size]
+        before_RL = np.zeros((len(part_R), width), bool)
+        before_RL[:, : size - 1] = part_R["is_answer"][:, 1:size]
+        index_T = np.flatnonzero(before_RL)
+        yield torch.from_numpy(tokens_RL).to(device), torch.from_numpy(index_T).to(device)
 
 
-def answer_states(model: Decoder, tokens_BS: Tensor, index_X: Tensor) -> Tensor:
-    """Return the hidden states [X, E] from which answer tokens are predicted. Its arguments are what `parts_of`
+def answer_states(model: Decoder, tokens_RL: Tensor, index_T: Tensor) -> Tensor:
+    """Return the hidden states [T, E] from which answer tokens are predicted. Its arguments are what `parts_of`
     yields."""
-    rope = RopeTable(model.config, tokens_BS.shape[1], tokens_BS.device)
-    return hidden_states(model, rope.table, tokens_BS).flatten(0, 1)[index_X]
+    rope = RopeTable(model.config, tokens_RL.shape[1], tokens_RL.device)
+    return hidden_states(model, rope.table, tokens_RL).flatten(0, 1)[index_T]

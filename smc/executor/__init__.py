@@ -29,6 +29,4 @@ mathematics without batches; classes without a file are in `round_stages`, and f
           `smc.scheduler.decode.RoundScheduler`, `smc.scheduler.slots.Slots.descend`
 
 Fields of these types are explained in `smc.round.tensors`; methods that differ per kind of decoding on the host are in
-`smc.scheduler.methods`.
-
-See `smc.round` for the axes of tensors."""
+`smc.scheduler.methods`."""

@@ -1,5 +1,5 @@
 """The end of the select stage: applies the selections of groups to all batch indices, and makes the host's report. This
-is the torch form; the Triton form is `smc.kernels.apply_selection`. See `smc.round` for axes."""
+is the torch form; the Triton form is `smc.kernels.apply_selection`."""
 
 from __future__ import annotations
 

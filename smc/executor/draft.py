@@ -14,8 +14,7 @@ after a right guess have the same distribution as rows drawn after the target's 
 position and chain, not by the round. A position may be drawn again with the same numbers, because chains off the
 accepted path have decided nothing for it.
 
-See `smc.round` for axes; S rows of the step before, C batch indices of groups of chains, Y = C F rows of these
-groups."""
+Local axes: P chains (batch indices of groups whose rows are chains), Y = P * F rows of chains."""
 
 from __future__ import annotations
 
@@ -57,18 +56,18 @@ def begin(
 ) -> DraftInputs:
     """Return the particles as inputs of the draft, and enter the pages of their pending tokens into the block
     tables."""
-    slot_A, pages_AP = plan.arrays.slot_A, plan.arrays.begin_pages_AP
-    queries = pages_AP.shape[1]
+    slot_A, pages_AQ = plan.arrays.slot_A, plan.arrays.begin_pages_AQ
+    queries = pages_AQ.shape[1]
     pending_A, ended_A = state.pending_S[slot_A], state.ended_S[slot_A]
     held_A = state.held(slot_A)
     # Entries past the pending tokens are overwritten later.
-    state.table_SL[slot_A[:, None], held_A[:, None] + torch.arange(queries, device=state.device)] = pages_AP
-    tokens_AP = state.pending_SQ[slot_A, :queries]
+    state.table_SL[slot_A[:, None], held_A[:, None] + torch.arange(queries, device=state.device)] = pages_AQ
+    tokens_AQ = state.pending_SQ[slot_A, :queries]
     index_A = plan.index_of_rows(1)
     zero_A = torch.zeros_like(index_A)
     # Pending tokens are known not to end the answer.
     text_A = grow(
-        state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AP, pending_A, state.least_S[slot_A] - held_A
+        state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AQ, pending_A, state.least_S[slot_A] - held_A
     ).text_A
     rows = Rows(
         table_SL=state.table_SL,
@@ -101,39 +100,39 @@ def begin(
         outcome_X=zero_A,
     )
     first, later = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.kind.branches))
-    return DraftInputs(tokens_AP, rows, index_A * queries + pending_A - 1, tree, first, later)
+    return DraftInputs(tokens_AQ, rows, index_A * queries + pending_A - 1, tree, first, later)
 
 
 def _candidate_layout(
     plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape, width: int
 ) -> CandidateLayout:
     """Return the layout of `width` rows for each batch index."""
-    index_S, f = plan.index_of_rows(width), plan.kind.branches
-    group_S = plan.arrays.group_A[index_S]
-    rank_S = torch.arange(len(index_S), device=index_S.device) - plan.arrays.first_G[group_S] * width
-    stream_AF = plan.arrays.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=index_S.device)
-    round_S = plan.arrays.round_A[index_S]
+    index_R, f = plan.index_of_rows(width), plan.kind.branches
+    group_R = plan.arrays.group_A[index_R]
+    rank_R = torch.arange(len(index_R), device=index_R.device) - plan.arrays.first_G[group_R] * width
+    stream_AF = plan.arrays.particle_A[:, None] * STREAMS_PER_PARTICLE + torch.arange(f, device=index_R.device)
+    round_R = plan.arrays.round_A[index_R]
     return CandidateLayout(
-        group_S=group_S.int(),
+        group_R=group_R.int(),
         sources=Spans(plan.arrays.first_G * width, plan.arrays.size_G * width),
         rows=Spans(plan.arrays.first_G * f, plan.arrays.size_G * f),
-        rank_S1=rank_S[:, None],
-        stream_SD=stream_AF.view(len(index_S), -1),
-        seed_S=plan.arrays.seed_A[index_S],
-        round_S=round_S if shape.by_round else torch.zeros_like(round_S),
+        rank_R1=rank_R[:, None],
+        stream_RF=stream_AF.view(len(index_R), -1),
+        seed_R=plan.arrays.seed_A[index_R],
+        round_R=round_R if shape.by_round else torch.zeros_like(round_R),
         seed_G=plan.seed_G,
         round_G=plan.round_G,
-        distribution=distribution.take(index_S),
+        distribution=distribution.take(index_R),
     )
 
 
 def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
     """Assign the rows of every group to its particles in order, equally many to each. The assignment does not depend on
     what has been drawn."""
-    device, index_C, branches = plan.arrays.chain_C.device, plan.arrays.chain_C, plan.kind.branches
+    device, index_P, branches = plan.arrays.chain_P.device, plan.arrays.chain_P, plan.kind.branches
     first_G, size_G = plan.arrays.first_G.long(), plan.arrays.size_G.long()
-    row_Y = (index_C[:, None] * branches + torch.arange(branches, device=device)).flatten()
-    group_Y = plan.arrays.group_A[index_C].repeat_interleave(branches)
+    row_Y = (index_P[:, None] * branches + torch.arange(branches, device=device)).flatten()
+    group_Y = plan.arrays.group_A[index_P].repeat_interleave(branches)
     rank_Y, rows_Y = row_Y - first_G[group_Y] * branches, size_G[group_Y] * branches
     # Batch indices with a particle come first. `before_G`: their number before each group.
     order_A, before_A = (~alive_A).long().argsort(stable=True), alive_A.long().cumsum(0)
@@ -154,7 +153,7 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
     `smc.kernels.draft.reparent` does the same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan)
     root_X, ended_X, text_X, count_X, cut_X = (
-        values_S[parent_X] for values_S in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X, tree.cut_X)
+        values_R[parent_X] for values_R in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X, tree.cut_X)
     )
     slot_X = plan.arrays.slot_A[root_X]
     end_X = state.end_S[slot_X] - cut_X
@@ -189,11 +188,11 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor]) -> 
     """Return for every row [X]: the row that it continues, its token, its log q and its log mass."""
     parts: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     if more.own is not None:
-        token_SD, logq_SD = more.own
-        parent_X = torch.arange(len(token_SD), device=token_SD.device).repeat_interleave(token_SD.shape[1])
+        token_RF, logq_RF = more.own
+        parent_X = torch.arange(len(token_RF), device=token_RF.device).repeat_interleave(token_RF.shape[1])
         # If inner nodes are among the rows, the particle is the first row of each batch index.
-        parent_X = parent_X * (len(tree.root_X) // len(token_SD))
-        own = (parent_X, token_SD.flatten().long(), logq_SD.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
+        parent_X = parent_X * (len(tree.root_X) // len(token_RF))
+        own = (parent_X, token_RF.flatten().long(), logq_RF.flatten(), torch.zeros_like(parent_X, dtype=torch.float64))
         parts.append((plan.arrays.decoding_G >= 0, own))
     if more.chosen is not None:
         parts.append((~plan.is_separate_G, _chosen(tree, more.chosen, plan)))
@@ -210,8 +209,8 @@ def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor]) -> 
 def _chosen(tree: TokenTree, more: ChosenTokens, plan: RoundPlan[Tensor]) -> tuple[Tensor, ...]:
     chosen, candidate_tokens = more
     token_X, logq_X = (
-        values_SC[chosen.parent_X, chosen.candidate_X]
-        for values_SC in (candidate_tokens.token_RC, candidate_tokens.logq_RC)
+        values_RC[chosen.parent_X, chosen.candidate_X]
+        for values_RC in (candidate_tokens.token_RC, candidate_tokens.logq_RC)
     )
     logq_X = torch.where(tree.ended_X[chosen.parent_X], 0.0, logq_X)
     # NaN of the draft must be reported in groups where the draft's outputs count.
@@ -250,20 +249,20 @@ def observe_draws(
     plan: RoundPlan[Tensor],
     tree: TokenTree,
     choice: RoundChoice,
-    kept_BV: Tensor,
+    kept_RV: Tensor,
     coupling: Coupling,
 ) -> ObservedDraws[Tensor]:
     """Return what the target's draws after the roots of the drafted rows tell about the exponent of coupled drafting,
     and at some positions their rank. A draw is seen only if the block before the root was accepted as a whole, which
-    does not depend on the draw. `kept`: log q after the first B roots. Call it
+    does not depend on the draw. `kept`: log q after the first R roots. Call it
     before `advance`."""
     root_A = choice.ancestor_A
     token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
     slot_A, exponent_A = plan.arrays.slot_A[root_A], plan.arrays.exponent_A[root_A]
-    kept_AV = kept_BV[root_A.clamp(max=len(kept_BV) - 1)]
+    kept_AV = kept_RV[root_A.clamp(max=len(kept_RV) - 1)]
     is_drawn_AV = coupling.tokens(kept_AV.shape[1], state.device) == token_A[:, None]
     is_seen_A = choice.alive_A & ~state.ended_S[slot_A] & (choice.cut_A == 0) & (exponent_A > 0) & (token_A >= 0)
-    is_seen_A = is_seen_A & (root_A < len(kept_BV))
+    is_seen_A = is_seen_A & (root_A < len(kept_RV))
     position_A = state.end_S[slot_A]
     noise_AV = coupling.noise(root_A, position_A, kept_AV.shape[1])
     score_A, information_A = score_of_exponent(kept_AV, exponent_A, noise_AV, is_drawn_AV)
@@ -293,7 +292,7 @@ def remap(
     open_A = ~state.ended_S[source_A] | (cut_A > 0)
     has_bonus_A = choice.bonus_A >= 0
     tail_AB = tree.tail_XB[row_A]
-    path_AW = torch.cat((plan.arrays.begin_pages_AP[ancestor_A], tail_AB), 1)
+    path_AB = torch.cat((plan.arrays.begin_pages_AQ[ancestor_A], tail_AB), 1)
     left_A = end_A - cut_A
     remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], left_A, tail_AB, plan.columns)
     # The last token of a whole row has not been run, and a token that ends an answer never is. The last token of a
@@ -306,21 +305,21 @@ def remap(
     stays_A = (pending_A - cut_A).clamp(min=0)
     kept_A = torch.where(open_A, stays_A + run_A, 0)
     dropped_A = torch.where(open_A, (cut_A - pending_A).clamp(min=0), 0)
-    return _lineage(plan, path_AW, stays_A, kept_A, dropped_A), NextSequences(
+    return _lineage(plan, path_AB, stays_A, kept_A, dropped_A), NextSequences(
         end_A=left_A + taken_A + has_bonus_A.long(),
-        tokens_AW=tokens_A2[:, : state.pending_SQ.shape[1]],
+        tokens_AQ=tokens_A2[:, : state.pending_SQ.shape[1]],
         pending_A=unrun_A.clamp(min=1),
         text_A=torch.where(last_A, tree.before_X[row_A], choice.text_A),
     )
 
 
 def _lineage(
-    plan: RoundPlan[Tensor], path_AW: Tensor, stays_A: Tensor, kept_A: Tensor, dropped_A: Tensor
+    plan: RoundPlan[Tensor], path_AB: Tensor, stays_A: Tensor, kept_A: Tensor, dropped_A: Tensor
 ) -> Lineage[Tensor]:
     """Return the pages in order: those of a particle's pending tokens that stay, of which there may be fewer than
     columns, then those of its row."""
-    column_W = torch.arange(path_AW.shape[1], device=path_AW.device)
-    skipped_A1 = (plan.arrays.begin_pages_AP.shape[1] - stays_A)[:, None]
-    shifted_AW = torch.where(column_W < stays_A[:, None], column_W, column_W + skipped_A1)
-    path_AW = path_AW.gather(1, shifted_AW.clamp(max=path_AW.shape[1] - 1))
-    return Lineage(path_AW, kept_A.int(), dropped_A.int())
+    column_B = torch.arange(path_AB.shape[1], device=path_AB.device)
+    skipped_A1 = (plan.arrays.begin_pages_AQ.shape[1] - stays_A)[:, None]
+    shifted_AB = torch.where(column_B < stays_A[:, None], column_B, column_B + skipped_A1)
+    path_AB = path_AB.gather(1, shifted_AB.clamp(max=path_AB.shape[1] - 1))
+    return Lineage(path_AB, kept_A.int(), dropped_A.int())

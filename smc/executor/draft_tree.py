@@ -18,9 +18,9 @@ Their scores were computed then: `InnerNodes` keeps them from the choice of the 
 step chooses among the outcomes of all nodes. A row ahead that starts at an inner node rolls back the rest of its root's
 block (`cut`). Its keys and values continue those of the node, at the positions of the root's rolled-back tokens.
 
-See `smc.round` for axes; M = K X nodes of a tree: node k X + x is row x of step k; D = K - 1 inner nodes of a
-row (the d-th has d + 1 tokens), C candidate tokens of a node, H = A K nodes of all rows: for each batch index the last
-token of its row, then its inner nodes."""
+Local axes: U = A * K nodes from which rows may begin (for each batch index the last token of its row, then its inner
+nodes), Y = K * X nodes of a tree (node k * X + x is row x of step k), Z = K - 1 inner nodes of a row (number d has d
++ 1 tokens)."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
     worth_KX, leaf_KX, is_top_KX = _paths(grown, gain_KX, alive_KX)
     is_useful_KX = is_top_KX
     if lookahead:
-        is_short_M = (leaf_KX < rows).flatten() & ~torch.cat([step.tree.ended_X for step in steps])
-        is_useful_KX = is_top_KX & (~is_short_M.view_as(is_top_KX) | (worth_KX >= LEAD_GAIN))
-    worth_M, leaf_M = worth_KX.flatten(), leaf_KX.flatten()
-    group_M = plan.arrays.group_A.long().repeat_interleave(plan.kind.branches).repeat(len(steps))
-    outcome_M = torch.cat([step.tree.outcome_X for step in steps]) if lookahead else torch.zeros_like(group_M)
-    kept_M = is_useful_KX.flatten()
+        is_short_Y = (leaf_KX < rows).flatten() & ~torch.cat([step.tree.ended_X for step in steps])
+        is_useful_KX = is_top_KX & (~is_short_Y.view_as(is_top_KX) | (worth_KX >= LEAD_GAIN))
+    worth_Y, leaf_Y = worth_KX.flatten(), leaf_KX.flatten()
+    group_Y = plan.arrays.group_A.long().repeat_interleave(plan.kind.branches).repeat(len(steps))
+    outcome_Y = torch.cat([step.tree.outcome_X for step in steps]) if lookahead else torch.zeros_like(group_Y)
+    kept_Y = is_useful_KX.flatten()
     if lookahead:
-        kept_M = kept_M & (_rank(worth_M.masked_fill(~kept_M, -1.0), outcome_M) < plan.arrays.draws_G.long()[group_M])
+        kept_Y = kept_Y & (_rank(worth_Y.masked_fill(~kept_Y, -1.0), outcome_Y) < plan.arrays.draws_G.long()[group_Y])
     most_G = plan.arrays.size_G.long() * plan.kind.branches
-    kept_M = kept_M & (_rank(worth_M.masked_fill(~kept_M, -1.0), group_M) < most_G[group_M])
+    kept_Y = kept_Y & (_rank(worth_Y.masked_fill(~kept_Y, -1.0), group_Y) < most_G[group_Y])
     # Rows with the same outcome are adjacent, the heaviest first.
-    order_M = worth_M.sort(descending=True, stable=True).indices
-    for key_M in (outcome_M, group_M, (~kept_M).long()):
-        order_M = order_M[key_M[order_M].sort(stable=True).indices]
-    number_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
-    count_G = torch.zeros_like(most_G).index_add(0, group_M, kept_M.long())
+    order_Y = worth_Y.sort(descending=True, stable=True).indices
+    for key_Y in (outcome_Y, group_Y, (~kept_Y).long()):
+        order_Y = order_Y[key_Y[order_Y].sort(stable=True).indices]
+    number_Y = torch.empty_like(order_Y).scatter_(0, order_Y, torch.arange(len(order_Y), device=order_Y.device))
+    count_G = torch.zeros_like(most_G).index_add(0, group_Y, kept_Y.long())
     before_G = count_G.cumsum(0) - count_G
-    to_M = (plan.arrays.first_G.long() * plan.kind.branches - before_G)[group_M] + number_M
-    index_X = torch.arange(rows, device=worth_M.device)
-    group_X, last = group_M[:rows], (len(steps) - 1) * rows
-    leaf_X = torch.full_like(index_X, -1).index_copy(0, to_M[kept_M], leaf_M[kept_M])
+    to_Y = (plan.arrays.first_G.long() * plan.kind.branches - before_G)[group_Y] + number_Y
+    index_X = torch.arange(rows, device=worth_Y.device)
+    group_X, last = group_Y[:rows], (len(steps) - 1) * rows
+    leaf_X = torch.full_like(index_X, -1).index_copy(0, to_Y[kept_Y], leaf_Y[kept_Y])
     is_walk_X = (plan.arrays.decoding_G == Decoding.WALK)[group_X] & (plan.arrays.size_G > 0)[group_X]
     # A row that is not alive repeats the first of its group.
     first_X = leaf_X[(plan.arrays.first_G.long() * plan.kind.branches)[group_X].clamp(max=rows - 1)]
@@ -120,14 +120,14 @@ def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor,
     return torch.stack(worth), torch.stack(leaf), torch.stack([alive_KX[0], *is_top])
 
 
-def _rank(worth_M: Tensor, of_M: Tensor) -> Tensor:
-    """Return the rank [M] of every entry by worth, among those with the same `of`: 0 for the heaviest. Among equals,
+def _rank(worth_Y: Tensor, of_Y: Tensor) -> Tensor:
+    """Return the rank [Y] of every entry by worth, among those with the same `of`: 0 for the heaviest. Among equals,
     the first one is the heaviest."""
-    order_M = worth_M.sort(descending=True, stable=True).indices
-    order_M = order_M[of_M[order_M].sort(stable=True).indices]
-    sorted_M = of_M[order_M]
-    rank_M = torch.arange(len(of_M), device=of_M.device) - torch.searchsorted(sorted_M, sorted_M)
-    return torch.empty_like(rank_M).scatter_(0, order_M, rank_M)
+    order_Y = worth_Y.sort(descending=True, stable=True).indices
+    order_Y = order_Y[of_Y[order_Y].sort(stable=True).indices]
+    sorted_Y = of_Y[order_Y]
+    rank_Y = torch.arange(len(of_Y), device=of_Y.device) - torch.searchsorted(sorted_Y, sorted_Y)
+    return torch.empty_like(rank_Y).scatter_(0, order_Y, rank_Y)
 
 
 def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
@@ -150,7 +150,7 @@ def keep_nodes(
     first of them. Call it before `advance`."""
     slot_A, row_A, count_A = plan.arrays.slot_A, choice.row_A, choice.count_A
     offset_A = state.logw_S[slot_A[choice.ancestor_A]]
-    tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SDC.shape[2]
+    tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SKC.shape[2]
     index_A = plan.index_of_rows(1)
     is_before_AA = index_A < index_A[:, None]
     shares_AA = (
@@ -169,10 +169,10 @@ def keep_nodes(
         is_node_A = through_AA.diagonal() & ~(through_AA & is_before_AA).any(-1)
         is_child_AC = (through_AA[:, None] & (token_AC[..., None] == tokens_AK[:, d + 1])).any(-1)
         is_outcome_AC = is_node_A[:, None] & ~is_child_AC
-        nodes.token_SDC[slot_A, d] = token_AC.int()
-        nodes.share_SDC[slot_A, d] = share_AC.masked_fill(~is_outcome_AC, -torch.inf)
-        nodes.mass_SD[slot_A, d] = before.mass_X[at_A] - offset_A
-        nodes.text_SD[slot_A, d] = before.text_X[at_A]
+        nodes.token_SKC[slot_A, d] = token_AC.int()
+        nodes.share_SKC[slot_A, d] = share_AC.masked_fill(~is_outcome_AC, -torch.inf)
+        nodes.mass_SK[slot_A, d] = before.mass_X[at_A] - offset_A
+        nodes.text_SK[slot_A, d] = before.text_X[at_A]
     nodes.count_S[slot_A] = count_A
 
 
@@ -201,38 +201,38 @@ def limit_outcomes(
 def with_inner_nodes(
     nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
 ) -> tuple[CandidateTokens, TokenTree, Spans]:
-    """Return the candidates [H, C] at all nodes of the particles, the nodes as rows [H], and the nodes of each
+    """Return the candidates [U, C] at all nodes of the particles, the nodes as rows [U], and the nodes of each
     group. `tree`: the particles as rows; `candidates`: [A, C] after their last tokens."""
     slot_A, k = plan.arrays.slot_A, nodes.block
-    most = nodes.share_SDC.shape[2]
-    share_ADC = nodes.share_SDC[slot_A].masked_fill(~plan.is_decoded_by(Decoding.WALK)[:, None, None], -torch.inf)
+    most = nodes.share_SKC.shape[2]
+    share_AZC = nodes.share_SKC[slot_A].masked_fill(~plan.is_decoded_by(Decoding.WALK)[:, None, None], -torch.inf)
     token_AKC, logq_AKC, share_AKC = (
         values_AC[:, None].repeat(1, k, 1)
         for values_AC in (candidates.token_RC, candidates.logq_RC, candidates.share_RC)
     )
     share_AKC[:, 1:] = -torch.inf
-    token_AKC[:, 1:, :most] = nodes.token_SDC[slot_A].to(token_AKC.dtype)
-    logq_AKC[:, 1:, :most] = share_ADC
-    share_AKC[:, 1:, :most] = share_ADC
+    token_AKC[:, 1:, :most] = nodes.token_SKC[slot_A].to(token_AKC.dtype)
+    logq_AKC[:, 1:, :most] = share_AZC
+    share_AKC[:, 1:, :most] = share_AZC
     depth_K = torch.arange(k, device=slot_A.device)
     cut_AK = torch.where(depth_K == 0, 0, nodes.count_S[slot_A][:, None] - depth_K)
 
-    def of_nodes(first_A: Tensor, inner_AD: Tensor) -> Tensor:
-        return torch.cat((first_A[:, None], inner_AD.to(first_A.dtype)), 1).flatten()
+    def of_nodes(first_A: Tensor, inner_AZ: Tensor) -> Tensor:
+        return torch.cat((first_A[:, None], inner_AZ.to(first_A.dtype)), 1).flatten()
 
-    inner_AD = torch.zeros_like(nodes.text_SD[slot_A])
-    rows_H = plan.index_of_rows(k)
+    inner_AZ = torch.zeros_like(nodes.text_SK[slot_A])
+    rows_U = plan.index_of_rows(k)
     nodes_as_rows = TokenTree(
         root_X=tree.root_X.repeat_interleave(k),
-        tokens_XK=tree.tokens_XK[rows_H],
-        logq_XK=tree.logq_XK[rows_H],
-        tail_XB=tree.tail_XB[rows_H],
+        tokens_XK=tree.tokens_XK[rows_U],
+        logq_XK=tree.logq_XK[rows_U],
+        tail_XB=tree.tail_XB[rows_U],
         count_X=tree.count_X.repeat_interleave(k),
         alive_X=tree.alive_X.repeat_interleave(k),
-        ended_X=of_nodes(tree.ended_X, inner_AD),
-        before_X=of_nodes(tree.before_X, nodes.text_SD[slot_A]),
-        text_X=of_nodes(tree.text_X, nodes.text_SD[slot_A]),
-        mass_X=of_nodes(tree.mass_X, nodes.mass_SD[slot_A]),
+        ended_X=of_nodes(tree.ended_X, inner_AZ),
+        before_X=of_nodes(tree.before_X, nodes.text_SK[slot_A]),
+        text_X=of_nodes(tree.text_X, nodes.text_SK[slot_A]),
+        mass_X=of_nodes(tree.mass_X, nodes.mass_SK[slot_A]),
         last_X=tree.last_X.repeat_interleave(k),
         next_X=tree.next_X.repeat_interleave(k),
         cut_X=cut_AK.flatten(),

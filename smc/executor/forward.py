@@ -1,5 +1,7 @@
 """Forward passes through a decoder: of few packed rows, and of prompts. This is the torch form, which leaves padding
-out; the Triton form is `smc.executor.triton_forward`. See `smc.round` for axes; E hidden size."""
+out; the Triton form is `smc.executor.triton_forward`.
+
+Local axes: U segments of rows with a common prefix, Y rows that have tokens, Z tokens that exist."""
 
 from __future__ import annotations
 
@@ -48,10 +50,10 @@ class StaticForward:
         )
         if not len(live_R):
             return hidden_TE
-        batch, tokens_X = _without_padding(rows, live_R)
-        index_X, position_X = (to_device(array, tokens_T.device) for array in (tokens_X, batch.positions_T))
+        batch, tokens_Z = _without_padding(rows, live_R)
+        index_Z, position_Z = (to_device(array, tokens_T.device) for array in (tokens_Z, batch.positions_T))
         attend = self._attention.plan(self.pool, batch).attend
-        hidden_TE[index_X] = self.model(tokens_T[index_X], self.rope.at(position_X), attend)
+        hidden_TE[index_Z] = self.model(tokens_T[index_Z], self.rope.at(position_Z), attend)
         return hidden_TE
 
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
@@ -62,41 +64,41 @@ class StaticForward:
         return self.model.finish_logits(head(hidden_RE).float())
 
 
-def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
-    """Run rows of prompts through a model. Returns hidden states [X, E] of the tokens at index `output`; keys and
+def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
+    """Run rows of prompts through a model. Returns hidden states [Y, E] of the tokens at index `output`; keys and
     values of all tokens are stored."""
     attend = reader.attention.plan(reader.pool, batch).attend
     rope_T2D = reader.rope.at(to_device(batch.positions_T, reader.device))
-    return reader.model(tokens_T, rope_T2D, attend)[output_X]
+    return reader.model(tokens_T, rope_T2D, attend)[output_T]
 
 
-def _without_padding(rows: Rows, live_X: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:
+def _without_padding(rows: Rows, live_Y: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:
     """Return the rows that have tokens, and the indices of these tokens among all."""
-    counts_X, starts_X = to_host(rows.count_R)[live_X], to_host(rows.start_R)[live_X]
-    table_XL = _tables(rows, live_X, int((starts_X + counts_X).max()))
-    row_T = np.repeat(np.arange(len(live_X)), counts_X)
-    offset_T = offsets(counts_X)
-    position_T = starts_X[row_T] + offset_T
-    pages_T = table_XL[row_T, position_T]
-    group_X = to_host(rows.group_R)[live_X]
-    first_S = np.flatnonzero(np.diff(group_X, prepend=-1))
-    reach_X = starts_X if rows.tail_R is None else np.minimum(starts_X, to_host(rows.tail_R)[live_X])
-    shared_S = np.minimum(to_host(rows.shared_G)[group_X[first_S]], np.minimum.reduceat(reach_X, first_S))
+    counts_Y, starts_Y = to_host(rows.count_R)[live_Y], to_host(rows.start_R)[live_Y]
+    table_YL = _tables(rows, live_Y, int((starts_Y + counts_Y).max()))
+    row_T = np.repeat(np.arange(len(live_Y)), counts_Y)
+    offset_T = offsets(counts_Y)
+    position_T = starts_Y[row_T] + offset_T
+    pages_T = table_YL[row_T, position_T]
+    group_Y = to_host(rows.group_R)[live_Y]
+    first_U = np.flatnonzero(np.diff(group_Y, prepend=-1))
+    reach_Y = starts_Y if rows.tail_R is None else np.minimum(starts_Y, to_host(rows.tail_R)[live_Y])
+    shared_U = np.minimum(to_host(rows.shared_G)[group_Y[first_U]], np.minimum.reduceat(reach_Y, first_U))
     batch = ForwardBatch(
-        table_XL, starts_X, counts_X, pages_T, position_T, np.append(first_S, len(live_X)), np.maximum(shared_S, 0)
+        table_YL, starts_Y, counts_Y, pages_T, position_T, np.append(first_U, len(live_Y)), np.maximum(shared_U, 0)
     )
-    return batch, live_X[row_T] * rows.queries + offset_T
+    return batch, live_Y[row_T] * rows.queries + offset_T
 
 
-def _tables(rows: Rows, live_X: np.ndarray, end: int) -> np.ndarray:
+def _tables(rows: Rows, live_Y: np.ndarray, end: int) -> np.ndarray:
     """Return the pages [X, end] of the leading positions of the rows `live`."""
-    index_X = to_device(live_X, rows.slot_R.device)
+    index_Y = to_device(live_Y, rows.slot_R.device)
     known = min(end, rows.table_SL.shape[1])
-    table_XL = np.full((len(live_X), end), DUMMY_PAGE, dtype=np.int32)
-    table_XL[:, :known] = to_host(rows.table_SL[rows.slot_R[index_X], :known])
+    table_YL = np.full((len(live_Y), end), DUMMY_PAGE, dtype=np.int32)
+    table_YL[:, :known] = to_host(rows.table_SL[rows.slot_R[index_Y], :known])
     if rows.tail_RB is None or rows.tail_R is None:
-        return table_XL
-    tail_XB, offset_XL = to_host(rows.tail_RB[index_X]), np.arange(end) - to_host(rows.tail_R[index_X])[:, None]
-    own_XL = np.take_along_axis(tail_XB, offset_XL.clip(0, tail_XB.shape[1] - 1), axis=1)
-    own_XL[offset_XL >= tail_XB.shape[1]] = DUMMY_PAGE
-    return np.where(offset_XL < 0, table_XL, own_XL)
+        return table_YL
+    tail_YB, offset_YL = to_host(rows.tail_RB[index_Y]), np.arange(end) - to_host(rows.tail_R[index_Y])[:, None]
+    own_YL = np.take_along_axis(tail_YB, offset_YL.clip(0, tail_YB.shape[1] - 1), axis=1)
+    own_YL[offset_YL >= tail_YB.shape[1]] = DUMMY_PAGE
+    return np.where(offset_YL < 0, table_YL, own_YL)

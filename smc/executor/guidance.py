@@ -5,8 +5,9 @@ The formula uses logits instead of log-probabilities: the two differ by a consta
 afterwards removes, so nothing is normalised twice. Temperature and truncation come afterwards. Unconditional rows are
 further rows of the same pass, at the target, for every guided request. The plan of a round names a page beside each
 page of a guided batch index, so unconditional rows follow wherever page numbers go: through trees that are reparented
-and after the choice. See `smc.round` for axes; U unconditional rows of batch indices, Y unconditional rows of
-their rows."""
+and after the choice.
+
+Local axes: U unconditional rows of a batch, Y those of a pass."""
 
 from __future__ import annotations
 
@@ -48,23 +49,23 @@ class GuidedPass:
     """See `smc.executor.sampling.Sampling.guide`."""
     ops: RoundOps
     role: ModelRole
-    beside_P: Tensor
+    beside_B: Tensor
     """int32: for every page of a guided batch index in this round, the unconditional row's page beside it."""
     page_tokens: PageTokens
 
-    def begin(self, plan: RoundPlan[Tensor], pending_AP: Tensor, pages_AW: Tensor) -> None:
+    def begin(self, plan: RoundPlan[Tensor], pending_AQ: Tensor, pages_AB: Tensor) -> None:
         """Begin a round that gives its batch indices pages: `pending` for pending tokens, which are read from the block
         tables, and `pages` for the tokens that run after them."""
         unconditional, state = plan.unconditional_at(self.role), self.state
         if unconditional is None:
             return
-        index_U, slot_U1, theirs_UW = unconditional.index_U, unconditional.slot_U[:, None], unconditional.pages_UW
-        own_UW, pending = torch.cat((pending_AP[index_U], pages_AW[index_U]), 1), pending_AP.shape[1]
+        index_U, slot_U1, theirs_UB = unconditional.index_U, unconditional.slot_U[:, None], unconditional.pages_UB
+        own_UB, pending = torch.cat((pending_AQ[index_U], pages_AB[index_U]), 1), pending_AQ.shape[1]
         # Padding maps the dummy page only.
-        own_UW = torch.where(_exist(unconditional)[:, None], own_UW, 0)
-        self.beside_P.index_copy_(0, own_UW.flatten().long(), theirs_UW.flatten())
+        own_UB = torch.where(_exist(unconditional)[:, None], own_UB, 0)
+        self.beside_B.index_copy_(0, own_UB.flatten().long(), theirs_UB.flatten())
         held_U1 = (state.held(plan.arrays.slot_A[index_U]) + unconditional.shift_U)[:, None]
-        state.table_SL[slot_U1, held_U1 + torch.arange(pending, device=state.device)] = theirs_UW[:, :pending]
+        state.table_SL[slot_U1, held_U1 + torch.arange(pending, device=state.device)] = theirs_UB[:, :pending]
 
     def __call__(
         self,
@@ -121,7 +122,7 @@ class GuidedPass:
         if unconditional is None:
             return
         index_U, slot_U = unconditional.index_U, unconditional.slot_U
-        ancestor_U, tail_UB = ancestor_A[index_U], self.beside_P[pages_XB[row_A[index_U]].long()]
+        ancestor_U, tail_UB = ancestor_A[index_U], self.beside_B[pages_XB[row_A[index_U]].long()]
         from_U = plan.arrays.slot_A[ancestor_U]
         end_U = (state.end_S[from_U] if pending else state.held(from_U)) + unconditional.shift_U
         source_U = _slots_of(unconditional, ancestor_U, slot_U)
@@ -144,7 +145,7 @@ class GuidedPass:
             slot_Y = _slots_of(unconditional, root_R[row_Y], slot_Y)
         tail_RB, tail_R = rows.tail_RB, rows.tail_R
         if tail_RB is not None and tail_R is not None:
-            tail_RB = torch.cat((tail_RB, self.beside_P[tail_RB[row_Y].long()]))
+            tail_RB = torch.cat((tail_RB, self.beside_B[tail_RB[row_Y].long()]))
             tail_R = torch.cat((tail_R, (tail_R[row_Y] + shift_Y).int()))
         return rows._replace(
             slot_R=torch.cat((rows.slot_R, slot_Y.int())),

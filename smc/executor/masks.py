@@ -10,8 +10,7 @@ population whose distribution is that of whole answers given the constraint (`by
 every token by the mass Z of the allowed tokens: p(x) = p(x | allowed) Z. For such a population p is truncated before it
 is masked, for all others afterwards.
 
-See `smc.round` for axes; V columns of logits, W words of 32 tokens, C constrained batch indices, M masks that
-are needed, or columns of a draft's own head."""
+Local axes: U batch indices with a constraint, Y columns past the vocabulary, Z masks."""
 
 from __future__ import annotations
 
@@ -63,14 +62,14 @@ class Sharing:
 class HeldAnswers:
     """Tokens of the answers so far, by constrained batch index. Each answer is put together when it is first read."""
 
-    def __init__(self, index_C: np.ndarray, prompt_C: np.ndarray, arrays: list[np.ndarray], *, pending: bool) -> None:
-        """`arrays`: tokens [C, L] that the model holds after the prompt, number of positions [C] that it holds, pending
-        tokens [C, Q] and their number [C], and whether the particle is alive and has not ended [C]. `pending`: answers
+    def __init__(self, index_U: np.ndarray, prompt_U: np.ndarray, arrays: list[np.ndarray], *, pending: bool) -> None:
+        """`arrays`: tokens [U, L] that the model holds after the prompt, number of positions [U] that it holds, pending
+        tokens [U, Q] and their number [U], and whether the particle is alive and has not ended [U]. `pending`: answers
         include the pending tokens."""
-        self._tokens_CL, self._held_C, self._pending_CQ, self._pending_C, self._open_C = arrays
-        self._prompt_C, self._pending = prompt_C, pending
+        self._tokens_UL, self._held_U, self._pending_UQ, self._pending_U, self._open_U = arrays
+        self._prompt_U, self._pending = prompt_U, pending
         self._found: dict[int, np.ndarray] = {}
-        self._c = {index: c for c, index in enumerate(index_C.tolist())}
+        self._c = {index: c for c, index in enumerate(index_U.tolist())}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._c)
@@ -82,15 +81,15 @@ class HeldAnswers:
         """Return the tokens of the answer, int64."""
         if index not in self._found:
             c = self._c[index]
-            answer_L = self._tokens_CL[c, : self._held_C[c] - self._prompt_C[c]].astype(np.int64)
+            answer_L = self._tokens_UL[c, : self._held_U[c] - self._prompt_U[c]].astype(np.int64)
             if self._pending:
-                answer_L = np.concatenate((answer_L, self._pending_CQ[c, : self._pending_C[c]]))
+                answer_L = np.concatenate((answer_L, self._pending_UQ[c, : self._pending_U[c]]))
             self._found[index] = answer_L
         return self._found[index]
 
     def is_open(self, index: int) -> bool:
         """Whether tokens may follow."""
-        return bool(self._open_C[self._c[index]])
+        return bool(self._open_U[self._c[index]])
 
 
 class TokenMasks:
@@ -139,18 +138,18 @@ class TokenMasks:
         holds, with or without the pending ones. Call it before any of the pending tokens runs."""
         constraints, state = plan.constraints, self._state
         assert constraints is not None, "a round with constrained requests"
-        index_C = np.flatnonzero(constraints.entry_A)
-        prompt_C = constraints.prompt_A[index_C]
-        width = max(int(plan.columns - prompt_C.min()), 1)
-        position_CL = np.minimum(prompt_C[:, None] + np.arange(width), state.table_SL.shape[1] - 1)
-        slot_C = here.arrays.slot_A[to_device(index_C, state.device)]
-        page_CL = state.table_SL[slot_C[:, None], to_device(position_CL, state.device)].long()
-        held_C = state.held(slot_C)
-        is_open_C = state.alive_S[slot_C] & ~state.ended_S[slot_C]
+        index_U = np.flatnonzero(constraints.entry_A)
+        prompt_U = constraints.prompt_A[index_U]
+        width = max(int(plan.columns - prompt_U.min()), 1)
+        position_UL = np.minimum(prompt_U[:, None] + np.arange(width), state.table_SL.shape[1] - 1)
+        slot_U = here.arrays.slot_A[to_device(index_U, state.device)]
+        page_UL = state.table_SL[slot_U[:, None], to_device(position_UL, state.device)].long()
+        held_U = state.held(slot_U)
+        is_open_U = state.alive_S[slot_U] & ~state.ended_S[slot_U]
         fetched = self._fetch(
-            [self._tokens.token_P[page_CL], held_C, state.pending_SQ[slot_C], state.pending_S[slot_C], is_open_C]
+            [self._tokens.token_B[page_UL], held_U, state.pending_SQ[slot_U], state.pending_S[slot_U], is_open_U]
         )
-        return cache(lambda: HeldAnswers(index_C, prompt_C, fetched(), pending=pending))
+        return cache(lambda: HeldAnswers(index_U, prompt_U, fetched(), pending=pending))
 
     def of_particles(self, plan: RoundPlan[np.ndarray], particles: Callable[[], HeldAnswers]) -> Tensor:
         """Return masks [A, W] of the tokens that may follow each particle."""
@@ -224,12 +223,12 @@ class TokenMasks:
             self._plan = plan
             self._writer.begin_round()
         began = time.monotonic_ns()
-        host, row_M = next(hosts)
+        host, row_Z = next(hosts)
         # Only needed masks are written, one after another: most rows need none if many batch indices have no particle.
         needed: dict[int, list[MaskPath]] = {}
-        count, numbers_M = 0, row_M.numpy()
+        count, numbers_Z = 0, row_Z.numpy()
         for index, path in paths:
-            numbers_M[count : count + path.masks] = np.arange(path.row, path.row + path.masks)
+            numbers_Z[count : count + path.masks] = np.arange(path.row, path.row + path.masks)
             needed.setdefault(int(plan.arrays.group_A[index]), []).append(path._replace(row=count))
             count += path.masks
         followers = {group: self._follower(plan, group) for group in needed}
@@ -238,8 +237,8 @@ class TokenMasks:
         self._began, self._nanoseconds = began, self._nanoseconds + time.monotonic_ns() - began
         there.fill_(-1)
         if count:
-            rows_M, masks_there_MW = (each[:count].to(device, non_blocking=True) for each in (row_M, host))
-            there.index_copy_(0, rows_M, masks_there_MW)
+            rows_Z, masks_there_ZW = (each[:count].to(device, non_blocking=True) for each in (row_Z, host))
+            there.index_copy_(0, rows_Z, masks_there_ZW)
         return self._share(there)
 
     def _follower(self, plan: RoundPlan[np.ndarray], group: int) -> Follower:
@@ -286,14 +285,14 @@ def apply_mask(
     """Return logits that exclude forbidden tokens; the Triton form is in `smc.kernels.truncation`. If all allowed
     tokens are impossible, for example because of a bias, they become equally likely. If no token is allowed, the row's
     logits become NaN with `fails`, and otherwise stay as they were."""
-    own_RV, beyond_RX = logits_RV.float().split((columns, logits_RV.shape[1] - columns), 1)
+    own_RV, beyond_RY = logits_RV.float().split((columns, logits_RV.shape[1] - columns), 1)
     allowed_RV = allowed_tokens(mask_RW, columns, ids_M)
     masked_RV = torch.where(allowed_RV, own_RV, -torch.inf)
     is_stuck_R1 = masked_RV.amax(-1, keepdim=True) == -torch.inf
     masked_RV = torch.where(is_stuck_R1 & allowed_RV, 0.0, masked_RV)
     nothing_R1 = ~allowed_RV.any(-1, keepdim=True)
     masked_RV = torch.where(nothing_R1, torch.full_like(own_RV, torch.nan) if fails else own_RV, masked_RV)
-    return torch.cat((masked_RV, beyond_RX), 1)
+    return torch.cat((masked_RV, beyond_RY), 1)
 
 
 def given_constraint(

@@ -3,8 +3,8 @@ are NumPy arrays, so that a link can ship the bytes; at the models they are tens
 
 A worker learns nothing about requests, particles or weights from prompts.
 
-See `smc.round` for axes. In prompts: R rows, T tokens (row after row), X pages (row after row), D draws, Y
-tokens that are scored, K top_logprobs."""
+Local axes: P all rows of a batch, U logits that are biased, Y tokens that are scored (row after row), Z tokens of
+prompts with a repetition penalty. Tokens T and pages B stand row after row."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pending(Protocol, Generic[Result]):
 
 @dataclass(frozen=True)
 class Draws:
-    """D tokens to draw after the last token of each row, from the normalised p^alpha, with the keys of their random
+    """F tokens to draw after the last token of each row, from the normalised p^alpha, with the keys of their random
     numbers (smc/philox.py)."""
 
     distribution: DistributionSpec[np.ndarray]
@@ -61,18 +61,18 @@ class Draws:
     """int64 seed of the row's request."""
     round_R: np.ndarray
     """int64 count of rounds of the row's request."""
-    stream_RD: np.ndarray
+    stream_RF: np.ndarray
     """int64 number that distinguishes draws of the same request, round and position."""
     purpose: Purpose
     count_R: np.ndarray
-    """int32 number of draws, out of D, that are wanted."""
+    """int32 number of draws, out of F, that are wanted."""
     decoding_R: np.ndarray
     """int32 `smc.types.Decoding`; rows of `DISTINCT` draw without replacement."""
-    biased_row_Y: np.ndarray
+    biased_row_U: np.ndarray
     """int32 rows whose logits are changed."""
-    biased_token_Y: np.ndarray
+    biased_token_U: np.ndarray
     """int32 tokens whose logits are changed there; each pair occurs once."""
-    bias_Y: np.ndarray
+    bias_U: np.ndarray
     """float32 value that is added to each of these logits."""
     unconditional_R: np.ndarray | None = None
     """int32 index of the batch's row that guides this one (`smc.executor.guidance`), or the row's own index if no row
@@ -96,13 +96,13 @@ class Draws:
 @dataclass(frozen=True)
 class TopLogprobsSpec:
     """Request for the likeliest tokens after each of the last tokens of rows, under the distribution of the next token.
-    Axis R covers the first rows of the batch, which are scored; the rows after them only guide. Axis B covers all
+    Axis R covers the first rows of the batch, which are scored; the rows after them only guide. Axis P covers all
     rows of the batch, axis Y the scored tokens, row after row."""
 
     distribution: DistributionSpec[np.ndarray]
     count: int
-    """K; the whole vocabulary if that has fewer tokens."""
-    scored_B: np.ndarray
+    """C; the whole vocabulary if that has fewer tokens."""
+    scored_P: np.ndarray
     """int32 number of the row's last tokens that are scored. It is the same for a row and the row that guides it."""
     least_R: np.ndarray
     """int32: the token at a position below this must not end the answer."""
@@ -121,7 +121,7 @@ class TopLogprobsSpec:
 class PromptBatch:
     """R rows and the T tokens to run through the model for them."""
 
-    pages_X: np.ndarray
+    pages_B: np.ndarray
     """int32 pages of all positions of every row, those of its new tokens last."""
     starts_R: np.ndarray
     """int32 number of leading positions whose keys and values are already stored, or will be once the rows before this
@@ -140,20 +140,20 @@ class PromptResult(NamedTuple, Generic[Array]):
     """Result of a prompt batch. Without draws, their arrays are [R, 0]; without a `TopLogprobsSpec`, the arrays of axis
     Y are empty."""
 
-    drawn_RD: Array
+    drawn_RF: Array
     """int32 drawn tokens."""
-    drawn_logp_RD: Array
+    drawn_logp_RF: Array
     """float32 log-probability of each drawn token under p itself, for any alpha."""
-    raw_logp_RD: Array
+    raw_logp_RF: Array
     """float32 log-probability of each drawn token under the softmax of the model's own logits; [R, 0] without
     `Draws.raw_logprobs`."""
-    logw_RD: Array
+    logw_RF: Array
     """float64 initial log-weight of the particle that begins with the token; -inf where nothing was drawn."""
     log_z_R: Array
     """float32 log normaliser of p^alpha after the last token; NaN if the model's logits were NaN."""
-    top_YK: Array
+    top_YC: Array
     """int32 likeliest tokens after every scored token, in descending order, row after row."""
-    top_logp_YK: Array
+    top_logp_YC: Array
     """float32 log-probabilities of these tokens: -inf outside a truncation, NaN if the model's logits were NaN."""
     given_logp_Y: Array
     """float32 log-probabilities of the tokens in `TopLogprobsSpec.given_Y`, NaN if the model's logits were NaN; [0] if

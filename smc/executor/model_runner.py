@@ -8,7 +8,9 @@ target -> draft   choice          the rows that continue, and how
 
 On GPUs the runners do not wait, except for the masks of constrained requests: a round is queued on the model's stream,
 and the host waits only when it reads the result. From its second run on, a stage of a round is the replay of a CUDA
-graph."""
+graph.
+
+Local axes: P chains, Y rows of chains."""
 
 from __future__ import annotations
 
@@ -146,10 +148,10 @@ class ModelRunner:
         self._sampling = ops.sampling(worker.vocab_size)
         self._biases = LogitBiases(config.max_stops, worker.vocab_size, worker.device)
         self._all_biases = [self._biases]
-        beside_P = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
-        self._page_tokens = PageTokens(torch.zeros_like(beside_P), worker.vocab_size)
+        beside_B = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
+        self._page_tokens = PageTokens(torch.zeros_like(beside_B), worker.vocab_size)
         self._masks = TokenMasks(Compiler.of(worker.token_bytes), self.state, self._page_tokens, stages, worker.sharing)
-        guidance = (self.state, self._sampling.guide, ops, worker.name, beside_P, self._page_tokens)
+        guidance = (self.state, self._sampling.guide, ops, worker.name, beside_B, self._page_tokens)
         self._run = GuidedPass(self._forward, self._forward.logits, *guidance)
         self._alone = DraftStage(
             run=self._run,
@@ -168,11 +170,11 @@ class ModelRunner:
     def join(self, group: SequenceHandoff) -> None:
         """Let particles take part from the next round on."""
         with self.stages.working():
-            if group.tokens_XL is not None:
-                pages_XL, tokens_XL = (
-                    to_device(of_XL, self.worker.device) for of_XL in (group.pages_XL, group.tokens_XL)
+            if group.tokens_RL is not None:
+                pages_RL, tokens_RL = (
+                    to_device(of_RL, self.worker.device) for of_RL in (group.pages_RL, group.tokens_RL)
                 )
-                self._page_tokens.set(pages_XL, tokens_XL)
+                self._page_tokens.set(pages_RL, tokens_RL)
             self._masks.join(group)
             self._join(group)
 
@@ -233,7 +235,7 @@ class ModelRunner:
         inputs = run("begin", lambda: drafter.begin(here, distribution))
         after = run("pass 0", lambda: drafter.run_pending(here, inputs))
         mask_AW = masks.of_particles(plan, particles)
-        grown = [run("extend 0", lambda: drafter.extend(here, inputs, after, 0, mask_SW=mask_AW))]
+        grown = [run("extend 0", lambda: drafter.extend(here, inputs, after, 0, mask_RW=mask_AW))]
         steps = plan.kind.steps or drafter.shape.block
         if self.stages.records and not plan.kind.every_step:
             steps = 1
@@ -315,7 +317,7 @@ class DraftRunner(ModelRunner):
         # Allocated once, for the maximum number of chains. Entries are read only after they have been written.
         chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
         rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))
-        self._dists_YLV, self._kept_MLV, self._sent_CLV = (
+        self._dists_YKV, self._kept_SKV, self._sent_PKV = (
             torch.empty(rows, length, worker.vocab_size, device=worker.device) for rows in rooms
         )
         nodes = None
@@ -329,9 +331,9 @@ class DraftRunner(ModelRunner):
             shape=DraftShape(config.block, by_round=True, guesses=config.lookahead),
             mixture=config.defensive_share,
             purpose=Purpose.PROPOSAL,
-            kept_BV=torch.empty(min(config.max_slots, OBSERVED_ROOTS), sampling.columns, device=worker.device),
+            kept_RV=torch.empty(min(config.max_slots, OBSERVED_ROOTS), sampling.columns, device=worker.device),
             nodes=nodes,
-            dists_YLV=self._dists_YLV,
+            dists_YKV=self._dists_YKV,
         )
         self._round: tuple[RoundPlan[Tensor], GrownRows, tuple] | None = None
 
@@ -350,11 +352,11 @@ class DraftRunner(ModelRunner):
         with stages.working():
             self._channel.settle()
             here = self._load(plan)
-            chains, ahead = len(plan.arrays.chain_C), self.config.lookahead
+            chains, ahead = len(plan.arrays.chain_P), self.config.lookahead
             if chains and ahead and self.config.block > 1:
-                kept_MLV, index_C = self._kept_MLV, here.arrays.distribution_C
-                stages.run(key, "distributions", lambda: self._pick_distributions(kept_MLV, index_C))
-                self._channel.send("distributions", self._sent_CLV[:chains])
+                kept_SKV, index_P = self._kept_SKV, here.arrays.distribution_P
+                stages.run(key, "distributions", lambda: self._pick_distributions(kept_SKV, index_P))
+                self._channel.send("distributions", self._sent_PKV[:chains])
             began = stages.event()
             if plan.constraints is None:
                 drafted, grown = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
@@ -362,7 +364,7 @@ class DraftRunner(ModelRunner):
                 drafted, grown = self._draft_constrained(drafter, plan, here, here.draft_distribution)
             ended = stages.event()
             if chains and not ahead:
-                self._channel.send("distributions", self._dists_YLV[:chains])
+                self._channel.send("distributions", self._dists_YKV[:chains])
             self._channel.send("rows", drafted.message)
         self._round = (here, grown, (began, ended))
 
@@ -380,15 +382,15 @@ class DraftRunner(ModelRunner):
             return self._read(plan.kind, report, {ModelRole.DRAFT: span})
 
     def _remap(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
-        if self.config.lookahead and len(plan.arrays.chain_C):
+        if self.config.lookahead and len(plan.arrays.chain_P):
             # The distributions follow the rows. Those that were sent have arrived, because the target verified by them.
-            index_C, f = plan.arrays.chain_C, plan.kind.branches
+            index_P, f = plan.arrays.chain_P, plan.kind.branches
             chain_A = torch.zeros_like(plan.arrays.slot_A).index_copy(
-                0, index_C, torch.arange(len(index_C), device=index_C.device)
+                0, index_P, torch.arange(len(index_P), device=index_P.device)
             )
-            row_C = choice.row_A[index_C]
-            self._pick_distributions(self._dists_YLV, chain_A[row_C // f] * f + row_C % f)
-            self._kept_MLV.index_copy_(0, plan.arrays.distribution_C, self._sent_CLV[: len(index_C)])
+            row_P = choice.row_A[index_P]
+            self._pick_distributions(self._dists_YKV, chain_A[row_P // f] * f + row_P % f)
+            self._kept_SKV.index_copy_(0, plan.arrays.distribution_P, self._sent_PKV[: len(index_P)])
         return self._drafter.remap(plan, grown, choice)
 
     def _join(self, group: SequenceHandoff) -> None:
@@ -396,10 +398,10 @@ class DraftRunner(ModelRunner):
         if self._drafter.nodes is not None:
             self._drafter.nodes.forget(slots_N)
 
-    def _pick_distributions(self, dists_YLV: Tensor, index_C: Tensor) -> tuple[()]:
+    def _pick_distributions(self, dists_YKV: Tensor, index_P: Tensor) -> tuple[()]:
         """Copy the distributions at these indices to the tensor from which they are sent. Returns nothing, so that
         recordings keep nothing of it."""
-        torch.index_select(dists_YLV, 0, index_C, out=self._sent_CLV[: len(index_C)])
+        torch.index_select(dists_YKV, 0, index_P, out=self._sent_PKV[: len(index_P)])
         return ()
 
 
@@ -503,9 +505,9 @@ class TargetRunner(ModelRunner):
 
     def _receive_distributions(self, key: Hashable, plan: RoundPlan[Tensor]) -> None:
         """Receive the distributions that chains were drawn from, if there are any."""
-        here_CLV = self._verify.drawn_CLV[: len(plan.arrays.chain_C)]
-        if here_CLV.numel():
-            self._channel.receive(key, "distributions", tuple(here_CLV.shape), here_CLV.dtype, here_CLV)
+        here_PKV = self._verify.drawn_PKV[: len(plan.arrays.chain_P)]
+        if here_PKV.numel():
+            self._channel.receive(key, "distributions", tuple(here_PKV.shape), here_PKV.dtype, here_PKV)
 
     def _receive(self, kind: RoundKind) -> Callable[[], DraftedRows]:
         """Receive the drafted rows. Returns a function that finds them in the message: stages that are replayed do not

@@ -1,5 +1,5 @@
 """The remap stage of a round: sequences, block tables and slots follow the choice. This is the torch form; the Triton
-form is `smc.kernels.remap`. See `smc.round` for axes; W tokens that are pending after the round."""
+form is `smc.kernels.remap`."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def remap_target(
     end_A = state.end_S[source_A] - choice.cut_A + choice.count_A + has_bonus_A.long()
     bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
     if lookahead:
-        tokens_AW = torch.where(has_bonus_A[:, None], bonus_A1, drafted.tokens_XK[choice.row_A].long())
-        logq_AW, count_A = drafted.logq_XK[choice.row_A], torch.where(has_bonus_A, 1, choice.count_A)
+        tokens_AQ = torch.where(has_bonus_A[:, None], bonus_A1, drafted.tokens_XK[choice.row_A].long())
+        logq_AQ, count_A = drafted.logq_XK[choice.row_A], torch.where(has_bonus_A, 1, choice.count_A)
     else:
-        tokens_AW, logq_AW, count_A = bonus_A1, torch.zeros_like(bonus_A1, dtype=torch.float32), torch.ones_like(end_A)
-    logq_SQ[slot_A, : logq_AW.shape[1]] = logq_AW
+        tokens_AQ, logq_AQ, count_A = bonus_A1, torch.zeros_like(bonus_A1, dtype=torch.float32), torch.ones_like(end_A)
+    logq_SQ[slot_A, : logq_AQ.shape[1]] = logq_AQ
     # A particle that had ended keeps its last token, which is neither run nor scored again.
-    return NextSequences(end_A, tokens_AW, count_A.clamp(min=1), choice.text_A)
+    return NextSequences(end_A, tokens_AQ, count_A.clamp(min=1), choice.text_A)
 
 
 def advance(state: SlotState, slot_A: Tensor, choice: RoundChoice, next_: NextSequences) -> None:
     """Write the new state of the slots."""
     state.end_S[slot_A] = next_.end_A
-    state.pending_SQ[slot_A, : next_.tokens_AW.shape[1]] = next_.tokens_AW
+    state.pending_SQ[slot_A, : next_.tokens_AQ.shape[1]] = next_.tokens_AQ
     state.pending_S[slot_A] = next_.pending_A
     state.text_S[slot_A] = next_.text_A
     state.ended_S[slot_A], state.alive_S[slot_A] = choice.ended_A, choice.alive_A

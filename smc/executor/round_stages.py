@@ -2,7 +2,7 @@
 other operations are in `smc.executor.draft`, `verify`, `select`, `apply_selection` and `remap`, in torch or in Triton
 (`RoundOps`).
 
-See `smc.round` for axes; C batch indices of groups of chains, Y = C F rows of these groups, V vocabulary."""
+Local axes: P chains, Y rows of chains."""
 
 from __future__ import annotations
 
@@ -84,18 +84,18 @@ class DraftStage:
     nan: Tensor
     """float32 [1] NaN, for reports without seen draws; allocated once, which saves a launch."""
     purpose: Purpose = Purpose.PROPOSAL
-    kept_BV: Tensor | None = None
-    """Buffer for log q after the first B roots of exact decoding, with which the target's draws are compared. None: the
+    kept_RV: Tensor | None = None
+    """Buffer for log q after the first R roots of exact decoding, with which the target's draws are compared. None: the
     drafter has no target."""
     nodes: InnerNodes | None = None
     """Inner nodes of the blocks in flight, at which rows ahead may begin. None: there are no rows ahead."""
-    dists_YLV: Tensor | None = None
-    """Buffer for the log-distributions that the tokens of chains are drawn from: L = K, or K - 1 if the first token is
-    a guess. None: the drafter has no chains."""
+    dists_YKV: Tensor | None = None
+    """Buffer for the log-distributions that the tokens of chains are drawn from: K of a row, or K - 1 if the
+    first token is a guess. None: the drafter has no chains."""
 
     def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, GrownRows]:
         """Run the pending tokens of every particle, then extend rows by K tokens or by the plan's `steps`. The
-        distributions of chains are written to `dists_YLV`."""
+        distributions of chains are written to `dists_YKV`."""
         inputs = self.begin(plan, distribution)
         first = self.extend(plan, inputs, self.run_pending(plan, inputs), 0)
         return self.finish(plan, inputs, (first,))
@@ -103,7 +103,7 @@ class DraftStage:
     def begin(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> DraftInputs:
         """Lay out the particles and their chains, before the first step."""
         inputs = self.ops.begin_draft(self.state, plan, distribution, self.shape)
-        self.run.begin(plan, plan.arrays.begin_pages_AP, plan.arrays.branch_pages_XB.view(len(plan.arrays.slot_A), -1))
+        self.run.begin(plan, plan.arrays.begin_pages_AQ, plan.arrays.branch_pages_XB.view(len(plan.arrays.slot_A), -1))
         if Decoding.REJECTION not in plan.kind.decodings:
             return inputs
         return inputs._replace(chains=assign_chains(plan, inputs.tree.alive_X))
@@ -111,7 +111,7 @@ class DraftStage:
     def run_pending(self, plan: RoundPlan[Tensor], inputs: DraftInputs) -> PassLogits:
         """Return logits [A, V] after the pending tokens of every particle."""
         last_A = inputs.last_A if inputs.rows.queries > 1 else None
-        return self.run(plan, inputs.tokens_AP.flatten(), inputs.rows, last_A)
+        return self.run(plan, inputs.tokens_AQ.flatten(), inputs.rows, last_A)
 
     def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, tree: TokenTree) -> PassLogits:
         """Return logits [X, V] after the last tokens of rows."""
@@ -123,7 +123,7 @@ class DraftStage:
             tail_R=tree.run.tail_X,
             start_R=tree.run.start_X,
             count_R=tree.run.count_X,
-            group_R=inputs.later.group_S,
+            group_R=inputs.later.group_R,
             first_G=inputs.later.rows.first_G,
             size_G=inputs.later.rows.size_G,
             shared_G=plan.arrays.shared_G,
@@ -139,41 +139,41 @@ class DraftStage:
         after: PassLogits,
         step: int,
         before: GrownStep | None = None,
-        mask_SW: Tensor | None = None,
+        mask_RW: Tensor | None = None,
     ) -> GrownStep:
         """Extend rows by one token. Every new row continues a particle or an inner node at the first step, and a row of
         the step before at later steps. `after`: logits after the particles or rows; `before`: the rows after the last
         step, None at the first; `mask`: tokens that may follow."""
-        logits_SV, raw_SV = after
+        logits_RV, raw_RV = after
         layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
         if plan.kind.biased:
-            slot_S = plan.arrays.slot_A if tree.run is None else tree.run.slot_X
-            logits_SV = self.ops.add_biases(
+            slot_R = plan.arrays.slot_A if tree.run is None else tree.run.slot_X
+            logits_RV = self.ops.add_biases(
                 self.biases,
                 self.state.entry_S,
                 self.state.least_S,
-                logits_SV.float(),
-                slot_S,
+                logits_RV.float(),
+                slot_R,
                 tree.next_X,
                 plan.kind.biased,
             )
-        if mask_SW is not None:
+        if mask_RW is not None:
             is_own = self.purpose is Purpose.TARGET
             columns, ids_M = self.sampling.columns, self.sampling.ids_M
-            logits_SV = self.ops.apply_mask(logits_SV, mask_SW, columns, ids_M, fails=is_own)
+            logits_RV = self.ops.apply_mask(logits_RV, mask_RW, columns, ids_M, fails=is_own)
         own = chosen = chains = raw_logp_X = None
         nodes = tree
         if plan.kind.has_separate:
-            keys = DrawKeys(layout.seed_S, layout.round_S, layout.stream_SD, tree.next_X, self.purpose)
-            own = OwnDraws(*self.sampling.propose(logits_SV, layout.distribution, self.mixture, keys))
-        if raw_SV is not None:
+            keys = DrawKeys(layout.seed_R, layout.round_R, layout.stream_RF, tree.next_X, self.purpose)
+            own = OwnDraws(*self.sampling.propose(logits_RV, layout.distribution, self.mixture, keys))
+        if raw_RV is not None:
             assert own is not None and isinstance(self.sampling, Sampling), "a target that decodes alone"
-            raw_logp_X = self.sampling.raw_score(raw_SV, own.token_SD[:, 0])
+            raw_logp_X = self.sampling.raw_score(raw_RV, own.token_RF[:, 0])
         if plan.kind.decodings - SEPARATE - {Decoding.REJECTION}:
-            chosen, nodes = self._expanded(plan, layout, logits_SV, tree, step)
+            chosen, nodes = self._expanded(plan, layout, logits_RV, tree, step)
         if inputs.chains is not None:
             width = len(nodes.root_X) // len(tree.root_X)
-            chains = self._drawn(plan, layout, logits_SV, tree, step, inputs.chains, width)
+            chains = self._drawn(plan, layout, logits_RV, tree, step, inputs.chains, width)
         more = Continuation(chosen, own, chains)
         grown = self.ops.reparent(nodes, more, plan, self.state, step=step)
         return GrownStep(grown, chosen, raw_logp_X)
@@ -203,8 +203,8 @@ class DraftStage:
         tree = grown.tree
         nan_A = self.nan.expand(len(plan.arrays.slot_A))
         observed = ObservedDraws(nan_A, nan_A, nan_A)
-        if self.kept_BV is not None and Decoding.WALK in plan.kind.decodings:
-            observed = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_BV, self._coupling(plan))
+        if self.kept_RV is not None and Decoding.WALK in plan.kind.decodings:
+            observed = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_RV, self._coupling(plan))
         if self.nodes is not None and grown.steps:
             self.ops.keep_nodes(self.nodes, self.state, plan, grown, choice)
         self.run.remap(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
@@ -216,7 +216,7 @@ class DraftStage:
         self,
         plan: RoundPlan[Tensor],
         layout: CandidateLayout,
-        logits_SV: Tensor,
+        logits_RV: Tensor,
         tree: TokenTree,
         step: int,
         assigned: ChainAssignment,
@@ -226,15 +226,15 @@ class DraftStage:
         split; its first node is the row itself."""
         begins, branches = step == 0, plan.kind.branches
         at_Y = assigned.source_Y if begins else assigned.row_Y
-        logits_YV = logits_SV[at_Y]
+        logits_YV = logits_RV[at_Y]
         if begins and self.shape.guesses:
             token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, assigned.guess_Y[:, None])[:, 0]
             logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
         else:
-            seed_Y, rank_Y1 = layout.seed_S[at_Y], assigned.rank_Y[:, None]
+            seed_Y, rank_Y1 = layout.seed_R[at_Y], assigned.rank_Y[:, None]
             keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
-            assert self.dists_YLV is not None
-            dist_YV = self.dists_YLV[: len(at_Y), step - self.shape.guesses]
+            assert self.dists_YKV is not None
+            dist_YV = self.dists_YKV[: len(at_Y), step - self.shape.guesses]
             token_Y, logq_Y = self.sampling.propose_by(logits_YV, layout.distribution.take(at_Y), keys, dist_YV)
         row_X = torch.arange(len(plan.arrays.slot_A) * branches, device=at_Y.device)
         none_X = torch.zeros_like(row_X)
@@ -250,17 +250,17 @@ class DraftStage:
         return Coupling(plan.arrays.exponent_A, temperature_A, plan.arrays.seed_A, self.sampling.ids_M)
 
     def _expanded(
-        self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_SV: Tensor, tree: TokenTree, step: int
+        self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_RV: Tensor, tree: TokenTree, step: int
     ) -> tuple[ChosenTokens, TokenTree]:
         """Choose a group's rows among the candidate tokens of all its rows. Returns the choice with the candidates, and
         the rows that it continues. Exact decoding keeps only tokens that are likely themselves, so it never uses
         the candidate that stands for the rest."""
         has_rest = Decoding.DISTINCT in plan.kind.decodings
         coupling = self._coupling(plan) if Decoding.WALK in plan.kind.decodings else None
-        keys = DrawKeys(layout.seed_S, layout.round_S, layout.rank_S1, tree.next_X, self.purpose)
-        kept_BV = None if coupling is None or step else self.kept_BV
+        keys = DrawKeys(layout.seed_R, layout.round_R, layout.rank_R1, tree.next_X, self.purpose)
+        kept_RV = None if coupling is None or step else self.kept_RV
         candidate_tokens = self.sampling.propose_candidates(
-            logits_SV, layout.distribution, self.mixture, keys, has_rest, coupling, kept_BV
+            logits_RV, layout.distribution, self.mixture, keys, has_rest, coupling, kept_RV
         )
         rows, random, sources = layout.rows, (layout.seed_G, layout.round_G, step), layout.sources
         useful = candidate_tokens
@@ -299,7 +299,7 @@ class VerifyStage:
         """log q of the pending tokens of each slot."""
         # Entries are read only after they have been written.
         vocab = sampling.vocab
-        self.drawn_CLV = torch.empty(chains, self.queries - 1, vocab, device=state.device)
+        self.drawn_PKV = torch.empty(chains, self.queries - 1, vocab, device=state.device)
         """float32 log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in
         every round."""
         self._dist_TV = torch.empty(chains * self.queries, vocab, device=state.device)
@@ -360,7 +360,7 @@ class VerifyStage:
                 labelled_T = labelled_T + torch.where(inputs.label_T >= 0, log_mass_T, 0.0)
             if drawn is not None:
                 drawn = drawn._replace(logp_T1=drawn.logp_T1 + log_mass_T[:, None])
-        if len(plan.arrays.chain_C):
+        if len(plan.arrays.chain_P):
             drawn = self._verified(plan, inputs, logits_TV, drawn)
         scored = self._ops.verify(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
         return scored if log_mass_T is None else scored._replace(next_mass_A=log_mass_T[inputs.last_A])
@@ -369,23 +369,23 @@ class VerifyStage:
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
     ) -> TargetDraws:
         """Return the target's draws, with the results of rejection sampling in the place of those for chains."""
-        index_C, q = plan.arrays.chain_C, inputs.rows.queries
-        token_C = (index_C[:, None] * q + torch.arange(q, device=index_C.device)).flatten()
-        logp_TV = self._dist_TV[: len(token_C)]
-        self.sampling.write_distribution(logits_TV[token_C], inputs.distribution_T.take(token_C), logp_TV)
-        logp_CQV, groups = logp_TV.view(len(index_C), q, -1), chain_groups(plan)
-        verdicts = self._ops.verify_chains(plan, inputs, logp_CQV, self.drawn_CLV[: len(index_C)], groups)
+        index_P, q = plan.arrays.chain_P, inputs.rows.queries
+        token_P = (index_P[:, None] * q + torch.arange(q, device=index_P.device)).flatten()
+        logp_TV = self._dist_TV[: len(token_P)]
+        self.sampling.write_distribution(logits_TV[token_P], inputs.distribution_T.take(token_P), logp_TV)
+        logp_PQV, groups = logp_TV.view(len(index_P), q, -1), chain_groups(plan)
+        verdicts = self._ops.verify_chains(plan, inputs, logp_PQV, self.drawn_PKV[: len(index_P)], groups)
         # Padding repeats the first chain.
-        chain_C = torch.arange(len(index_C), device=index_C.device)
-        chain_C = torch.where(chain_C < groups.size_G.sum(), chain_C, 0)
-        token_CQ, logp_CQ = (values_CQ[chain_C] for values_CQ in verdicts)
+        chain_P = torch.arange(len(index_P), device=index_P.device)
+        chain_P = torch.where(chain_P < groups.size_G.sum(), chain_P, 0)
+        token_PQ, logp_PQ = (values_PQ[chain_P] for values_PQ in verdicts)
         none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
         token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
         return TargetDraws(
-            token_T1.index_copy(0, token_C, token_CQ.view(-1, 1).to(token_T1.dtype)),
-            logp_T1.index_copy(0, token_C, logp_CQ.view(-1, 1)),
+            token_T1.index_copy(0, token_P, token_PQ.view(-1, 1).to(token_T1.dtype)),
+            logp_T1.index_copy(0, token_P, logp_PQ.view(-1, 1)),
             # If a distribution has a NaN, every entry of it is NaN.
-            log_z_T.index_copy(0, token_C, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
+            log_z_T.index_copy(0, token_P, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
         )
 
     def remap(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:

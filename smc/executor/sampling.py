@@ -14,8 +14,8 @@ head. Trees of exact decoding consist of likely tokens, so they have tokens of t
 distribution uses two of a key's four words. The other two give one uniform that decides which part of q a token comes
 from, and one that decides which token outside the head it is.
 
-Axes: R rows, D draws a row, V columns of the logits, of which the first `vocab` count, C candidate tokens, M columns, U
-tokens outside the head."""
+Local axes: U tokens outside of the head, Y unconditional rows. V columns of logits, of which the first `vocab`
+count."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Sampling:
     def propose(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], mixture: float, keys: DrawKeys
     ) -> tuple[Tensor, Tensor]:
-        """Draw tokens (of any integer type) from the proposal. Returns them and their log q, [R, D] each."""
+        """Draw tokens (of any integer type) from the proposal. Returns them and their log q, [R, F] each."""
         logq_RV = Distributions(distribution, logits_RV.device).proposal(self._logits(logits_RV), mixture)
-        token_RD = self._race(logq_RV, keys)
-        return token_RD, logq_RV.gather(-1, token_RD)
+        token_RF = self._race(logq_RV, keys)
+        return token_RF, logq_RV.gather(-1, token_RF)
 
     def propose_by(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys, dist_RV: Tensor
@@ -84,15 +84,15 @@ class Sampling:
         keys: DrawKeys,
         has_rest: bool = True,
         coupling: Coupling | None = None,
-        kept_BV: Tensor | None = None,
+        kept_RV: Tensor | None = None,
     ) -> CandidateTokens:
         """Return candidate tokens of rows from the proposal. With `has_rest`, the last candidate stands for the rest of
         the distribution; the keys are for its draw, one a row. With `coupling`, the log q of coupled rows is that of
-        winning the target's draw. `kept`: buffer for the log-proposal of the first B rows, up to a constant for each
+        winning the target's draw. `kept`: buffer for the log-proposal of the first R rows, up to a constant for each
         row."""
         logq_RV = Distributions(distribution, logits_RV.device).proposal(self._logits(logits_RV), mixture)
-        if kept_BV is not None:
-            kept_BV[: len(logq_RV)] = logq_RV[: len(kept_BV)]
+        if kept_RV is not None:
+            kept_RV[: len(logq_RV)] = logq_RV[: len(kept_RV)]
         if coupling is not None:
             logq_RV = coupling.apply(logq_RV, keys.position_R)
         return self._candidate_tokens(logq_RV, keys, has_rest)
@@ -124,16 +124,16 @@ class Sampling:
     def bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw tokens [R, D] (of any integer type) from the powered target distribution. Returns them, their log p
-        [R, D], and log Z [R] of the power, which is NaN if the logits have NaN."""
+        """Draw tokens [R, F] (of any integer type) from the powered target distribution. Returns them, their log p
+        [R, F], and log Z [R] of the power, which is NaN if the logits have NaN."""
         logp_RV, powered_RV, log_z_R = self._powered(logits_RV, distribution)
-        token_RD = self._race(powered_RV, keys)
-        return token_RD, logp_RV.gather(-1, token_RD), log_z_R
+        token_RF = self._race(powered_RV, keys)
+        return token_RF, logp_RV.gather(-1, token_RF), log_z_R
 
-    def guide(self, own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
+    def guide(self, own_TV: Tensor, unconditional_YV: Tensor, of_T: Tensor, scale_T: Tensor) -> Tensor:
         """Return guided logits [T, V], float32: l_u + s (l_c - l_u), where l_c are a row's own logits and l_u those of
         its unconditional row, the `of`-th. At scale 1 they are the row's own, whatever the unconditional row's are."""
-        own_TV, unconditional_TV, scale_T1 = own_TV.float(), unconditional_XV[of_T].float(), scale_T[:, None]
+        own_TV, unconditional_TV, scale_T1 = own_TV.float(), unconditional_YV[of_T].float(), scale_T[:, None]
         return torch.where(scale_T1 == 1, own_TV, unconditional_TV + scale_T1 * (own_TV - unconditional_TV))
 
     def _powered(self, logits_RV: Tensor, distribution: DistributionSpec[Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,20 +218,20 @@ class HeadSampling:
         keys: DrawKeys,
         has_rest: bool = True,
         coupling: Coupling | None = None,
-        kept_BV: Tensor | None = None,
+        kept_RV: Tensor | None = None,
     ) -> CandidateTokens:
         """As `Sampling.propose_candidates`; `kept` has the head's columns."""
         candidate_tokens = self._columns.propose_candidates(
-            logits_RM, distribution, mixture, keys, has_rest, coupling, kept_BV
+            logits_RM, distribution, mixture, keys, has_rest, coupling, kept_RV
         )
         return self._spread_rest(candidate_tokens, keys, has_rest)
 
-    def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
-        coin_RD, other_RD = self._others(keys, column_RD.device)
-        is_other_RD = coin_RD < self.chance
+    def _spread(self, column_RF: Tensor, logq_RF: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        coin_RF, other_RF = self._others(keys, column_RF.device)
+        is_other_RF = coin_RF < self.chance
         # NaN of the draft must show in log q, whichever part is drawn from.
-        logq_RD = torch.where(is_other_RD, logq_RD * 0.0 + self.log_each, logq_RD + self.log_inside)
-        return torch.where(is_other_RD, other_RD, self.ids_M[column_RD.long()]), logq_RD
+        logq_RF = torch.where(is_other_RF, logq_RF * 0.0 + self.log_each, logq_RF + self.log_inside)
+        return torch.where(is_other_RF, other_RF, self.ids_M[column_RF.long()]), logq_RF
 
     def _spread_rest(self, candidate_tokens: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
         token_RC, logq_RC, share_RC = (
@@ -254,6 +254,6 @@ class HeadSampling:
         )
 
     def _others(self, keys: DrawKeys, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return integers below 2^32, and tokens outside the head, int64 [R, D] each."""
-        coin_RD, which_RD = (to_device(word, device) for word in keys.words()[2:])
-        return coin_RD, self.others_U[(which_RD * len(self.others_U)) >> 32]
+        """Return integers below 2^32, and tokens outside the head, int64 [R, F] each."""
+        coin_RF, which_RF = (to_device(word, device) for word in keys.words()[2:])
+        return coin_RF, self.others_U[(which_RF * len(self.others_U)) >> 32]

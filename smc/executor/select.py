@@ -4,9 +4,7 @@ among them (`smc.algorithm`). This is the torch form; the Triton form is `smc.ke
 
 In look-ahead, candidates are the rows that the draft grew while the target scored the blocks before them. In lockstep
 they are the blocks themselves, each followed by a token of the target. In exact decoding, candidates that do not follow
-the target's own draws are left out.
-
-See `smc.round` for axes; C candidate tokens of a row."""
+the target's own draws are left out."""
 
 from __future__ import annotations
 
@@ -198,6 +196,6 @@ class CandidateScorer:
             )
         return nan_X
 
-    def _of_group(self, mask_NX: Tensor) -> Tensor:
+    def _of_group(self, masks: Tensor) -> Tensor:
         """Return whether masks hold anywhere in a group, bool [N, G]."""
-        return self.plan.any_of_groups(mask_NX, self.group_X)
+        return self.plan.any_of_groups(masks, self.group_X)

@@ -13,8 +13,7 @@ Penalties change logits by the tokens of the prompt and the answer,
 before biases, temperature and truncation. Each model stores the token of every page, as it stores keys and values; so
 the tokens of a row follow from its block table. Penalties are plain torch of fixed shape on every device.
 
-See `smc.round` for axes; E entries of the tables, B tokens of an entry, R rows, V columns, M columns of a
-draft's own head, L positions of a block table."""
+Local axes: Y columns past the vocabulary, Z entries of the bias tables."""
 
 from __future__ import annotations
 
@@ -60,32 +59,32 @@ class LogitBiases:
         self._device, self._columns, self._ids_M = device, columns, ids_M
         shape = (entries, WIDTHS[-1])
         self.tables = BiasTables(
-            column_EB=torch.zeros(shape, dtype=torch.int32, device=device),
-            early_EB=torch.zeros(shape, device=device),
-            late_EB=torch.zeros(shape, device=device),
-            count_E=torch.zeros(entries, dtype=torch.int32, device=device),
+            column_ZT=torch.zeros(shape, dtype=torch.int32, device=device),
+            early_ZT=torch.zeros(shape, device=device),
+            late_ZT=torch.zeros(shape, device=device),
+            count_Z=torch.zeros(entries, dtype=torch.int32, device=device),
         )
 
     def set(self, entry: int, machine: StopMachine) -> None:
         """Write a machine's biases to an entry. Tokens that have no column are left out."""
         added, tables = biased_tokens(machine), self.tables
-        token_B = np.array(sorted(added), dtype=np.int64)
-        column_B = token_B
+        token_T = np.array(sorted(added), dtype=np.int64)
+        column_T = token_T
         if self._ids_M is not None:
-            column_B = np.searchsorted(self._ids_M, token_B).clip(max=len(self._ids_M) - 1)
-            column_B = np.where(self._ids_M[column_B] == token_B, column_B, self._columns)
-        is_there_B = column_B < self._columns
-        values_B2 = np.array([added[token] for token in token_B[is_there_B].tolist()], dtype=np.float32).reshape(-1, 2)
-        count = len(values_B2)
-        tables.count_E[entry].fill_(count)
-        early_B, late_B = np.ascontiguousarray(values_B2.T)
-        for table_EB, values_B in (
-            (tables.column_EB, column_B[is_there_B]),
-            (tables.early_EB, early_B),
-            (tables.late_EB, late_B),
+            column_T = np.searchsorted(self._ids_M, token_T).clip(max=len(self._ids_M) - 1)
+            column_T = np.where(self._ids_M[column_T] == token_T, column_T, self._columns)
+        is_there_T = column_T < self._columns
+        values_T2 = np.array([added[token] for token in token_T[is_there_T].tolist()], dtype=np.float32).reshape(-1, 2)
+        count = len(values_T2)
+        tables.count_Z[entry].fill_(count)
+        early_T, late_T = np.ascontiguousarray(values_T2.T)
+        for table_ZT, values_T in (
+            (tables.column_ZT, column_T[is_there_T]),
+            (tables.early_ZT, early_T),
+            (tables.late_ZT, late_T),
         ):
-            table_EB[entry].fill_(0)
-            table_EB[entry, :count] = to_device(values_B, self._device).to(table_EB.dtype)
+            table_ZT[entry].fill_(0)
+            table_ZT[entry, :count] = to_device(values_T, self._device).to(table_ZT.dtype)
 
 
 def add_biases(
@@ -102,8 +101,8 @@ def add_biases(
     row's next token in the sequence. The logits may be changed in place."""
     slot_R = slot_X.long().repeat_interleave(len(logits_RV) // len(slot_X))
     entry_R, is_early_R1 = entry_S[slot_R], (position_R < least_S[slot_R])[:, None]
-    value_RB = torch.where(is_early_R1, tables.early_EB[entry_R, :width], tables.late_EB[entry_R, :width])
-    return logits_RV.scatter_add(1, tables.column_EB[entry_R, :width].long(), value_RB.to(logits_RV.dtype))
+    value_RT = torch.where(is_early_R1, tables.early_ZT[entry_R, :width], tables.late_ZT[entry_R, :width])
+    return logits_RV.scatter_add(1, tables.column_ZT[entry_R, :width].long(), value_RT.to(logits_RV.dtype))
 
 
 def join(state: SlotState, group: SequenceHandoff) -> Tensor:
@@ -113,7 +112,7 @@ def join(state: SlotState, group: SequenceHandoff) -> Tensor:
         return to_device(values, state.device)
 
     slots_N = here(group.slots_N).long()
-    state.table_SL[slots_N, : group.pages_XL.shape[1]] = here(group.pages_XL)
+    state.table_SL[slots_N, : group.pages_RL.shape[1]] = here(group.pages_RL)
     state.base_S[slots_N] = group.base
     state.limit_S[slots_N] = group.limit
     state.least_S[slots_N] = group.least
@@ -146,21 +145,21 @@ def reweigh(state: SlotState, plan: RoundPlan[Tensor]) -> tuple[()]:
 class PageTokens:
     """The token of every page, for requests with penalties or constraints."""
 
-    token_P: Tensor
+    token_B: Tensor
     """int32 token of every page."""
     vocab: int
     ids_M: Tensor | None = None
     """int64 token of each column of the logits; None: column v is token v."""
 
-    def set(self, pages_XL: Tensor, tokens_XL: Tensor) -> None:
-        self.token_P[pages_XL.flatten().long()] = tokens_XL.flatten().int()
+    def set(self, pages_RL: Tensor, tokens_RL: Tensor) -> None:
+        self.token_B[pages_RL.flatten().long()] = tokens_RL.flatten().int()
 
     def store(self, tokens_T: Tensor, rows: Rows) -> None:
         """Store the tokens that rows run."""
         column_Q = torch.arange(rows.queries, device=tokens_T.device)
         page_RQ = _pages(rows, rows.start_R[:, None].long() + column_Q)
         page_RQ = torch.where(column_Q < rows.count_R[:, None], page_RQ, DUMMY_PAGE)
-        self.token_P[page_RQ.flatten()] = tokens_T.int()
+        self.token_B[page_RQ.flatten()] = tokens_T.int()
 
     def penalise(
         self, logits_TV: Tensor, penalties: Penalties[Tensor], tokens_T: Tensor, rows: Rows, output_R: Tensor | None
@@ -171,7 +170,7 @@ class PageTokens:
         index_R = torch.arange(len(rows.slot_R), device=device) // (len(rows.slot_R) // len(penalties.prompt_A))
         prompt_R1, start_R1 = penalties.prompt_A[index_R, None], rows.start_R[:, None].long()
         position_L = torch.arange(rows.table_SL.shape[1], device=device)
-        token_RL = self.token_P[_pages(rows, position_L.expand(len(index_R), -1))].long()
+        token_RL = self.token_B[_pages(rows, position_L.expand(len(index_R), -1))].long()
         before_RL = position_L < start_R1
         in_answer_RV, in_prompt_RV = torch.zeros(2, len(index_R), self.vocab, device=device)
         in_answer_RV.scatter_add_(1, token_RL, (before_RL & (position_L >= prompt_R1)).float())
@@ -192,13 +191,13 @@ class PageTokens:
         seen_TV = (in_answer_TV > 0) | (in_prompt_RV > 0).repeat_interleave(each, 0)
         if self.ids_M is not None:
             in_answer_TV, seen_TV = in_answer_TV[:, self.ids_M], seen_TV[:, self.ids_M]
-        own_TV, beyond_TX = logits_TV.float().split(
+        own_TV, beyond_TY = logits_TV.float().split(
             (in_answer_TV.shape[1], logits_TV.shape[1] - in_answer_TV.shape[1]), 1
         )
         own_TV = repeated(own_TV, seen_TV, penalties.repetition_A[index_T, None])
         own_TV = own_TV - penalties.frequency_A[index_T, None] * in_answer_TV
         own_TV = own_TV - penalties.presence_A[index_T, None] * (in_answer_TV > 0)
-        return torch.cat((own_TV, beyond_TX), 1)
+        return torch.cat((own_TV, beyond_TY), 1)
 
 
 def repeated(logits: Tensor, seen: Tensor, repetition: Tensor) -> Tensor:
@@ -206,12 +205,12 @@ def repeated(logits: Tensor, seen: Tensor, repetition: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
 
 
-def _pages(rows: Rows, position_RX: Tensor) -> Tensor:
+def _pages(rows: Rows, position_RL: Tensor) -> Tensor:
     """Return the int64 pages [R, X] of rows at positions; past the end of a row, any pages."""
-    held_RX = position_RX.clamp(max=rows.table_SL.shape[1] - 1)
-    page_RX = rows.table_SL[rows.slot_R[:, None].long(), held_RX]
+    held_RL = position_RL.clamp(max=rows.table_SL.shape[1] - 1)
+    page_RL = rows.table_SL[rows.slot_R[:, None].long(), held_RL]
     if rows.tail_RB is not None and rows.tail_R is not None and rows.tail_RB.shape[1]:
-        offset_RX = position_RX - rows.tail_R[:, None]
-        tail_RX = rows.tail_RB.gather(1, offset_RX.clamp(0, rows.tail_RB.shape[1] - 1))
-        page_RX = torch.where(offset_RX >= 0, tail_RX, page_RX)
-    return page_RX.long()
+        offset_RL = position_RL - rows.tail_R[:, None]
+        tail_RL = rows.tail_RB.gather(1, offset_RL.clamp(0, rows.tail_RB.shape[1] - 1))
+        page_RL = torch.where(offset_RL >= 0, tail_RL, page_RL)
+    return page_RL.long()

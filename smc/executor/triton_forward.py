@@ -1,8 +1,9 @@
 """Forward passes through a decoder on a GPU: of few packed rows, and of prompts. The Triton form of
 `smc.executor.forward`.
 
-The time of matrix products of few rows is that of reading weights, so everything around them is fused. See
-`smc.round` for axes."""
+The time of matrix products of few rows is that of reading weights, so everything around them is fused.
+
+Local axes: P chosen experts of a token."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class TritonForward(StaticForward, LayerOps):
     def _in_one_launch(self, rows: Rows) -> AttendLayer:
         tables, out_THD = _tables(rows), self._heads_of(rows)
 
-        def attend(layer: Layer, qkv: Tensor, output_X: Tensor | None) -> Tensor:
+        def attend(layer: Layer, qkv: Tensor, output_T: Tensor | None) -> Tensor:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.of(layer), tables, rows.start_R, rows.count_R)
             norms, window = self._head_norms[layer.index], self.pool.windows[layer.index]
@@ -93,7 +94,7 @@ class TritonForward(StaticForward, LayerOps):
         groups = Groups(rows.group_R, rows.first_G, rows.size_G, rows.shared_G)
         prepared = attention.prepare(_tables(rows), groups, rows.start_R, rows.count_R)
 
-        def attend(layer: Layer, qkv: Tensor, output_X: Tensor | None) -> Tensor:
+        def attend(layer: Layer, qkv: Tensor, output_T: Tensor | None) -> Tensor:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.of(layer), prepared.position_T, prepared.page_T)
             norms = self._head_norms[layer.index]
@@ -115,13 +116,13 @@ class TritonForward(StaticForward, LayerOps):
         return normalise_whole(layer, qkv, self._dtype)
 
     def experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
-        """As `LayerOps.experts`: partial sums [C, T, E], one for each chosen expert, if there is one rank."""
+        """As `LayerOps.experts`: partial sums [P, T, E], one for each chosen expert, if there is one rank."""
         assert isinstance(x, Tensor)
-        parts_CTE = experts(module, x, pdl=self._pdl)
+        parts_PTE = experts(module, x, pdl=self._pdl)
         if layer.reduce is None:
-            return parts_CTE
+            return parts_PTE
         room_TE = layer.reduce.room(len(x), x.shape[1], x.dtype)
-        return layer.reduce(reduce(parts_CTE, room_TE, self._pdl))
+        return layer.reduce(reduce(parts_PTE, room_TE, self._pdl))
 
     def gated(self, layer: Layer, hidden: Activations) -> Tensor:
         matrix = layer.gate_up
@@ -143,33 +144,33 @@ class TritonForward(StaticForward, LayerOps):
             if matrix.group:
                 assert isinstance(x, Tensor)
                 return linear_int4(x, matrix, splits, self._dtype, self._pdl)
-            return linear(x, matrix.weight, splits, matrix.bias, self._dtype, pdl=self._pdl, scale_N=matrix.scale)
+            return linear(x, matrix.weight, splits, matrix.bias, self._dtype, pdl=self._pdl, scale_O=matrix.scale)
         return self._by_library(x, matrix)
 
-    def _by_library(self, x: Activations, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
+    def _by_library(self, x: Activations, matrix: Linear, out_TO: Tensor | None = None) -> Tensor:
         if isinstance(x, QuantisedRows):
-            return matrix.multiply_quantised(x, out_TN).to(self._dtype)
+            return matrix.multiply_quantised(x, out_TO).to(self._dtype)
         if matrix.group:
-            return multiply_widened(x, matrix, out_TN)
-        return matrix(x) if out_TN is None else torch.mm(x, matrix.weight.t(), out=out_TN)
+            return multiply_widened(x, matrix, out_TO)
+        return matrix(x) if out_TO is None else torch.mm(x, matrix.weight.t(), out=out_TO)
 
-    def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
+    def summed(self, layer: Layer, x_TI: Tensor, matrix: Linear) -> Tensor:
         if layer.reduce is None:
-            return self.product(x_TK, matrix)
-        room_TN = layer.reduce.room(len(x_TK), matrix.out_features, x_TK.dtype)
+            return self.product(x_TI, matrix)
+        room_TO = layer.reduce.room(len(x_TI), matrix.out_features, x_TI.dtype)
         if matrix.scale is None:
-            self._by_library(x_TK, matrix, room_TN)
-            return layer.reduce(room_TN)
-        x = round_rows(x_TK, pdl=self._pdl) if matrix.is_fp8 else x_TK
+            self._by_library(x_TI, matrix, room_TO)
+            return layer.reduce(room_TO)
+        x = round_rows(x_TI, pdl=self._pdl) if matrix.is_fp8 else x_TI
         if self._few(x, matrix):
-            reduce(self.product(x, matrix).view(-1, *room_TN.shape), room_TN, self._pdl)
+            reduce(self.product(x, matrix).view(-1, *room_TO.shape), room_TO, self._pdl)
         else:
-            self._by_library(x, matrix, room_TN)
-        return layer.reduce(room_TN)
+            self._by_library(x, matrix, room_TO)
+        return layer.reduce(room_TO)
 
     def _few(self, x: Activations, matrix: Linear) -> bool:
         if isinstance(x, QuantisedRows):
-            return self._own_fp8 and len(x.value_TK) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
+            return self._own_fp8 and len(x.value_TI) <= FEW_FP8_ROWS and matrix.in_features % FP8_INPUTS == 0
         if matrix.group:
             return len(x) <= FEW_INT4_ROWS
         few = FEW_WIDE_ROWS if self.model.config.hidden_size >= WIDE else FEW_ROWS
@@ -194,7 +195,7 @@ def _tables(rows: Rows) -> Tables:
 
 
 @torch.inference_mode()
-def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: Tensor) -> Tensor:
+def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
     """See `smc.executor.forward.run_prompt`. Libraries compute matrix products and attention, with one launch between
     two of them. In the last layer only the `output` tokens are computed once its keys and values are stored."""
     model, config, planned = reader.model, reader.model.config, reader.attention.plan(reader.pool, batch)
@@ -204,17 +205,17 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_X: 
     x_TE = model.embedded(tokens_T)
     q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
 
-    def attend(layer: Layer, qkv: Tensor, kept_X: Tensor | None) -> Tensor:
+    def attend(layer: Layer, qkv: Tensor, kept_T: Tensor | None) -> Tensor:
         pool = (reader.pool.keys[layer.index], reader.pool.values[layer.index])
         where = (reader.rope.of(layer), position_T, page_T)
         heads = (config.num_heads, config.num_kv_heads)
         store_kv(qkv, q_THD, *pool, *where, heads, *head_norms(layer), eps=config.rms_eps)
-        if kept_X is not None and not len(kept_X):
+        if kept_T is not None and not len(kept_T):
             return q_THD[:0].flatten(1)
         out_THD = planned.read(layer.index, q_THD)
-        return (out_THD if kept_X is None else out_THD[kept_X]).flatten(1)
+        return (out_THD if kept_T is None else out_THD[kept_T]).flatten(1)
 
-    return run_layers(model, x_TE, PromptOps(config), attend, output_X)
+    return run_layers(model, x_TE, PromptOps(config), attend, output_T)
 
 
 class PromptOps(LayerOps):
@@ -268,14 +269,14 @@ def head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
 
 
 def normalise_whole(layer: Layer, qkv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Apply `Layer.normalise_whole` to a product [T, N] or to its partial sums."""
+    """Apply `Layer.normalise_whole` to a product [T, O] or to its partial sums."""
     assert layer.q_norm is not None and layer.k_norm is not None and layer.whole_widths is not None
     widths, tokens = (len(layer.q_norm.weight), len(layer.k_norm.weight)), qkv.shape[-2]
     if layer.reduce is None:
         squares_T4 = square_sums(qkv, widths, dtype)
     else:
         squares_T4 = layer.reduce(square_sums(qkv, widths, dtype, layer.reduce.room(tokens, 4, torch.float32)))
-    out_TN = qkv.new_empty(qkv.shape[-2:], dtype=dtype)
+    out_TO = qkv.new_empty(qkv.shape[-2:], dtype=dtype)
     weights = (layer.q_norm.weight, layer.k_norm.weight)
-    whole_norm(qkv, widths, weights, squares_T4, layer.whole_widths, layer.q_norm.eps or 0.0, out_TN)
-    return out_TN
+    whole_norm(qkv, widths, weights, squares_T4, layer.whole_widths, layer.q_norm.eps or 0.0, out_TO)
+    return out_TO

@@ -1,4 +1,6 @@
-"""Sampling on a GPU: the Triton form of `smc.executor.sampling`. See `smc.round` for axes; V vocabulary."""
+"""Sampling on a GPU: the Triton form of `smc.executor.sampling`.
+
+Local axes: U tokens outside of the head."""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ class TritonSampling(Sampling):
     def propose(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], mixture: float, keys: DrawKeys
     ) -> tuple[Tensor, Tensor]:
-        token_RD, logq_RD, _ = self._draw(
+        token_RF, logq_RF, _ = self._draw(
             logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture)
         )
-        return token_RD, logq_RD
+        return token_RF, logq_RF
 
     def propose_by(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys, dist_RV: Tensor
@@ -45,10 +47,10 @@ class TritonSampling(Sampling):
         keys: DrawKeys,
         has_rest: bool = True,
         coupling: Coupling | None = None,
-        kept_BV: Tensor | None = None,
+        kept_RV: Tensor | None = None,
     ) -> CandidateTokens:
         cut = self._cut(logits_RV, distribution, mixture)
-        return self._propose_candidates(logits_RV, distribution.temperature_R, keys, cut, has_rest, coupling, kept_BV)
+        return self._propose_candidates(logits_RV, distribution.temperature_R, keys, cut, has_rest, coupling, kept_RV)
 
     def propose_bonus(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
@@ -78,15 +80,15 @@ class TritonSampling(Sampling):
     ) -> tuple[Tensor, Tensor, Tensor]:
         cut = self._cut(logits_RV, distribution)
         if not distribution.active & Processors.ALPHA:
-            token_RD, logp_RD, lse_R = self._draw(logits_RV, distribution.temperature_R, keys, cut)
-            return token_RD, logp_RD, lse_R * 0.0
+            token_RF, logp_RF, lse_R = self._draw(logits_RV, distribution.temperature_R, keys, cut)
+            return token_RF, logp_RF, lse_R * 0.0
         # p^alpha is p at the temperature divided by alpha, and its normaliser follows from any of its tokens.
-        token_RD, powered_RD, lse_R = self._draw(
+        token_RF, powered_RF, lse_R = self._draw(
             logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
         )
-        logp_RD = self._score(logits_RV, distribution, token_RD, cut)
-        log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RD[:, 0] - powered_RD[:, 0])
-        return token_RD, logp_RD, log_z_R + lse_R * 0.0
+        logp_RF = self._score(logits_RV, distribution, token_RF, cut)
+        log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RF[:, 0] - powered_RF[:, 0])
+        return token_RF, logp_RF, log_z_R + lse_R * 0.0
 
     guide = staticmethod(guide)
 
@@ -96,12 +98,12 @@ class TritonSampling(Sampling):
         return truncate(logits_RV, self.vocab, distribution, share)
 
     def _score(
-        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RD: Tensor, cut: Cut | None
+        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RF: Tensor, cut: Cut | None
     ) -> Tensor:
-        none_R = torch.full_like(token_RD[:, 0], -1)
-        _, logp_RD = score(logits_RV, self.vocab, distribution.temperature_R, none_R, token_RD, cut)
-        assert logp_RD is not None, "asked for"
-        return logp_RD
+        none_R = torch.full_like(token_RF[:, 0], -1)
+        _, logp_RF = score(logits_RV, self.vocab, distribution.temperature_R, none_R, token_RF, cut)
+        assert logp_RF is not None, "asked for"
+        return logp_RF
 
     def _propose_candidates(
         self,
@@ -111,25 +113,25 @@ class TritonSampling(Sampling):
         cut: Cut | None,
         has_rest: bool = True,
         coupling: Coupling | None = None,
-        kept_BV: Tensor | None = None,
+        kept_RV: Tensor | None = None,
     ) -> CandidateTokens:
-        random = (keys.seed_R, keys.round_R, keys.stream_RD[:, 0], keys.position_R, int(keys.purpose))
+        random = (keys.seed_R, keys.round_R, keys.stream_RF[:, 0], keys.position_R, int(keys.purpose))
         return propose_candidates(
-            logits_RV, self.vocab, temperature_R, *random, cut, has_rest, coupling=coupling, kept_BV=kept_BV
+            logits_RV, self.vocab, temperature_R, *random, cut, has_rest, coupling=coupling, kept_RV=kept_RV
         )
 
     def _draw(
         self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        random = (keys.seed_R, keys.round_R, keys.stream_RD, keys.position_R, int(keys.purpose))
+        random = (keys.seed_R, keys.round_R, keys.stream_RF, keys.position_R, int(keys.purpose))
         return draw(logits_RV, self.vocab, temperature_R, *random, cut)
 
 
 class TritonHeadSampling(HeadSampling):
     """Turns columns into tokens in one launch."""
 
-    def _spread(self, column_RD: Tensor, logq_RD: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
-        return spread(column_RD, logq_RD, keys, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each)
+    def _spread(self, column_RF: Tensor, logq_RF: Tensor, keys: DrawKeys) -> tuple[Tensor, Tensor]:
+        return spread(column_RF, logq_RF, keys, self.ids_M, self.others_U, self.chance, self.log_inside, self.log_each)
 
     def _spread_rest(self, candidate_tokens: CandidateTokens, keys: DrawKeys, has_rest: bool) -> CandidateTokens:
         logs = (self.log_inside, self.log_share, self.log_each)

@@ -6,7 +6,7 @@ known to be the target's own draw. In look-ahead a block was drafted one round e
 its particle. In lockstep it has just been drafted, and continues the particle of its root. Draft chains
 (`smc.executor.draft`) are verified against the target's distribution (`smc.algorithm.verification`).
 
-See `smc.round` for axes; C batch indices of groups of chains, V vocabulary."""
+Local axes: P chains, U groups of chains."""
 
 from __future__ import annotations
 
@@ -147,28 +147,28 @@ def chain_groups(plan: RoundPlan[Tensor]) -> Spans:
 
 
 def verify_chains(
-    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor, groups: Spans
+    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_PQV: Tensor, logq_PKV: Tensor, groups: Spans
 ) -> tuple[Tensor, Tensor]:
-    """Verify chains by rejection sampling. Returns the target's token after every token of the chains [C, Q] and its
-    log-probability [C, Q], as `smc.algorithm.verification.verify_by_rejection` does.
+    """Verify chains by rejection sampling. Returns the target's token after every token of the chains [P, Q] and its
+    log-probability [P, Q], as `smc.algorithm.verification.verify_by_rejection` does.
 
     `logp`: the target's log-distribution after every token; `logq`: the log-distribution that the next token was drawn
     from, after all tokens but the last. `groups`: see `chain_groups`."""
-    blocks, index_C, vocab = inputs.blocks, plan.arrays.chain_C, logp_CQV.shape[-1]
+    blocks, index_P, vocab = inputs.blocks, plan.arrays.chain_P, logp_PQV.shape[-1]
     q = blocks.tokens_AQ.shape[1]
-    position_CQ = inputs.keys.position_R.view(-1, q)[index_C]
-    seed_C1 = plan.arrays.seed_A[index_C][:, None]
-    high_CQ, low_CQ, _, _ = _words(seed_C1, blocks.rank_A[index_C][:, None], position_CQ, Purpose.TRIAL)
-    uniform_CQ = ((high_CQ << 21) | (low_CQ >> 11)) * 2.0**-53
-    lead_H = groups.first_G[groups.size_G > 0]
-    noise = _words(seed_C1[lead_H], torch.zeros_like(seed_C1[lead_H]), position_CQ[lead_H], Purpose.REMAINDER)
-    noise_HQV = -exponentials(noise[0], noise[1], vocab).log()
-    chains = Chains(blocks.tokens_AQ[index_C], blocks.count_A[index_C], blocks.alive_A[index_C], logp_CQV, logq_CLV)
-    return verify_by_rejection(chains, groups, uniform_CQ, noise_HQV)
+    position_PQ = inputs.keys.position_R.view(-1, q)[index_P]
+    seed_P1 = plan.arrays.seed_A[index_P][:, None]
+    high_PQ, low_PQ, _, _ = _words(seed_P1, blocks.rank_A[index_P][:, None], position_PQ, Purpose.TRIAL)
+    uniform_PQ = ((high_PQ << 21) | (low_PQ >> 11)) * 2.0**-53
+    lead_U = groups.first_G[groups.size_G > 0]
+    noise = _words(seed_P1[lead_U], torch.zeros_like(seed_P1[lead_U]), position_PQ[lead_U], Purpose.REMAINDER)
+    noise_UQV = -exponentials(noise[0], noise[1], vocab).log()
+    chains = Chains(blocks.tokens_AQ[index_P], blocks.count_A[index_P], blocks.alive_A[index_P], logp_PQV, logq_PKV)
+    return verify_by_rejection(chains, groups, uniform_PQ, noise_UQV)
 
 
-def _words(seed_C1: Tensor, stream_C1: Tensor, position_CQ: Tensor, purpose: Purpose) -> list[Tensor]:
+def _words(seed_P1: Tensor, stream_P1: Tensor, position_PQ: Tensor, purpose: Purpose) -> list[Tensor]:
     seed, rounds, stream, position = (
-        key.cpu().numpy() for key in (seed_C1, torch.zeros_like(seed_C1), stream_C1, position_CQ)
+        key.cpu().numpy() for key in (seed_P1, torch.zeros_like(seed_P1), stream_P1, position_PQ)
     )
-    return [to_device(word, seed_C1.device) for word in words(seed, rounds, stream, position, purpose)]
+    return [to_device(word, seed_P1.device) for word in words(seed, rounds, stream, position, purpose)]

@@ -3,8 +3,8 @@
 Also computes `top_logprobs` and `prompt_logprobs`: the likeliest tokens at positions of a sequence, and how likely its
 own tokens are. This is plain torch on every device, because an answer needs it once.
 
-Axes: R rows, T tokens, V vocabulary, E hidden size, D draws; Y tokens that are scored (row after row), X the same
-followed by the tokens of unconditional rows, S a slice of Y, K top_logprobs."""
+Local axes: P all rows of a batch, U logits that are biased, Y tokens that are scored (row after row), Z tokens of
+prompts with a repetition penalty."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ FIRST_STEP = 1 << 10
 
 def last_tokens(counts_R: np.ndarray, scored_R: np.ndarray) -> np.ndarray:
     """Return the index [X] of the last `scored` of every row's `counts` tokens; tokens are stored row after row."""
-    end_X = np.repeat(np.cumsum(counts_R), scored_R)
-    return end_X - np.repeat(scored_R, scored_R) + offsets(scored_R)
+    end_T = np.repeat(np.cumsum(counts_R), scored_R)
+    return end_T - np.repeat(scored_R, scored_R) + offsets(scored_R)
 
 
 def likeliest(
-    logits: Callable[[Tensor], Tensor], sampling: Sampling, spec: TopLogprobsSpec, hidden_XE: Tensor, ends_R: np.ndarray
+    logits: Callable[[Tensor], Tensor], sampling: Sampling, spec: TopLogprobsSpec, hidden_TE: Tensor, ends_R: np.ndarray
 ) -> tuple[Tensor, ...]:
     """Return the likeliest tokens int32 [Y, K] and their log p [Y, K], then log p and ranks of the given tokens, as in
     `PromptResult`. `ends_R`: number of positions of every row after this pass."""
-    device, rows = hidden_XE.device, len(spec.distribution.temperature_R)
-    scored_R, ends_R = spec.scored_B[:rows], ends_R[:rows]
+    device, rows = hidden_TE.device, len(spec.distribution.temperature_R)
+    scored_R, ends_R = spec.scored_P[:rows], ends_R[:rows]
     row_Y = np.repeat(np.arange(rows), scored_R)
     next_Y = ends_R[row_Y] - scored_R[row_Y] + offsets(scored_R) + 1
     unconditional_Y = _unconditional_tokens(spec, row_Y, offsets(scored_R))
@@ -69,27 +69,27 @@ def likeliest(
     found = []
     for first in range(0, len(row_Y), SLICE):
         part = slice(first, first + SLICE)
-        row_S = to_device(row_Y[part], device)
-        logits_SV = logits(hidden_XE[first : first + len(row_S)])
+        row_T = to_device(row_Y[part], device)
+        logits_TV = logits(hidden_TE[first : first + len(row_T)])
         if unconditional_Y is not None and spec.scale_R is not None:
-            theirs_SV = logits(hidden_XE[to_device(unconditional_Y[part], device)])
-            own_S = torch.arange(len(row_S), device=device)
-            logits_SV = sampling.guide(logits_SV, theirs_SV, own_S, to_device(spec.scale_R, device)[row_S])
+            theirs_TV = logits(hidden_TE[to_device(unconditional_Y[part], device)])
+            own_T = torch.arange(len(row_T), device=device)
+            logits_TV = sampling.guide(logits_TV, theirs_TV, own_T, to_device(spec.scale_R, device)[row_T])
         if tables is not None:
-            logits_SV = add_biases(tables, *entries, logits_SV, row_S, to_device(next_Y[part], device), width)
-        dist_SV = torch.empty(len(row_S), sampling.vocab, device=device)
-        sampling.write_distribution(logits_SV, spec.distribution.take(row_Y[part]), dist_SV)
-        logp_SK, token_SK = dist_SV.topk(min(spec.count, sampling.vocab), dim=-1)
-        found.append((token_SK.int(), logp_SK, *_given(spec, part, dist_SV)))
+            logits_TV = add_biases(tables, *entries, logits_TV, row_T, to_device(next_Y[part], device), width)
+        dist_TV = torch.empty(len(row_T), sampling.vocab, device=device)
+        sampling.write_distribution(logits_TV, spec.distribution.take(row_Y[part]), dist_TV)
+        logp_TC, token_TC = dist_TV.topk(min(spec.count, sampling.vocab), dim=-1)
+        found.append((token_TC.int(), logp_TC, *_given(spec, part, dist_TV)))
     return tuple(map(torch.cat, zip(*found)))
 
 
-def _given(spec: TopLogprobsSpec, part: slice, dist_SV: Tensor) -> tuple[Tensor, Tensor]:
+def _given(spec: TopLogprobsSpec, part: slice, dist_TV: Tensor) -> tuple[Tensor, Tensor]:
     """Return log p [S] and ranks int32 [S] of the given tokens; [0] if there are none."""
     if spec.given_Y is None:
-        return dist_SV[:0, 0], dist_SV[:0, 0].int()
-    logp_S1 = dist_SV.gather(-1, to_device(spec.given_Y[part], dist_SV.device)[:, None])
-    return logp_S1[:, 0], (dist_SV >= logp_S1).sum(-1).int()
+        return dist_TV[:0, 0], dist_TV[:0, 0].int()
+    logp_T1 = dist_TV.gather(-1, to_device(spec.given_Y[part], dist_TV.device)[:, None])
+    return logp_T1[:, 0], (dist_TV >= logp_T1).sum(-1).int()
 
 
 def _unconditional_tokens(spec: TopLogprobsSpec, row_Y: np.ndarray, offset_Y: np.ndarray) -> np.ndarray | None:
@@ -97,8 +97,8 @@ def _unconditional_tokens(spec: TopLogprobsSpec, row_Y: np.ndarray, offset_Y: np
     index if no row does. None: no row is guided."""
     if spec.unconditional_R is None:
         return None
-    begin_B = np.cumsum(spec.scored_B) - spec.scored_B
-    return begin_B[spec.unconditional_R[row_Y]] + offset_Y
+    begin_P = np.cumsum(spec.scored_P) - spec.scored_P
+    return begin_P[spec.unconditional_R[row_Y]] + offset_Y
 
 
 def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTables | None:
@@ -166,12 +166,12 @@ class ModelWorker:
             if batch.draws is not None:
                 drawn = self._drawn(batch.draws, self.model.logits(self._forward(batch, last_R)), batch, failures)
             elif batch.top_logprobs is not None:
-                hidden_XE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_B))
+                hidden_TE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_P))
                 top_logprobs = likeliest(
                     self.model.logits,
                     Sampling(self.vocab_size),
                     batch.top_logprobs,
-                    hidden_XE,
+                    hidden_TE,
                     batch.starts_R + batch.counts_R,
                 )
             else:
@@ -191,16 +191,16 @@ class ModelWorker:
     def keep_alive(self, silence: float) -> None:
         """A worker in this process needs no sign of life."""
 
-    def _forward(self, batch: PromptBatch, output_X: np.ndarray) -> Tensor:
+    def _forward(self, batch: PromptBatch, output_T: np.ndarray) -> Tensor:
         """Store keys and values of all tokens. Returns hidden states [X, E] of the tokens at index `output`."""
         ends_R = batch.starts_R + batch.counts_R
-        if ends_R.max() > self.width or len(batch.pages_X) != ends_R.sum():
+        if ends_R.max() > self.width or len(batch.pages_B) != ends_R.sum():
             raise ValueError(
-                f"{self.name}: {len(batch.pages_X)} pages for rows of {ends_R} positions; a row holds {self.width}"
+                f"{self.name}: {len(batch.pages_B)} pages for rows of {ends_R} positions; a row holds {self.width}"
             )
-        if batch.pages_X.min() <= DUMMY_PAGE or batch.pages_X.max() > self.pages:
+        if batch.pages_B.min() <= DUMMY_PAGE or batch.pages_B.max() > self.pages:
             raise ValueError(
-                f"{self.name}: pages {batch.pages_X.min()}..{batch.pages_X.max()}; allowed 1..{self.pages}"
+                f"{self.name}: pages {batch.pages_B.min()}..{batch.pages_B.max()}; allowed 1..{self.pages}"
             )
         if batch.tokens_T.min() < 0 or batch.tokens_T.max() >= self.vocab_size:
             raise ValueError(
@@ -211,83 +211,83 @@ class ModelWorker:
         row_T = np.repeat(np.arange(rows), batch.counts_R)
         position_T = batch.starts_R[row_T] + offsets(batch.counts_R)
         table_RL = np.zeros((rows, int(ends_R.max())), dtype=np.int32)
-        table_RL[np.arange(table_RL.shape[1]) < ends_R[:, None]] = batch.pages_X
+        table_RL[np.arange(table_RL.shape[1]) < ends_R[:, None]] = batch.pages_B
         nothing_shared = (np.arange(rows + 1), np.zeros(rows, dtype=np.int64))
         forward = ForwardBatch(
             table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared
         )
         return self.ops.run_prompt(
-            self, to_device(batch.tokens_T, self.device), forward, to_device(output_X, self.device)
+            self, to_device(batch.tokens_T, self.device), forward, to_device(output_T, self.device)
         )
 
-    def _guided(self, draws: Draws, logits_XV: Tensor) -> Tensor:
+    def _guided(self, draws: Draws, logits_TV: Tensor) -> Tensor:
         """Return the guided logits [R, V] of the rows that tokens are drawn after, from the logits [X, V] of all
         rows."""
-        own_RV = logits_XV[: len(draws.seed_R)]
+        own_RV = logits_TV[: len(draws.seed_R)]
         if draws.unconditional_R is None or draws.scale_R is None:
             return own_RV
         unconditional_R, scale_R = (
             to_device(values_R, self.device) for values_R in (draws.unconditional_R, draws.scale_R)
         )
-        return Sampling(self.vocab_size).guide(own_RV, logits_XV, unconditional_R.long(), scale_R)
+        return Sampling(self.vocab_size).guide(own_RV, logits_TV, unconditional_R.long(), scale_R)
 
     def _drawn(
-        self, draws: Draws, logits_XV: Tensor, batch: PromptBatch, failures: dict[int, str]
+        self, draws: Draws, logits_TV: Tensor, batch: PromptBatch, failures: dict[int, str]
     ) -> tuple[Tensor, ...]:
         """Return the first arrays of a `PromptResult`, those of draws, from the logits after all rows. Adds to
         `failures`, by row, why constraints cannot be followed."""
         rows = len(draws.seed_R)
         ends_R = (batch.starts_R + batch.counts_R)[:rows]
-        token_RD, logp_RD, *weights = self._draw(draws, self._guided(draws, logits_XV), ends_R, failures)
-        raw_logp_RD = logp_RD[:, :0]
+        token_RF, logp_RF, *weights = self._draw(draws, self._guided(draws, logits_TV), ends_R, failures)
+        raw_logp_RF = logp_RF[:, :0]
         if draws.raw_logprobs:
-            row_X = torch.arange(rows, device=self.device).repeat_interleave(token_RD.shape[1])
-            raw_logp_X = Sampling(self.vocab_size).raw_score(logits_XV[:rows], token_RD.flatten(), row_X)
-            raw_logp_RD = raw_logp_X.view(token_RD.shape)
-        return token_RD, logp_RD, raw_logp_RD, *weights
+            row_X = torch.arange(rows, device=self.device).repeat_interleave(token_RF.shape[1])
+            raw_logp_X = Sampling(self.vocab_size).raw_score(logits_TV[:rows], token_RF.flatten(), row_X)
+            raw_logp_RF = raw_logp_X.view(token_RF.shape)
+        return token_RF, logp_RF, raw_logp_RF, *weights
 
     def _draw(
         self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, failures: dict[int, str]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the drawn tokens, their log p, log-weights and log Z of a `PromptResult`, on the device."""
-        numbers = (draws.seed_R, draws.round_R, draws.stream_RD, position_R.astype(np.int64))
+        numbers = (draws.seed_R, draws.round_R, draws.stream_RF, position_R.astype(np.int64))
         # On the host, where the random words are computed: reading the keys from the device would wait for it.
-        seed_R, round_R, stream_RD, drawn_at_R = map(torch.from_numpy, numbers)
-        keys = DrawKeys(seed_R, round_R, stream_RD, drawn_at_R, draws.purpose)
+        seed_R, round_R, stream_RF, drawn_at_R = map(torch.from_numpy, numbers)
+        keys = DrawKeys(seed_R, round_R, stream_RF, drawn_at_R, draws.purpose)
         if len(draws.repetition_Z):
             seen = tuple(to_device(at_Z, self.device).long() for at_Z in (draws.seen_row_Z, draws.seen_token_Z))
             logits_RV = logits_RV.float()
             logits_Z, repetition_Z = logits_RV[seen], to_device(draws.repetition_Z, self.device)
             logits_RV = logits_RV.index_put(seen, repeated(logits_Z, torch.ones_like(logits_Z) > 0, repetition_Z))
-        if len(draws.bias_Y):
-            biased = tuple(to_device(at_Y, self.device).long() for at_Y in (draws.biased_row_Y, draws.biased_token_Y))
-            bias_Y = to_device(draws.bias_Y, self.device).to(logits_RV.dtype)
-            logits_RV = logits_RV.index_put(biased, bias_Y, accumulate=True)
+        if len(draws.bias_U):
+            biased = tuple(to_device(at_U, self.device).long() for at_U in (draws.biased_row_U, draws.biased_token_U))
+            bias_U = to_device(draws.bias_U, self.device).to(logits_RV.dtype)
+            logits_RV = logits_RV.index_put(biased, bias_U, accumulate=True)
         distribution: DistributionSpec[Any] = draws.distribution
         mass_R = None
         if draws.machines:
             logits_RV, distribution, mass_R = self._constrained(draws, logits_RV, failures)
-        token_RD, logp_RD, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, distribution, keys)
+        token_RF, logp_RF, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, distribution, keys)
         weight_R = log_z_R.double()
         if mass_R is not None:
-            logp_RD = logp_RD + mass_R[:, None]
+            logp_RF = logp_RF + mass_R[:, None]
             # If a truncation leaves no allowed token, its mass does not count in the weight: otherwise no particle
             # would have weight.
             weight_R = weight_R + torch.where(mass_R > -torch.inf, distribution.alpha_R * mass_R, 0.0)
-        first_D = torch.arange(token_RD.shape[1], device=token_RD.device) == 0
+        first_F = torch.arange(token_RF.shape[1], device=token_RF.device) == 0
         decoding_R = to_device(draws.decoding_R, self.device)
         # A group that is decoded exactly begins with one draw of the target.
-        none_RD = is_one_of(decoding_R, EXACT)[:, None] & ~first_D
-        logw_RD = weight_R[:, None].expand(token_RD.shape).masked_fill(none_RD, -torch.inf)
+        none_RF = is_one_of(decoding_R, EXACT)[:, None] & ~first_F
+        logw_RF = weight_R[:, None].expand(token_RF.shape).masked_fill(none_RF, -torch.inf)
         if (draws.decoding_R == Decoding.DISTINCT).any():
             theirs = self._draw_distinct(draws, distribution, logits_RV, keys, weight_R)
             if mass_R is not None:
                 theirs = (theirs[0], theirs[1] + mass_R[:, None], theirs[2])
             is_distinct_R1 = (decoding_R == Decoding.DISTINCT)[:, None]
-            token_RD, logp_RD, logw_RD = (
-                torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RD, logp_RD, logw_RD))
+            token_RF, logp_RF, logw_RF = (
+                torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RF, logp_RF, logw_RF))
             )
-        return token_RD.int(), logp_RD, logw_RD, log_z_R
+        return token_RF.int(), logp_RF, logw_RF, log_z_R
 
     def _constrained(
         self, draws: Draws, logits_RV: Tensor, failures: dict[int, str]
@@ -330,10 +330,10 @@ class ModelWorker:
         keys: DrawKeys,
         weight_R: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw without replacement. Returns tokens [R, D], their log p [R, D] and log-weights [R, D]. `weight`: log of
+        """Draw without replacement. Returns tokens [R, F], their log p [R, F] and log-weights [R, F]. `weight`: log of
         each row's total mass."""
-        most = keys.stream_RD.shape[1]
-        keys = keys._replace(stream_RD=keys.stream_RD[:, :1])
+        most = keys.stream_RF.shape[1]
+        keys = keys._replace(stream_RF=keys.stream_RF[:, :1])
         candidate_tokens, candidate_logp_RC, _ = Sampling(self.vocab_size).propose_bonus(logits_RV, distribution, keys)
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R, there_R = torch.ones_like(rows), rows >= 0

@@ -2,10 +2,7 @@
 Triton form of `smc.executor.apply_selection`.
 
 A program has the batch indices of one group, or batch indices of no group. The host reads nothing, and the grid follows
-from shapes alone, so the launch can be captured in a CUDA graph.
-
-Axes: A batch indices, G groups, X rows (F of each batch index), Q tokens of a block, K tokens of a row, C candidate
-tokens of a batch index, N batch indices of a program."""
+from shapes alone, so the launch can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def apply_selection(
         target_nan_G=candidates.target_nan_G,
         hit_G=room.bools(groups),
         lineage=Lineage(
-            path_AW=room.ints(batch_size, q), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
+            path_AB=room.ints(batch_size, q), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
         ),
     )
     _apply_selection[(programs(batch_size, groups),)](
@@ -274,7 +271,7 @@ def _write_tokens(
     tl.store(out.grown_AQ + to, token, mask=inside)
     tl.store(out.logq_AQ + to, logq, mask=inside)
     tl.store(out.logp_AQ + to, logp, mask=inside)
-    tl.store(out.lineage.path_AW + to, tl.load(plan.target_pages_AQ + of, mask=inside, other=0), mask=inside)
+    tl.store(out.lineage.path_AB + to, tl.load(plan.target_pages_AQ + of, mask=inside, other=0), mask=inside)
 
 
 @triton.jit

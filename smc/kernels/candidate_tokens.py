@@ -8,8 +8,7 @@ entries already found. There are four launches: two passes over the logits, each
 row, and after each pass one with a program for every row. The host reads nothing, and grids follow from shapes alone,
 so all launches can be captured in a CUDA graph.
 
-Axes: R rows, V columns, S splits of the vocabulary, C likeliest tokens, X parts of a row at one step of the search, P
-parts of a split."""
+Local axes: P splits of the vocabulary, Y parts of a row at one step of the search, Z parts of a split."""
 
 from __future__ import annotations
 
@@ -59,30 +58,30 @@ def propose_candidates(
     block: int | None = None,
     warps: int = 4,
     coupling: Coupling | None = None,
-    kept_BV: Tensor | None = None,
+    kept_RV: Tensor | None = None,
 ) -> CandidateTokens:
     """Return candidate tokens of rows from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW,
     vocab) likeliest tokens in descending order, the first column first among equal logits. With `has_rest`, the token
     drawn from the rest follows, with the random numbers of `smc.kernels.sampling.draw`.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
-    `coupling`, `kept_BV`: see `smc.executor.sampling.Sampling.propose_candidates`."""
+    `coupling`, `kept_RV`: see `smc.executor.sampling.Sampling.propose_candidates`."""
     require_rows(logits_RV, vocab)
     rows, most, steps = len(temperature_R), min(CANDIDATES_PER_ROW, vocab), _steps(vocab)
     block = block or min(4096, triton.next_power_of_2(vocab))
     splits, length, width, room = triton.cdiv(vocab, block), FAN**steps, most + has_rest, Room(logits_RV.device)
     assert block >= PART or length < PART
-    sums, largest_RP = (room.floats(rows, splits), room.floats(rows, splits)), room.ints(rows, splits * (block // PART))
+    sums, largest_RZ = (room.floats(rows, splits), room.floats(rows, splits)), room.ints(rows, splits * (block // PART))
     summary = RowSearch(room.ints(rows), room.ints(rows), room.floats(rows), room.floats(rows))
     found = CandidateTokens(room.longs(rows, width), room.floats(rows, width), room.floats(rows, width))
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     keys = tuple(key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
     blocks, by_row = {"BLOCK": block, "num_warps": warps}, {"SPLITS": triton.next_power_of_2(splits)}
-    parts = (largest_RP, largest_RP.shape[1])
+    parts = (largest_RZ, largest_RZ.shape[1])
     scores_RV, of_rows, kept = None, None, None
     if coupling is not None:
         scores_RV, of_rows = room.floats(rows, vocab), (keys[3], rows // len(coupling.exponent_A))
-        kept = None if kept_BV is None else (kept_BV, kept_BV.stride(0), len(kept_BV))
+        kept = None if kept_RV is None else (kept_RV, kept_RV.stride(0), len(kept_RV))
     _survey[(splits, rows)](
         *distribution, vocab, sums, parts, coupling, of_rows, scores_RV, kept,
         PART=PART if length >= PART else 0, **blocks,
@@ -105,11 +104,11 @@ def propose_candidates(
     )  # fmt: skip
     if not has_rest:
         return found
-    max_RS, sum_RS = room.floats(rows, splits), room.floats(rows, splits)
-    won_RS, token_RS = room.floats(rows, splits), room.ints(rows, splits)
+    max_RP, sum_RP = room.floats(rows, splits), room.floats(rows, splits)
+    won_RP, token_RP = room.floats(rows, splits), room.ints(rows, splits)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
-    race = (max_RS, sum_RS, won_RS, token_RS)
+    race = (max_RP, sum_RP, won_RP, token_RP)
     _race_rest[(splits, rows)](
         *distribution, vocab, *keys, int(purpose), summary, *race, enable_fp_fusion=False, **blocks
     )
@@ -146,8 +145,8 @@ def _survey(
     tl.store(sums[0] + row * splits + split, top)
     tl.store(sums[1] + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
     if PART > 0:
-        largest_P = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
-        tl.store(parts_of[0] + row * parts_of[1] + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_P)
+        largest_Z = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
+        tl.store(parts_of[0] + row * parts_of[1] + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_Z)
 
 
 @triton.jit
@@ -167,42 +166,42 @@ def coupled_score(logit_V, column_V, inside_V, index, position, coupling):
 
 
 @triton.jit
-def _largest(logits_V, vocab, largest_P, parts, part_X, PART: tl.constexpr, LENGTH: tl.constexpr):
+def _largest(logits_V, vocab, largest_Z, parts, part_Y, PART: tl.constexpr, LENGTH: tl.constexpr):
     """Return the `order_key` of the largest entry of every given part of LENGTH columns; past the end, the smallest
     key."""
     UNIT: tl.constexpr = PART if LENGTH >= PART else 1
     count = parts if LENGTH >= PART else vocab
     if LENGTH == UNIT:
-        at, inside = part_X, part_X < count
+        at, inside = part_Y, part_Y < count
     else:
-        at = part_X[:, None] * (LENGTH // UNIT) + tl.arange(0, LENGTH // UNIT)[None, :]
+        at = part_Y[:, None] * (LENGTH // UNIT) + tl.arange(0, LENGTH // UNIT)[None, :]
         inside = at < count
     if LENGTH >= PART:
-        key = tl.load(largest_P + at, mask=inside, other=-0x80000000)
+        key = tl.load(largest_Z + at, mask=inside, other=-0x80000000)
     else:
         key = tl.where(inside, order_key(tl.load(logits_V + at, mask=inside, other=0.0)), -0x80000000)
     return key if LENGTH == UNIT else tl.max(key, 1)
 
 
 @triton.jit
-def _keep_first(key_X, part_X, list_X, best_C, SIZE: tl.constexpr, MOST: tl.constexpr):
+def _keep_first(key_Y, part_Y, list_Y, best_C, SIZE: tl.constexpr, MOST: tl.constexpr):
     """Write the parts with the MOST largest keys, packed with their keys, in descending order; the first part comes
     first among equal keys."""
-    packed_X = (key_X.to(tl.int64) << 32) | (part_X ^ 0x7FFFFFFF).to(tl.int64)
+    packed_Y = (key_Y.to(tl.int64) << 32) | (part_Y ^ 0x7FFFFFFF).to(tl.int64)
     # Every thread reads the whole list and counts in its own registers, so no sum crosses threads.
-    tl.store(list_X + tl.arange(0, SIZE), packed_X)
+    tl.store(list_Y + tl.arange(0, SIZE), packed_Y)
     tl.debug_barrier()
-    larger_X = tl.zeros((SIZE,), tl.int32)
+    larger_Y = tl.zeros((SIZE,), tl.int32)
     for begin in range(0, SIZE, MOST):
-        other_C = tl.load(list_X + begin + tl.arange(0, MOST))
-        larger_X += tl.sum((other_C[:, None] > packed_X[None, :]).to(tl.int32), 0)
-    tl.store(best_C + larger_X, packed_X, mask=larger_X < MOST)
+        other_C = tl.load(list_Y + begin + tl.arange(0, MOST))
+        larger_Y += tl.sum((other_C[:, None] > packed_Y[None, :]).to(tl.int32), 0)
+    tl.store(best_C + larger_Y, packed_Y, mask=larger_Y < MOST)
     tl.debug_barrier()
 
 
 @triton.jit
-def _part_of(packed_X):
-    return (packed_X & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
+def _part_of(packed_Y):
+    return (packed_Y & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
 
 
 class RowSearch(NamedTuple):
@@ -230,17 +229,17 @@ def _find(
 ):  # fmt: skip
     """Search one row: its likeliest tokens, the last one's key and column, and the distribution's normaliser."""
     row, splits, most, width = tl.program_id(0), sizes.splits, sizes.most, sizes.width
-    largest_RP, parts, list_RX, best_RC, longest = parts_of[0], parts_of[1], lists[0], lists[1], lists[2]
-    logits_V, largest_P = logits + row.to(tl.int64) * stride, largest_RP + row * parts
-    list_X, best_C = list_RX + row * longest, best_RC + row * MOST
-    part_X = tl.arange(0, COUNT)
-    key_X = _largest(logits_V, vocab, largest_P, parts, part_X, PART, FAN**STEPS)
-    _keep_first(key_X, part_X, list_X, best_C, COUNT, MOST)
+    largest_RZ, parts, list_RY, best_RC, longest = parts_of[0], parts_of[1], lists[0], lists[1], lists[2]
+    logits_V, largest_Z = logits + row.to(tl.int64) * stride, largest_RZ + row * parts
+    list_Y, best_C = list_RY + row * longest, best_RC + row * MOST
+    part_Y = tl.arange(0, COUNT)
+    key_Y = _largest(logits_V, vocab, largest_Z, parts, part_Y, PART, FAN**STEPS)
+    _keep_first(key_Y, part_Y, list_Y, best_C, COUNT, MOST)
     for step in tl.static_range(STEPS):
         x = tl.arange(0, MOST * FAN)
-        part_X = _part_of(tl.load(best_C + x // FAN)) * FAN + x % FAN
-        key_X = _largest(logits_V, vocab, largest_P, parts, part_X, PART, FAN ** (STEPS - 1 - step))
-        _keep_first(key_X, part_X, list_X, best_C, MOST * FAN, MOST)
+        part_Y = _part_of(tl.load(best_C + x // FAN)) * FAN + x % FAN
+        key_Y = _largest(logits_V, vocab, largest_Z, parts, part_Y, PART, FAN ** (STEPS - 1 - step))
+        _keep_first(key_Y, part_Y, list_Y, best_C, MOST * FAN, MOST)
     packed_C = tl.load(best_C + tl.arange(0, MOST))
     column_C, key_C = _part_of(packed_C), (packed_C >> 32).to(tl.int32)
     is_last_C = tl.arange(0, MOST) == most - 1
@@ -267,7 +266,7 @@ def _find(
 @one_variant("logits", "stride", "vocab")
 def _race_rest(
     logits, stride, temperature_R, cut, vocab, seed_R, round_R, stream_R, position_R, purpose,
-    summary, max_RS, sum_RS, won_RS, token_RS,
+    summary, max_RP, sum_RP, won_RP, token_RP,
     BLOCK: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Race within one block of one row, without the row's likeliest tokens: as `_race` of `smc.kernels.sampling` for
@@ -284,20 +283,20 @@ def _race_rest(
     top = tl.max(logit, 0)
     safe = finite(top)
     out = row * splits + split
-    tl.store(max_RS + out, top)
-    tl.store(sum_RS + out, tl.sum(tl.exp(logit - safe), 0))
+    tl.store(max_RP + out, top)
+    tl.store(sum_RP + out, tl.sum(tl.exp(logit - safe), 0))
     stream_1 = tl.load(stream_R + row + tl.arange(0, 1)).to(tl.uint32)
     position, rounds = tl.load(position_R + row).to(tl.uint32), tl.load(round_R + row).to(tl.uint32)
     w0_1, w1_1, _, _ = tl.philox(tl.load(seed_R + row), position, stream_1, rounds, purpose)
     won = exponentials(w0_1, w1_1, column) * tl.exp(safe - logit)
     best, at = tl.min(won, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(won_RS + out, best)
-    tl.store(token_RS + out, split * BLOCK + at)
+    tl.store(won_RP + out, best)
+    tl.store(token_RP + out, split * BLOCK + at)
 
 
 @one_variant()
 def _finish_rest(
-    logits, stride, temperature_R, cut, max_RS, sum_RS, won_RS, token_RS, summary, found, splits, most,
+    logits, stride, temperature_R, cut, max_RP, sum_RP, won_RP, token_RP, summary, found, splits, most,
     SPLITS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Write one row's token drawn from the rest, and the share of the rest."""
@@ -305,13 +304,13 @@ def _finish_rest(
     inverse, greedy = inverse_temperature(temperature_R, row)
     if SCORES:
         inverse = 1.0
-    max_S, rest_top, rest = combine(max_RS, sum_RS, row, splits, SPLITS)
+    max_P, rest_top, rest = combine(max_RP, sum_RP, row, splits, SPLITS)
     top, log_sum = tl.load(summary.top_R + row), tl.load(summary.log_sum_R + row)
-    won_S = tl.load(won_RS + row * splits + split, mask=split < splits, other=float("inf")) * tl.exp(rest_top - max_S)
-    _, at = tl.min(won_S, 0, return_indices=True, return_indices_tie_break_left=True)
+    won_P = tl.load(won_RP + row * splits + split, mask=split < splits, other=float("inf")) * tl.exp(rest_top - max_P)
+    _, at = tl.min(won_P, 0, return_indices=True, return_indices_tie_break_left=True)
     lse = top + log_sum
     # If the row has a NaN, any winner may result, even one past the end.
-    token = tl.where(lse == lse, tl.load(token_RS + row * splits + tl.minimum(at, splits - 1)), 0)
+    token = tl.where(lse == lse, tl.load(token_RP + row * splits + tl.minimum(at, splits - 1)), 0)
     raw = tl.load(logits + row.to(tl.int64) * stride + token)
     logit = cut_logit(raw, token, row, inverse, cut)
     out = row.to(tl.int64) * (most + 1)

@@ -5,9 +5,7 @@ index. `resume` and `observe_draws` have a program for every batch index. `repar
 every row continues a row of the previous step with one more token. The host reads nothing, and grids follow from shapes
 alone, so all launches can be captured in a CUDA graph.
 
-Axes: A batch indices, G groups, S slots (in `reparent`: rows of the previous step), X rows (F of each batch index), P
-pending tokens, K tokens of a row, B pages of a row, C candidate tokens of a row, D draws of a row, W pages of a
-path."""
+The constant P is the number of pending tokens for which `begin_pages_AQ` has pages."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def begin(
 ) -> DraftInputs:
     """See `smc.executor.draft.begin`."""
     arrays, branches, room = plan.arrays, plan.kind.branches, Room(state.device)
-    (batch_size, queries), groups, rows = arrays.begin_pages_AP.shape, len(arrays.first_G), len(arrays.branch_pages_XB)
+    (batch_size, queries), groups, rows = arrays.begin_pages_AQ.shape, len(arrays.first_G), len(arrays.branch_pages_XB)
     none_A, zero_A, text_A = room.longs(batch_size), room.floats(batch_size), room.longs(batch_size)
     stream_X, spans = room.longs(rows), Spans(room.ints(groups), room.ints(groups))
     tree = TokenTree(
@@ -83,20 +81,20 @@ def begin(
         outcome_X=none_A,
     )
     later = CandidateLayout(
-        group_S=room.ints(rows),
+        group_R=room.ints(rows),
         sources=spans,
         rows=spans,
-        rank_S1=room.longs(rows, 1),
-        stream_SD=stream_X[:, None],
-        seed_S=room.longs(rows),
-        round_S=room.longs(rows),
+        rank_R1=room.longs(rows, 1),
+        stream_RF=stream_X[:, None],
+        seed_R=room.longs(rows),
+        round_R=room.longs(rows),
         seed_G=room.longs(groups),
         round_G=room.longs(groups),
         distribution=DistributionSpec.allocate(room, rows, distribution.active),
     )
     group_R = room.ints(batch_size)
     out = DraftInputs(
-        tokens_AP=room.longs(batch_size, queries),
+        tokens_AQ=room.longs(batch_size, queries),
         rows=Rows(
             table_SL=state.table_SL,
             slot_R=room.ints(batch_size),
@@ -114,13 +112,13 @@ def begin(
         last_A=room.longs(batch_size),
         tree=tree,
         first=CandidateLayout(
-            group_S=group_R,
+            group_R=group_R,
             sources=arrays.groups,
             rows=spans,
-            rank_S1=room.longs(batch_size, 1),
-            stream_SD=stream_X.view(batch_size, branches),
-            seed_S=arrays.seed_A,
-            round_S=arrays.round_A if shape.by_round else none_A,
+            rank_R1=room.longs(batch_size, 1),
+            stream_RF=stream_X.view(batch_size, branches),
+            seed_R=arrays.seed_A,
+            round_R=arrays.round_A if shape.by_round else none_A,
             seed_G=later.seed_G,
             round_G=later.round_G,
             distribution=distribution,
@@ -152,14 +150,14 @@ def remap(
     state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
 ) -> tuple[Lineage[Tensor], NextSequences]:
     """See `smc.executor.draft.remap`. The same launch makes block tables follow the choice."""
-    (batch_size, queries), pages = plan.arrays.begin_pages_AP.shape, tree.tail_XB.shape[1]
+    (batch_size, queries), pages = plan.arrays.begin_pages_AQ.shape, tree.tail_XB.shape[1]
     width, room = min(2, state.pending_SQ.shape[1]), Room(state.device)
     lineage = Lineage(
-        path_AW=room.ints(batch_size, queries + pages), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
+        path_AB=room.ints(batch_size, queries + pages), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
     )
     out = NextSequences(
         end_A=room.longs(batch_size),
-        tokens_AW=room.longs(batch_size, width),
+        tokens_AQ=room.longs(batch_size, width),
         pending_A=room.longs(batch_size),
         text_A=room.longs(batch_size),
     )
@@ -184,8 +182,8 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
         tree.alone, strides, chosen, own, more.chains, plan.arrays, state, out, TreeSizes(rows, step, tokens, pages),
         BLOCK=TREE_ROWS, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)),
         BRANCHES=plan.kind.branches, WIDTH=0 if chosen is None else chosen.candidates.token_RC.shape[1],
-        DRAWS=0 if own is None else own.token_SD.shape[1],
-        SOURCES=1 if own is None else len(tree.root_X) // len(own.token_SD), num_warps=1,
+        DRAWS=0 if own is None else own.token_RF.shape[1],
+        SOURCES=1 if own is None else len(tree.root_X) // len(own.token_RF), num_warps=1,
     )  # fmt: skip
     return out
 
@@ -237,7 +235,7 @@ def _begin(
     )  # fmt: skip
     zero, wide = index * 0, index.to(tl.int64)
     tl.store(out.last_A + index, wide * P + pending - 1, mask=own)
-    tl.store(out.first.rank_S1 + index, index - first, mask=own)
+    tl.store(out.first.rank_R1 + index, index - first, mask=own)
     # The same zeros are the count, the last token, the cut and the outcome of every particle, and its tokens.
     tl.store(out.tree.count_X + index, zero.to(tl.int64), mask=own)
     tl.store(zero_A + index, zero.to(tl.float32), mask=own)
@@ -254,9 +252,9 @@ def _begin(
     p = tl.arange(0, BLOCK_P)[None, :]
     exists, to = own[:, None] & (p < P), index[:, None] * P + p
     token = tl.load(slots.pending_SQ + slot[:, None] * pending_stride + p, mask=exists, other=0)
-    tl.store(out.tokens_AP + to, token, mask=exists)
+    tl.store(out.tokens_AQ + to, token, mask=exists)
     # Entries past the pages of pending tokens are overwritten later.
-    page = tl.load(plan.begin_pages_AP + to, mask=exists, other=0)
+    page = tl.load(plan.begin_pages_AQ + to, mask=exists, other=0)
     tl.store(slots.table_SL + slot[:, None] * table_stride + held[:, None] + p, page, mask=exists)
 
 
@@ -265,11 +263,11 @@ def _begin_rows(x, inside, index, group, first, plan, given, out, F: tl.constexp
     """Write what a row needs for its draws: its number, its random numbers and its token distribution."""
     rounds = tl.load(plan.round_A + index, mask=inside, other=0)
     stream = tl.load(plan.particle_A + index, mask=inside, other=0) * STREAMS + x % F
-    tl.store(out.stream_SD + x, stream, mask=inside)
-    tl.store(out.rank_S1 + x, (x - first * F).to(tl.int64), mask=inside)
-    tl.store(out.seed_S + x, tl.load(plan.seed_A + index, mask=inside, other=0), mask=inside)
-    tl.store(out.round_S + x, rounds if BY_ROUND else rounds * 0, mask=inside)
-    tl.store(out.group_S + x, group.to(tl.int32), mask=inside)
+    tl.store(out.stream_RF + x, stream, mask=inside)
+    tl.store(out.rank_R1 + x, (x - first * F).to(tl.int64), mask=inside)
+    tl.store(out.seed_R + x, tl.load(plan.seed_A + index, mask=inside, other=0), mask=inside)
+    tl.store(out.round_R + x, rounds if BY_ROUND else rounds * 0, mask=inside)
+    tl.store(out.group_R + x, group.to(tl.int32), mask=inside)
     copy_distribution(out.distribution, x, given, index, inside)
 
 
@@ -334,13 +332,13 @@ def _resume(
     q = tl.arange(0, BLOCK_Q)
     last_token = tl.load(tree.tokens_XK + row * K + tl.maximum(taken - 1, 0))
     token = tl.where(is_last & (q == 0), last_token, tl.maximum(bonus, 0))
-    tl.store(out.tokens_AW + index * Q + q, token, mask=q < Q)
+    tl.store(out.tokens_AQ + index * Q + q, token, mask=q < Q)
     # Pages of the particle's pending tokens that stay, which may be fewer than P, then pages of its row's tokens.
     w = tl.arange(0, BLOCK_W)
     at = tl.minimum(tl.where(w < stays, w, w + P - stays), P + B - 1)
-    page = tl.load(plan.begin_pages_AP + ancestor * P + at, mask=at < P, other=0)
+    page = tl.load(plan.begin_pages_AQ + ancestor * P + at, mask=at < P, other=0)
     page = tl.where(at < P, page, tl.load(tail_B + at - P, mask=(at >= P) & (w < P + B), other=0))
-    tl.store(lineage.path_AW + index * (P + B) + w, page, mask=w < P + B)
+    tl.store(lineage.path_AB + index * (P + B) + w, page, mask=w < P + B)
 
 
 @one_variant()
@@ -360,8 +358,8 @@ def _reparent(
     is_tree = inside
     if own is not None:
         parent = (x // DRAWS * SOURCES).to(tl.int64)
-        token = tl.load(own.token_SD + x, mask=inside, other=0).to(tl.int64)
-        logq = tl.load(own.logq_SD + x, mask=inside, other=0.0)
+        token = tl.load(own.token_RF + x, mask=inside, other=0).to(tl.int64)
+        logq = tl.load(own.logq_RF + x, mask=inside, other=0.0)
         is_tree = inside & (is_separate(tl.load(plan.decoding_G + group, mask=inside, other=0)) == 0)
     if chosen is not None:
         parent = tl.where(is_tree, tl.load(chosen.expansion.parent_X + x, mask=is_tree, other=0), parent)
@@ -438,14 +436,14 @@ def observe_draws(
     plan: RoundPlan[Tensor],
     tree: TokenTree,
     choice: RoundChoice,
-    kept_BV: Tensor,
+    kept_RV: Tensor,
     coupling: Coupling,
 ) -> ObservedDraws[Tensor]:
     """See `smc.executor.draft.observe_draws`."""
-    batch_size, columns, room = plan.kind.batch_size, kept_BV.shape[1], Room(kept_BV.device)
+    batch_size, columns, room = plan.kind.batch_size, kept_RV.shape[1], Room(kept_RV.device)
     out = ObservedDraws(room.floats(batch_size), room.floats(batch_size), room.floats(batch_size))
     _observe[(batch_size,)](
-        plan.arrays, state, tree.tokens_XK, tree.tokens_XK.stride(0), choice, kept_BV, len(kept_BV), columns, coupling,
+        plan.arrays, state, tree.tokens_XK, tree.tokens_XK.stride(0), choice, kept_RV, len(kept_RV), columns, coupling,
         out, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
     )  # fmt: skip
     return out
@@ -459,12 +457,12 @@ def _hash(position):
 
 
 @triton.jit
-def _part(begin, columns, kept_BV, root, position, token, coupling, BLOCK: tl.constexpr):
+def _part(begin, columns, kept_RV, root, position, token, coupling, BLOCK: tl.constexpr):
     """Return, for a block of columns after a root: whether each exists, its log q, its score, and whether it is the
     drawn token."""
     column_V = begin + tl.arange(0, BLOCK)
     inside_V = column_V < columns
-    logq_V = tl.load(kept_BV + root * columns + column_V, mask=inside_V, other=-float("inf"))
+    logq_V = tl.load(kept_RV + root * columns + column_V, mask=inside_V, other=-float("inf"))
     score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling)
     token_V = column_V.to(tl.int64)
     if coupling.ids_M is not None:
@@ -472,9 +470,9 @@ def _part(begin, columns, kept_BV, root, position, token, coupling, BLOCK: tl.co
     return inside_V, logq_V, score_V, inside_V & (token_V == token)
 
 
-@one_variant("kept_BV")
+@one_variant("kept_RV")
 def _observe(
-    plan, slots, tokens_XK, stride, choice, kept_BV, kept, columns, coupling, out, BLOCK: tl.constexpr,
+    plan, slots, tokens_XK, stride, choice, kept_RV, kept, columns, coupling, out, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     root, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
@@ -491,7 +489,7 @@ def _observe(
         top, total, first, second = -float("inf"), 0.0, 0.0, 0.0
         drawn_logq, drawn_score = -float("inf"), -float("inf")
         for begin in range(0, columns, BLOCK):
-            _, logq_V, score_V, is_drawn_V = _part(begin, columns, kept_BV, root, position, token, coupling, BLOCK)
+            _, logq_V, score_V, is_drawn_V = _part(begin, columns, kept_RV, root, position, token, coupling, BLOCK)
             drawn_logq = tl.maximum(drawn_logq, tl.max(tl.where(is_drawn_V, logq_V, -float("inf")), 0))
             drawn_score = tl.maximum(drawn_score, tl.max(tl.where(is_drawn_V, score_V, -float("inf")), 0))
             higher = tl.maximum(top, tl.max(score_V, 0))
@@ -514,7 +512,7 @@ def _observe(
                 rank = 0.0
                 for begin in range(0, columns, BLOCK):
                     inside_V, _, score_V, is_drawn_V = _part(
-                        begin, columns, kept_BV, root, position, token, coupling, BLOCK
+                        begin, columns, kept_RV, root, position, token, coupling, BLOCK
                     )
                     is_above_V = inside_V & (score_V > drawn_score) & (is_drawn_V == 0)
                     rank += tl.sum(is_above_V.to(tl.float32), 0)

@@ -5,8 +5,8 @@ and all phases but the first have several programs a group. `_take_rows` has a p
 one for every batch index, `with_inner_nodes` one for every node, and `limit_outcomes` one for every row, of which the
 first row of an outcome does the work.
 
-See `smc.executor.draft_tree` for axes; N rows of a group, I and J nodes or candidates at a time, M nodes of a tree or
-candidates of all rows."""
+Local axes: P nodes from which rows may begin, U nodes of a tree or candidates of all rows, Y and Z some of these at
+a time."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ MOST_PROGRAMS = 16
 class Scratch(NamedTuple):
     """Intermediate values of every node."""
 
-    worth_M: Tensor
+    worth_U: Tensor
     """float64 sum of gains along the node's best path; later -1 at nodes that represent no path."""
-    useful_M: Tensor
-    """float64: as `worth_M`, but -1 for paths for which their outcome has no room."""
-    heaviest_M: Tensor
+    useful_U: Tensor
+    """float64: as `worth_U`, but -1 for paths for which their outcome has no room."""
+    heaviest_U: Tensor
     """int32 row of the next step that continues the node's best path; -1: the path ends here."""
-    leaf_M: Tensor
+    leaf_U: Tensor
     """int32 node at which the best path ends."""
-    kept_M: Tensor
+    kept_U: Tensor
     """int32: whether the path is chosen as a row."""
-    outcome_M: Tensor
+    outcome_U: Tensor
     """int32 outcome for which the node is drafted; in lockstep 0."""
 
 
@@ -66,12 +66,12 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
     arrays, branches = plan.arrays, plan.kind.branches
     nodes, block, room = len(steps) * rows, 64, Room(arrays.slot_A.device)
     scratch = Scratch(
-        worth_M=room.doubles(nodes),
-        useful_M=room.doubles(nodes),
-        heaviest_M=room.ints(nodes),
-        leaf_M=room.ints(nodes),
-        kept_M=room.ints(nodes),
-        outcome_M=room.ints(nodes),
+        worth_U=room.doubles(nodes),
+        useful_U=room.doubles(nodes),
+        heaviest_U=room.ints(nodes),
+        leaf_U=room.ints(nodes),
+        kept_U=room.ints(nodes),
+        outcome_U=room.ints(nodes),
     )
     leaf_X, is_there_X = room.longs(rows), room.bools(rows)
     programs = min(triton.cdiv(nodes, block), MOST_PROGRAMS)
@@ -96,17 +96,17 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
 def _node(tile, i, first, size, rows, tiles):
     """Return step, row, index and existence of the I nodes of a tile; a step of a group has `tiles` tiles."""
     step = tile // tiles
-    within_I = (tile % tiles) * i.shape[0] + i
-    row_I = first + within_I
-    return step, row_I, step * rows + row_I, within_I < size
+    within_Y = (tile % tiles) * i.shape[0] + i
+    row_Y = first + within_Y
+    return step, row_Y, step * rows + row_Y, within_Y < size
 
 
 @triton.jit
 def _node_of_all(tile, i, first, size, rows, total):
     """Return index and existence of the I nodes of a tile, among all `total` nodes of a group, one step after
     another."""
-    at_I = tile * i.shape[0] + i
-    return (at_I // size) * rows + first + at_I % size, at_I < total
+    at_Y = tile * i.shape[0] + i
+    return (at_Y // size) * rows + first + at_Y % size, at_Y < total
 
 
 @one_variant()
@@ -140,42 +140,42 @@ def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.co
     i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
     top = tl.full((), NONE, tl.float64)
     for tile in range(tiles):
-        _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
-        alive_I = tl.load(steps[0].tree.alive_X + x_I, mask=in_I, other=0) != 0
-        top = tl.maximum(top, tl.max(tl.load(steps[0].tree.mass_X + x_I, mask=alive_I, other=NONE), 0))
+        _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
+        alive_Y = tl.load(steps[0].tree.alive_X + x_Y, mask=in_Y, other=0) != 0
+        top = tl.maximum(top, tl.max(tl.load(steps[0].tree.mass_X + x_Y, mask=alive_Y, other=NONE), 0))
     # From the last step back: the worth of every node, and the node of the next step that continues its best path.
     for k in tl.static_range(K - 1, -1, -1):
         for tile in range(tiles):
-            _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
-            alive_I = tl.load(steps[k].tree.alive_X + x_I, mask=in_I, other=0) != 0
-            mass_I = tl.load(steps[k].tree.mass_X + x_I, mask=alive_I, other=NONE)
-            counts_I = alive_I & (tl.load(steps[k].tree.count_X + x_I, mask=alive_I, other=0) > k)
+            _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
+            alive_Y = tl.load(steps[k].tree.alive_X + x_Y, mask=in_Y, other=0) != 0
+            mass_Y = tl.load(steps[k].tree.mass_X + x_Y, mask=alive_Y, other=NONE)
+            counts_Y = alive_Y & (tl.load(steps[k].tree.count_X + x_Y, mask=alive_Y, other=0) > k)
             if AHEAD:
-                counts_I = counts_I & (k > 0)
-            worth_I = tl.where(counts_I, tl.exp(mass_I - top), 0.0)
-            worth_I += tl.where(alive_I & (x_I == first), LEAD, 0.0)
-            heaviest_I, leaf_I = tl.full((BLOCK,), -1, tl.int32), (k * rows + x_I).to(tl.int32)
+                counts_Y = counts_Y & (k > 0)
+            worth_Y = tl.where(counts_Y, tl.exp(mass_Y - top), 0.0)
+            worth_Y += tl.where(alive_Y & (x_Y == first), LEAD, 0.0)
+            heaviest_Y, leaf_Y = tl.full((BLOCK,), -1, tl.int32), (k * rows + x_Y).to(tl.int32)
             if k < K - 1:
-                best_I = tl.full((BLOCK,), NONE, tl.float64)
+                best_Y = tl.full((BLOCK,), NONE, tl.float64)
                 for other in range(tiles):
-                    _, y_J, _, in_J = _node(other, i, first, size, rows, tiles)
-                    child_J = tl.load(steps[k + 1].tree.alive_X + y_J, mask=in_J, other=0) != 0
-                    parent_J = tl.load(steps[k + 1].parent_X + y_J, mask=child_J, other=-1)
-                    worth_J = tl.load(scratch.worth_M + (k + 1) * rows + y_J, mask=child_J, other=NONE)
-                    is_child_IJ = (parent_J[None, :] == x_I[:, None]) & child_J[None, :]
-                    worth_IJ = tl.where(is_child_IJ, worth_J[None, :], NONE)
-                    most_I = tl.max(worth_IJ, 1)
-                    is_most_IJ = is_child_IJ & (worth_IJ == most_I[:, None])
-                    at_I = tl.min(tl.where(is_most_IJ, y_J[None, :], 2147483647), 1)
-                    heaviest_I = tl.where(most_I > best_I, at_I, heaviest_I)
-                    best_I = tl.maximum(best_I, most_I)
-                goes_on_I = heaviest_I >= 0
-                worth_I += tl.where(goes_on_I, best_I, 0.0)
-                next_I = tl.load(scratch.leaf_M + (k + 1) * rows + heaviest_I, mask=goes_on_I & in_I, other=0)
-                leaf_I = tl.where(goes_on_I, next_I, leaf_I)
-            tl.store(scratch.worth_M + k * rows + x_I, worth_I, mask=in_I)
-            tl.store(scratch.heaviest_M + k * rows + x_I, heaviest_I, mask=in_I)
-            tl.store(scratch.leaf_M + k * rows + x_I, leaf_I, mask=in_I)
+                    _, y_Z, _, in_Z = _node(other, i, first, size, rows, tiles)
+                    child_Z = tl.load(steps[k + 1].tree.alive_X + y_Z, mask=in_Z, other=0) != 0
+                    parent_Z = tl.load(steps[k + 1].parent_X + y_Z, mask=child_Z, other=-1)
+                    worth_Z = tl.load(scratch.worth_U + (k + 1) * rows + y_Z, mask=child_Z, other=NONE)
+                    is_child_YZ = (parent_Z[None, :] == x_Y[:, None]) & child_Z[None, :]
+                    worth_YZ = tl.where(is_child_YZ, worth_Z[None, :], NONE)
+                    most_Y = tl.max(worth_YZ, 1)
+                    is_most_YZ = is_child_YZ & (worth_YZ == most_Y[:, None])
+                    at_Y = tl.min(tl.where(is_most_YZ, y_Z[None, :], 2147483647), 1)
+                    heaviest_Y = tl.where(most_Y > best_Y, at_Y, heaviest_Y)
+                    best_Y = tl.maximum(best_Y, most_Y)
+                goes_on_Y = heaviest_Y >= 0
+                worth_Y += tl.where(goes_on_Y, best_Y, 0.0)
+                next_Y = tl.load(scratch.leaf_U + (k + 1) * rows + heaviest_Y, mask=goes_on_Y & in_Y, other=0)
+                leaf_Y = tl.where(goes_on_Y, next_Y, leaf_Y)
+            tl.store(scratch.worth_U + k * rows + x_Y, worth_Y, mask=in_Y)
+            tl.store(scratch.heaviest_U + k * rows + x_Y, heaviest_Y, mask=in_Y)
+            tl.store(scratch.leaf_U + k * rows + x_Y, leaf_Y, mask=in_Y)
         tl.debug_barrier()
 
 
@@ -185,25 +185,25 @@ def _keep_first_nodes(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD:
     i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
     for k in tl.static_range(K):
         for tile in range(tiles):
-            _, x_I, _, in_I = _node(tile, i, first, size, rows, tiles)
-            m_I = k * rows + x_I
-            is_top_I = in_I & (tl.load(steps[k].tree.alive_X + x_I, mask=in_I, other=0) != 0)
+            _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
+            m_Y = k * rows + x_Y
+            is_top_Y = in_Y & (tl.load(steps[k].tree.alive_X + x_Y, mask=in_Y, other=0) != 0)
             if k > 0:
-                parent_I = tl.load(steps[k].parent_X + x_I, mask=is_top_I, other=0)
-                before_I = tl.load(scratch.heaviest_M + (k - 1) * rows + parent_I, mask=is_top_I, other=-1)
-                is_top_I = is_top_I & (before_I != x_I)
-            worth_I = tl.load(scratch.worth_M + m_I, mask=in_I, other=0.0)
+                parent_Y = tl.load(steps[k].parent_X + x_Y, mask=is_top_Y, other=0)
+                before_Y = tl.load(scratch.heaviest_U + (k - 1) * rows + parent_Y, mask=is_top_Y, other=-1)
+                is_top_Y = is_top_Y & (before_Y != x_Y)
+            worth_Y = tl.load(scratch.worth_U + m_Y, mask=in_Y, other=0.0)
             if AHEAD and k == 0:
                 # A row that consists of an outcome alone is useless, unless it ends the answer.
-                is_short_I = tl.load(scratch.leaf_M + m_I, mask=in_I, other=0) < rows
-                is_short_I = is_short_I & (tl.load(steps[0].tree.ended_X + x_I, mask=in_I, other=0) == 0)
-                is_top_I = is_top_I & ((is_short_I == 0) | (worth_I >= LEAD))
-            tl.store(scratch.worth_M + m_I, tl.where(is_top_I, worth_I, -1.0), mask=in_I)
-            tl.store(scratch.useful_M + m_I, tl.where(is_top_I, worth_I, -1.0), mask=in_I)
-            outcome_I = tl.zeros((BLOCK,), tl.int32)
+                is_short_Y = tl.load(scratch.leaf_U + m_Y, mask=in_Y, other=0) < rows
+                is_short_Y = is_short_Y & (tl.load(steps[0].tree.ended_X + x_Y, mask=in_Y, other=0) == 0)
+                is_top_Y = is_top_Y & ((is_short_Y == 0) | (worth_Y >= LEAD))
+            tl.store(scratch.worth_U + m_Y, tl.where(is_top_Y, worth_Y, -1.0), mask=in_Y)
+            tl.store(scratch.useful_U + m_Y, tl.where(is_top_Y, worth_Y, -1.0), mask=in_Y)
+            outcome_Y = tl.zeros((BLOCK,), tl.int32)
             if AHEAD:
-                outcome_I = tl.load(steps[k].tree.outcome_X + x_I, mask=in_I, other=0).to(tl.int32)
-            tl.store(scratch.outcome_M + m_I, outcome_I, mask=in_I)
+                outcome_Y = tl.load(steps[k].tree.outcome_X + x_Y, mask=in_Y, other=0).to(tl.int32)
+            tl.store(scratch.outcome_U + m_Y, outcome_Y, mask=in_Y)
 
 
 @triton.jit
@@ -213,16 +213,16 @@ def _limit_outcomes_to(most, scratch, first, size, rows, K: tl.constexpr, BLOCK:
     i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-        m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
-        worth_I = tl.load(scratch.worth_M + m_I, mask=in_I, other=-1.0)
-        outcome_I = tl.load(scratch.outcome_M + m_I, mask=in_I, other=-1)
-        rank_I = tl.zeros((BLOCK,), tl.int32)
+        m_Y, in_Y = _node_of_all(tile, i, first, size, rows, total)
+        worth_Y = tl.load(scratch.worth_U + m_Y, mask=in_Y, other=-1.0)
+        outcome_Y = tl.load(scratch.outcome_U + m_Y, mask=in_Y, other=-1)
+        rank_Y = tl.zeros((BLOCK,), tl.int32)
         for other in range(tiles):
-            m_J, in_J = _node_of_all(other, i, first, size, rows, total)
-            worth_J = tl.load(scratch.worth_M + m_J, mask=in_J, other=-1.0)
-            outcome_J = tl.load(scratch.outcome_M + m_J, mask=in_J, other=-2)
-            rank_I += _before(worth_J, m_J, outcome_J, worth_I, m_I, outcome_I)
-        tl.store(scratch.useful_M + m_I, tl.where(rank_I < most, worth_I, -1.0), mask=in_I)
+            m_Z, in_Z = _node_of_all(other, i, first, size, rows, total)
+            worth_Z = tl.load(scratch.worth_U + m_Z, mask=in_Z, other=-1.0)
+            outcome_Z = tl.load(scratch.outcome_U + m_Z, mask=in_Z, other=-2)
+            rank_Y += _before(worth_Z, m_Z, outcome_Z, worth_Y, m_Y, outcome_Y)
+        tl.store(scratch.useful_U + m_Y, tl.where(rank_Y < most, worth_Y, -1.0), mask=in_Y)
 
 
 @triton.jit
@@ -231,15 +231,15 @@ def _keep_heaviest(scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.conste
     i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-        m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
-        worth_I = tl.load(scratch.useful_M + m_I, mask=in_I, other=-1.0)
-        rank_I, zero_I = tl.zeros((BLOCK,), tl.int32), m_I * 0
+        m_Y, in_Y = _node_of_all(tile, i, first, size, rows, total)
+        worth_Y = tl.load(scratch.useful_U + m_Y, mask=in_Y, other=-1.0)
+        rank_Y, zero_Y = tl.zeros((BLOCK,), tl.int32), m_Y * 0
         for other in range(tiles):
-            m_J, in_J = _node_of_all(other, i, first, size, rows, total)
-            worth_J = tl.load(scratch.useful_M + m_J, mask=in_J, other=-1.0)
-            rank_I += _before(worth_J, m_J, m_J * 0, worth_I, m_I, zero_I)
-        kept_I = in_I & (worth_I >= 0) & (rank_I < size)
-        tl.store(scratch.kept_M + m_I, kept_I.to(tl.int32), mask=in_I)
+            m_Z, in_Z = _node_of_all(other, i, first, size, rows, total)
+            worth_Z = tl.load(scratch.useful_U + m_Z, mask=in_Z, other=-1.0)
+            rank_Y += _before(worth_Z, m_Z, m_Z * 0, worth_Y, m_Y, zero_Y)
+        kept_Y = in_Y & (worth_Y >= 0) & (rank_Y < size)
+        tl.store(scratch.kept_U + m_Y, kept_Y.to(tl.int32), mask=in_Y)
 
 
 @triton.jit
@@ -248,47 +248,47 @@ def _number_rows(scratch, leaf_X, is_there_X, first, size, rows, K: tl.constexpr
     i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-        m_I, in_I = _node_of_all(tile, i, first, size, rows, total)
-        kept_I = tl.load(scratch.kept_M + m_I, mask=in_I, other=0) > 0
-        worth_I = tl.load(scratch.useful_M + m_I, mask=in_I, other=-1.0)
-        outcome_I = tl.load(scratch.outcome_M + m_I, mask=in_I, other=0)
-        number_I, kept = tl.zeros((BLOCK,), tl.int32), 0
+        m_Y, in_Y = _node_of_all(tile, i, first, size, rows, total)
+        kept_Y = tl.load(scratch.kept_U + m_Y, mask=in_Y, other=0) > 0
+        worth_Y = tl.load(scratch.useful_U + m_Y, mask=in_Y, other=-1.0)
+        outcome_Y = tl.load(scratch.outcome_U + m_Y, mask=in_Y, other=0)
+        number_Y, kept = tl.zeros((BLOCK,), tl.int32), 0
         for other in range(tiles):
-            m_J, in_J = _node_of_all(other, i, first, size, rows, total)
-            kept_J = tl.load(scratch.kept_M + m_J, mask=in_J, other=0) > 0
-            worth_J = tl.load(scratch.useful_M + m_J, mask=kept_J, other=-1.0)
-            outcome_J = tl.load(scratch.outcome_M + m_J, mask=kept_J, other=0)
-            earlier_IJ = kept_J[None, :] & (outcome_J[None, :] < outcome_I[:, None])
-            number_I += tl.sum(earlier_IJ.to(tl.int32), 1)
-            number_I += _before(worth_J, m_J, outcome_J, worth_I, m_I, outcome_I)
-            kept += tl.sum(kept_J.to(tl.int32), 0)
-        leaf_I = tl.load(scratch.leaf_M + m_I, mask=kept_I, other=0).to(tl.int64)
-        tl.store(leaf_X + first + number_I, leaf_I, mask=kept_I)
-        tl.store(is_there_X + first + number_I, kept_I, mask=kept_I)
+            m_Z, in_Z = _node_of_all(other, i, first, size, rows, total)
+            kept_Z = tl.load(scratch.kept_U + m_Z, mask=in_Z, other=0) > 0
+            worth_Z = tl.load(scratch.useful_U + m_Z, mask=kept_Z, other=-1.0)
+            outcome_Z = tl.load(scratch.outcome_U + m_Z, mask=kept_Z, other=0)
+            earlier_YZ = kept_Z[None, :] & (outcome_Z[None, :] < outcome_Y[:, None])
+            number_Y += tl.sum(earlier_YZ.to(tl.int32), 1)
+            number_Y += _before(worth_Z, m_Z, outcome_Z, worth_Y, m_Y, outcome_Y)
+            kept += tl.sum(kept_Z.to(tl.int32), 0)
+        leaf_Y = tl.load(scratch.leaf_U + m_Y, mask=kept_Y, other=0).to(tl.int64)
+        tl.store(leaf_X + first + number_Y, leaf_Y, mask=kept_Y)
+        tl.store(is_there_X + first + number_Y, kept_Y, mask=kept_Y)
         # A row that is not alive repeats the first row of its group.
-        begins_I = kept_I & (number_I == 0)
-        if tl.max(begins_I.to(tl.int32), 0) > 0:
-            leaf = tl.max(tl.where(begins_I, leaf_I, 0), 0)
+        begins_Y = kept_Y & (number_Y == 0)
+        if tl.max(begins_Y.to(tl.int32), 0) > 0:
+            leaf = tl.max(tl.where(begins_Y, leaf_Y, 0), 0)
             for rest in range(kept, size, BLOCK):
-                is_rest_J = rest + i < size
-                tl.store(leaf_X + first + rest + i, tl.zeros((BLOCK,), tl.int64) + leaf, mask=is_rest_J)
-                tl.store(is_there_X + first + rest + i, is_rest_J == 0, mask=is_rest_J)
+                is_rest_Z = rest + i < size
+                tl.store(leaf_X + first + rest + i, tl.zeros((BLOCK,), tl.int64) + leaf, mask=is_rest_Z)
+                tl.store(is_there_X + first + rest + i, is_rest_Z == 0, mask=is_rest_Z)
         if (kept == 0) & (tile == 0):
             for rest in range(0, size, BLOCK):
-                in_J = rest + i < size
-                x_J = first + rest + i
-                tl.store(leaf_X + x_J, ((K - 1) * rows + x_J).to(tl.int64), mask=in_J)
-                tl.store(is_there_X + x_J, in_J == 0, mask=in_J)
+                in_Z = rest + i < size
+                x_Z = first + rest + i
+                tl.store(leaf_X + x_Z, ((K - 1) * rows + x_Z).to(tl.int64), mask=in_Z)
+                tl.store(is_there_X + x_Z, in_Z == 0, mask=in_Z)
 
 
 @triton.jit
-def _before(worth_J, m_J, of_J, worth_I, m_I, of_I):
-    """For each of the nodes [I], count the nodes J that represent a path, have the same `of`, and are heavier, or
+def _before(worth_Z, m_Z, of_Z, worth_Y, m_Y, of_Y):
+    """For each of the nodes [Y], count the nodes [Z] that represent a path, have the same `of`, and are heavier, or
     equally heavy and earlier."""
-    is_heavier_IJ = worth_J[None, :] > worth_I[:, None]
-    is_heavier_IJ = is_heavier_IJ | ((worth_J[None, :] == worth_I[:, None]) & (m_J[None, :] < m_I[:, None]))
-    is_heavier_IJ = is_heavier_IJ & (of_J[None, :] == of_I[:, None]) & (worth_J[None, :] >= 0)
-    return tl.sum(is_heavier_IJ.to(tl.int32), 1)
+    is_heavier_YZ = worth_Z[None, :] > worth_Y[:, None]
+    is_heavier_YZ = is_heavier_YZ | ((worth_Z[None, :] == worth_Y[:, None]) & (m_Z[None, :] < m_Y[:, None]))
+    is_heavier_YZ = is_heavier_YZ & (of_Z[None, :] == of_Y[:, None]) & (worth_Z[None, :] >= 0)
+    return tl.sum(is_heavier_YZ.to(tl.int32), 1)
 
 
 @one_variant()
@@ -338,7 +338,7 @@ def keep_nodes(
     """See `smc.executor.draft_tree.keep_nodes`."""
     tokens_XK, leaf_X = grown.tree.tokens_XK, grown.leaf_X
     assert leaf_X is not None, "rows of exact decoding have been chosen"
-    (batch_size, block), (_, inner, most) = (plan.kind.batch_size, tokens_XK.shape[1]), nodes.share_SDC.shape
+    (batch_size, block), (_, inner, most) = (plan.kind.batch_size, tokens_XK.shape[1]), nodes.share_SKC.shape
     assert block == inner + 1, f"rows of {block} tokens, {inner} inner nodes"
     steps = _kept(grown.steps)
     _keep_nodes[(batch_size,)](
@@ -352,9 +352,9 @@ def with_inner_nodes(
     nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
 ) -> tuple[CandidateTokens, TokenTree, Spans]:
     """See `smc.executor.draft_tree.with_inner_nodes`."""
-    (batch_size, width), (_, inner, most) = candidates.share_RC.shape, nodes.share_SDC.shape
+    (batch_size, width), (_, inner, most) = candidates.share_RC.shape, nodes.share_SKC.shape
     room, groups, count = Room(tree.mass_X.device), len(plan.arrays.first_G), batch_size * (inner + 1)
-    none_H, text_H = room.longs(count), room.longs(count)
+    none_P, text_P = room.longs(count), room.longs(count)
     found = CandidateTokens(
         token_RC=candidates.token_RC.new_empty(count, width),
         logq_RC=room.floats(count, width),
@@ -362,20 +362,20 @@ def with_inner_nodes(
     )
     rows = TokenTree(
         root_X=room.longs(count),
-        tokens_XK=none_H[:, None].expand(-1, nodes.block),
+        tokens_XK=none_P[:, None].expand(-1, nodes.block),
         # No token exists yet, so these are not read.
         logq_XK=found.share_RC[:, :1].expand(-1, nodes.block),
         tail_XB=tree.tail_XB[:1].expand(count, -1),
-        count_X=none_H,
+        count_X=none_P,
         alive_X=room.bools(count),
         ended_X=room.bools(count),
-        before_X=text_H,
-        text_X=text_H,
+        before_X=text_P,
+        text_X=text_P,
         mass_X=room.doubles(count),
-        last_X=none_H,
-        next_X=none_H,
+        last_X=none_P,
+        next_X=none_P,
         cut_X=room.longs(count),
-        outcome_X=none_H,
+        outcome_X=none_P,
     )
     spans = Spans(room.ints(groups), room.ints(groups))
     _with_inner_nodes[(max(count, groups),)](
@@ -390,9 +390,9 @@ def limit_outcomes(
 ) -> CandidateTokens:
     """See `smc.executor.draft_tree.limit_outcomes`."""
     (count, width), room = candidates.share_RC.shape, Room(tree.mass_X.device)
-    limited_XC, log_mass_M = room.floats(count, width), room.doubles(count * width)
+    limited_XC, log_mass_U = room.floats(count, width), room.doubles(count * width)
     _limit_outcomes[(count,)](
-        plan.arrays, tree.alone, candidates.share_RC.contiguous(), limited_XC, log_mass_M, count, width,
+        plan.arrays, tree.alone, candidates.share_RC.contiguous(), limited_XC, log_mass_U, count, width,
         width - 1 if has_rest else -1,
         # An outcome has one row more than its group if the first row's candidate is kept in addition.
         F=plan.kind.branches, BLOCK_N=2 * MAX_PARTICLES, CHUNK=512, num_warps=4,
@@ -402,7 +402,7 @@ def limit_outcomes(
 
 @one_variant()
 def _limit_outcomes(
-    plan, tree, share_XC, limited_XC, log_mass_M, total, width, rest,
+    plan, tree, share_XC, limited_XC, log_mass_U, total, width, rest,
     F: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the candidates' log shares, -inf for those that are dropped. In a group with a draft tree, the first row of
@@ -419,21 +419,21 @@ def _limit_outcomes(
     ended_N = tl.load(tree.ended_X + n, mask=of_N, other=0) != 0
     count = tl.sum(of_N.to(tl.int32), 0) * width
     most = tl.load(plan.draws_G + group).to(tl.int32) - tl.sum((alive_N & ended_N).to(tl.int32), 0)
-    share_M, log_mass_M = share_XC + first * width, log_mass_M + first * width
+    share_U, log_mass_U = share_XC + first * width, log_mass_U + first * width
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), NONE, tl.float64)
     for begin in range(0, count, CHUNK):
-        m_I = begin + tl.arange(0, CHUNK)
-        row_I, inside_I = first + m_I // width, (m_I < count) & (m_I % width != rest)
-        goes_I = inside_I & (tl.load(tree.alive_X + row_I, mask=inside_I, other=0) != 0)
-        goes_I = goes_I & (tl.load(tree.ended_X + row_I, mask=inside_I, other=1) == 0)
-        mass_I = tl.load(tree.mass_X + row_I, mask=goes_I, other=NONE)
-        mass_I += tl.load(share_M + m_I, mask=goes_I, other=NONE).to(tl.float64)
-        mass_I = tl.where(goes_I & (mass_I == mass_I), mass_I, NONE)
-        tl.store(log_mass_M + m_I, mass_I, mask=m_I < count)
-        has_mass_I = mass_I > NONE
-        valid += tl.sum(has_mass_I.to(tl.int32), 0)
-        lowest = tl.minimum(lowest, tl.min(tl.where(has_mass_I, mass_I, float("inf")), 0))
-        top = tl.maximum(top, tl.max(mass_I, 0))
+        m_Y = begin + tl.arange(0, CHUNK)
+        row_Y, inside_Y = first + m_Y // width, (m_Y < count) & (m_Y % width != rest)
+        goes_Y = inside_Y & (tl.load(tree.alive_X + row_Y, mask=inside_Y, other=0) != 0)
+        goes_Y = goes_Y & (tl.load(tree.ended_X + row_Y, mask=inside_Y, other=1) == 0)
+        mass_Y = tl.load(tree.mass_X + row_Y, mask=goes_Y, other=NONE)
+        mass_Y += tl.load(share_U + m_Y, mask=goes_Y, other=NONE).to(tl.float64)
+        mass_Y = tl.where(goes_Y & (mass_Y == mass_Y), mass_Y, NONE)
+        tl.store(log_mass_U + m_Y, mass_Y, mask=m_Y < count)
+        has_mass_Y = mass_Y > NONE
+        valid += tl.sum(has_mass_Y.to(tl.int32), 0)
+        lowest = tl.minimum(lowest, tl.min(tl.where(has_mass_Y, mass_Y, float("inf")), 0))
+        top = tl.maximum(top, tl.max(mass_Y, 0))
     tl.debug_barrier()
     bound, ties = tl.full((), NONE, tl.float64), 0
     if is_walk & (most <= 0):
@@ -441,20 +441,20 @@ def _limit_outcomes(
     if is_walk & (valid > most) & (most > 0):
         bound, ties = top, 1
         if most > 1:
-            bound, ties, _ = find_bound(log_mass_M, log_mass_M, count, lowest, top, most, is_walk, CHUNK)
+            bound, ties, _ = find_bound(log_mass_U, log_mass_U, count, lowest, top, most, is_walk, CHUNK)
     # The first candidate of the group's first row always stays; it belongs to the group's first outcome.
     lead, equal = tl.load(plan.first_G + group).to(tl.int32) * F, 0
     lead = tl.where(first == lead, first, -1)
     for begin in range(0, count, CHUNK):
-        m_I = begin + tl.arange(0, CHUNK)
-        mass_I = tl.load(log_mass_M + m_I, mask=m_I < count, other=NONE)
-        is_equal_I = (mass_I == bound) & (m_I < count)
-        rank_I = equal + tl.cumsum(is_equal_I.to(tl.int32), 0)
-        is_kept_I = (mass_I > bound) | (mass_I == NONE) | (is_equal_I & (rank_I <= ties))
-        is_kept_I = is_kept_I | (first + m_I == lead)
-        share_I = tl.load(share_M + m_I, mask=m_I < count, other=NONE)
-        tl.store(limited_XC + first * width + m_I, tl.where(is_kept_I, share_I, NONE), mask=m_I < count)
-        equal += tl.sum(is_equal_I.to(tl.int32), 0)
+        m_Y = begin + tl.arange(0, CHUNK)
+        mass_Y = tl.load(log_mass_U + m_Y, mask=m_Y < count, other=NONE)
+        is_equal_Y = (mass_Y == bound) & (m_Y < count)
+        rank_Y = equal + tl.cumsum(is_equal_Y.to(tl.int32), 0)
+        is_kept_Y = (mass_Y > bound) | (mass_Y == NONE) | (is_equal_Y & (rank_Y <= ties))
+        is_kept_Y = is_kept_Y | (first + m_Y == lead)
+        share_Y = tl.load(share_U + m_Y, mask=m_Y < count, other=NONE)
+        tl.store(limited_XC + first * width + m_Y, tl.where(is_kept_Y, share_Y, NONE), mask=m_Y < count)
+        equal += tl.sum(is_equal_Y.to(tl.int32), 0)
 
 
 @one_variant()
@@ -491,10 +491,10 @@ def _keep_nodes(
         share_C = tl.load(steps[d + 1].candidates.share_RC + at * width + c, mask=c < C, other=NONE)
         is_child_C = tl.max((through_N[:, None] & (child_N[:, None] == token_C[None, :])).to(tl.int32), 0) > 0
         to = slot * (K - 1) + d
-        tl.store(nodes.token_SDC + to * C + c, token_C, mask=c < C)
-        tl.store(nodes.share_SDC + to * C + c, tl.where(is_child_C | (is_node == 0), NONE, share_C), mask=c < C)
-        tl.store(nodes.mass_SD + to, tl.load(steps[d].tree.mass_X + at) - offset)
-        tl.store(nodes.text_SD + to, tl.load(steps[d].tree.text_X + at))
+        tl.store(nodes.token_SKC + to * C + c, token_C, mask=c < C)
+        tl.store(nodes.share_SKC + to * C + c, tl.where(is_child_C | (is_node == 0), NONE, share_C), mask=c < C)
+        tl.store(nodes.mass_SK + to, tl.load(steps[d].tree.mass_X + at) - offset)
+        tl.store(nodes.text_SK + to, tl.load(steps[d].tree.text_X + at))
     tl.store(nodes.count_S + slot, count)
 
 
@@ -514,18 +514,18 @@ def _with_inner_nodes(
     at, is_inner = tl.load(plan.slot_A + index) * (K - 1) + depth - 1, depth > 0
     first_C, inner_C = (c < width) & (is_inner == 0), (c < C) & is_inner & (decoding == WALK)
     token_C = tl.load(candidates.token_RC + index * width + c, mask=first_C, other=0)
-    inner_token_C = tl.load(nodes.token_SDC + at * C + c, mask=inner_C, other=0)
+    inner_token_C = tl.load(nodes.token_SKC + at * C + c, mask=inner_C, other=0)
     token_C = tl.where(is_inner, inner_token_C.to(token_C.dtype), token_C)
-    share_C = tl.load(nodes.share_SDC + at * C + c, mask=inner_C, other=NONE)
+    share_C = tl.load(nodes.share_SKC + at * C + c, mask=inner_C, other=NONE)
     logq_C = tl.where(is_inner, share_C, tl.load(candidates.logq_RC + index * width + c, mask=first_C, other=NONE))
     share_C = tl.where(is_inner, share_C, tl.load(candidates.share_RC + index * width + c, mask=first_C, other=NONE))
     tl.store(found.token_RC + node * width + c, token_C, mask=c < width)
     tl.store(found.logq_RC + node * width + c, logq_C, mask=c < width)
     tl.store(found.share_RC + node * width + c, share_C, mask=c < width)
     text = tl.load(particles.text_X + index)
-    text = tl.where(is_inner, tl.load(nodes.text_SD + at, mask=is_inner, other=0), text)
+    text = tl.where(is_inner, tl.load(nodes.text_SK + at, mask=is_inner, other=0), text)
     mass = tl.load(particles.mass_X + index)
-    mass = tl.where(is_inner, tl.load(nodes.mass_SD + at, mask=is_inner, other=0.0), mass)
+    mass = tl.where(is_inner, tl.load(nodes.mass_SK + at, mask=is_inner, other=0.0), mass)
     block = tl.load(nodes.count_S + tl.load(plan.slot_A + index))
     tl.store(out.root_X + node, tl.load(particles.root_X + index))
     # The same zeros are the count, the last token, its position and the outcome of every node, and its tokens.

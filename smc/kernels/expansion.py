@@ -7,8 +7,7 @@ systematic draw puts its points is measured in whole numbers of 2**-52, so that 
 point falls on a candidate without mass. The host reads nothing, and grids follow from shapes alone, so all launches can
 be captured in a CUDA graph.
 
-Axes: R source rows, C candidates of a row, X rows kept, A batch indices, G groups; of one group M candidates, N batch
-indices; I candidates or rows at a time."""
+Local axes: U candidates of a group, Y some of its candidates or rows at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def expand(
     (count, width), groups_count, room = candidates.share_RC.shape, len(decoding_G), Room(mass_R.device)
     source = contiguous(SourceRows(candidates.share_RC, mass_R, there_R, ended_R))
     groups = contiguous(ExpandGroups(sources, rows, most_G, decoding_G, *keys[:2]))
-    log_mass_M, relative_M = room.doubles(count * width), room.doubles(count * width)
+    log_mass_U, relative_U = room.doubles(count * width), room.doubles(count * width)
     out = Expansion(
         parent_X=room.longs(total),
         candidate_X=room.longs(total),
@@ -65,7 +64,7 @@ def expand(
     )
     # One more program, for the rows that belong to no group.
     _expand[(groups_count + 1,)](
-        source, groups, out, log_mass_M, relative_M, EXPANSION_POSITION + keys[2], width,
+        source, groups, out, log_mass_U, relative_U, EXPANSION_POSITION + keys[2], width,
         width - 1 if has_rest else -1, total,
         LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
         # The reference rounds a product before it adds it.
@@ -124,7 +123,7 @@ def _parted(largest, upto, least, above, other_largest, other_upto, other_least,
 
 @triton.jit
 def _spread(
-    share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best,
+    share_U, mass_R, there_R, ended_R, log_mass_U, count, width, rest, is_best,
     CHUNK: tl.constexpr, IS_COLLAPSED: tl.constexpr,
 ):  # fmt: skip
     """Write a group's log masses; for a group that has collapsed, 0 for each candidate that has a share. Returns the
@@ -133,25 +132,25 @@ def _spread(
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
     nan, lead = 0, count
     for begin in range(0, count, CHUNK):
-        m_I = begin + tl.arange(0, CHUNK)
-        inside_I, source_I = m_I < count, m_I // width
-        there_I = tl.load(there_R + source_I, mask=inside_I, other=0) != 0
-        share_I = tl.load(share_M + m_I, mask=there_I, other=-float("inf")).to(tl.float64)
+        m_Y = begin + tl.arange(0, CHUNK)
+        inside_Y, source_Y = m_Y < count, m_Y // width
+        there_Y = tl.load(there_R + source_Y, mask=inside_Y, other=0) != 0
+        share_Y = tl.load(share_U + m_Y, mask=there_Y, other=-float("inf")).to(tl.float64)
         if ended_R is not None:
-            has_ended_I = tl.load(ended_R + source_I, mask=there_I, other=0) != 0
-            share_I = tl.where(has_ended_I, tl.where(m_I % width == 0, 0.0, -float("inf")), share_I)
-        share_I = tl.where(is_best & (m_I % width == rest), -float("inf"), share_I)
-        nan += tl.sum((share_I != share_I).to(tl.int32), 0)
+            has_ended_Y = tl.load(ended_R + source_Y, mask=there_Y, other=0) != 0
+            share_Y = tl.where(has_ended_Y, tl.where(m_Y % width == 0, 0.0, -float("inf")), share_Y)
+        share_Y = tl.where(is_best & (m_Y % width == rest), -float("inf"), share_Y)
+        nan += tl.sum((share_Y != share_Y).to(tl.int32), 0)
         if IS_COLLAPSED:
-            log_mass_I = tl.where(share_I > -float("inf"), tl.zeros_like(share_I), -float("inf"))
+            log_mass_Y = tl.where(share_Y > -float("inf"), tl.zeros_like(share_Y), -float("inf"))
         else:
-            log_mass_I = tl.load(mass_R + source_I, mask=there_I, other=-float("inf")).to(tl.float64) + share_I
-            log_mass_I = tl.where(log_mass_I == log_mass_I, log_mass_I, -float("inf"))
-        tl.store(log_mass_M + m_I, log_mass_I, mask=inside_I)
-        has_mass_I = log_mass_I > -float("inf")
-        lead = tl.minimum(lead, tl.min(tl.where(has_mass_I, m_I, count), 0))
+            log_mass_Y = tl.load(mass_R + source_Y, mask=there_Y, other=-float("inf")).to(tl.float64) + share_Y
+            log_mass_Y = tl.where(log_mass_Y == log_mass_Y, log_mass_Y, -float("inf"))
+        tl.store(log_mass_U + m_Y, log_mass_Y, mask=inside_Y)
+        has_mass_Y = log_mass_Y > -float("inf")
+        lead = tl.minimum(lead, tl.min(tl.where(has_mass_Y, m_Y, count), 0))
         here = tl.reduce(
-            (has_mass_I.to(tl.int32), tl.where(has_mass_I, log_mass_I, float("inf")), log_mass_I), 0, _joined
+            (has_mass_Y.to(tl.int32), tl.where(has_mass_Y, log_mass_Y, float("inf")), log_mass_Y), 0, _joined
         )
         valid, lowest, top = _joined(valid, lowest, top, here[0], here[1], here[2])
     tl.debug_barrier()
@@ -159,39 +158,39 @@ def _spread(
 
 
 @triton.jit
-def _scale(log_mass_M, relative_M, count, top, CHUNK: tl.constexpr):
+def _scale(log_mass_U, relative_U, count, top, CHUNK: tl.constexpr):
     """Write masses relative to the largest one. Returns their sum."""
     total = tl.zeros((), tl.float64)
     for begin in range(0, count, CHUNK):
-        m_I = begin + tl.arange(0, CHUNK)
-        power_I = tl.exp(tl.load(log_mass_M + m_I, mask=m_I < count, other=-float("inf")) - top)
-        relative_I = tl.where(power_I == power_I, power_I, 0.0)
-        tl.store(relative_M + m_I, relative_I, mask=m_I < count)
-        total += tl.sum(relative_I, 0)
+        m_Y = begin + tl.arange(0, CHUNK)
+        power_Y = tl.exp(tl.load(log_mass_U + m_Y, mask=m_Y < count, other=-float("inf")) - top)
+        relative_Y = tl.where(power_Y == power_Y, power_Y, 0.0)
+        tl.store(relative_U + m_Y, relative_Y, mask=m_Y < count)
+        total += tl.sum(relative_Y, 0)
     tl.debug_barrier()
     return total
 
 
 @triton.jit
-def _part(log_mass_M, relative_M, count, probe, CHUNK: tl.constexpr):
+def _part(log_mass_U, relative_U, count, probe, CHUNK: tl.constexpr):
     """Return, of the candidates up to a log mass, the largest log mass and the sum of relative masses; of those above
     it, the smallest log mass and their number."""
     above, upto = 0, tl.zeros((), tl.float64)
     largest, least = tl.full((), -float("inf"), tl.float64), tl.full((), float("inf"), tl.float64)
     for begin in range(0, count, CHUNK):
-        m_I = begin + tl.arange(0, CHUNK)
-        log_mass_I = tl.load(log_mass_M + m_I, mask=m_I < count, other=-float("inf"))
-        relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
-        is_upto_I = log_mass_I <= probe
-        below_I, above_I = tl.where(is_upto_I, log_mass_I, -float("inf")), tl.where(is_upto_I, float("inf"), log_mass_I)
-        given_I, is_above_I = tl.where(is_upto_I, relative_I, 0.0), (log_mass_I > probe).to(tl.int32)
-        here = tl.reduce((below_I, given_I, above_I, is_above_I), 0, _parted)
+        m_Y = begin + tl.arange(0, CHUNK)
+        log_mass_Y = tl.load(log_mass_U + m_Y, mask=m_Y < count, other=-float("inf"))
+        relative_Y = tl.load(relative_U + m_Y, mask=m_Y < count, other=0.0)
+        is_upto_Y = log_mass_Y <= probe
+        below_Y, above_Y = tl.where(is_upto_Y, log_mass_Y, -float("inf")), tl.where(is_upto_Y, float("inf"), log_mass_Y)
+        given_Y, is_above_Y = tl.where(is_upto_Y, relative_Y, 0.0), (log_mass_Y > probe).to(tl.int32)
+        here = tl.reduce((below_Y, given_Y, above_Y, is_above_Y), 0, _parted)
         largest, upto, least, above = _parted(largest, upto, least, above, here[0], here[1], here[2], here[3])
     return largest, upto, least, above
 
 
 @triton.jit
-def find_bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
+def find_bound(log_mass_U, relative_U, count, lowest, top, most, is_best, CHUNK: tl.constexpr):
     """Return what decides among more candidates than may be kept: a log mass above which all are certain, how many of
     those that equal it are certain, and the factor that turns the others' relative mass into their probability.
 
@@ -205,7 +204,7 @@ def find_bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK:
         # Infinities have no middle.
         middle = (following + tl.minimum(tl.minimum(high, top), tl.full((), 1e308, tl.float64))) * 0.5
         probe = tl.where((middle > following) & (middle < high), middle, following)
-        mass, upto, least, above = _part(log_mass_M, relative_M, count, probe, CHUNK)
+        mass, upto, least, above = _part(log_mass_U, relative_U, count, probe, CHUNK)
         left = tl.maximum(most - above, 0).to(tl.float64)
         is_low = tl.where(is_best, above >= most, tl.exp(mass - top) * left <= upto)
         low, under, tail = tl.where(is_low, mass, low), tl.where(is_low, above, under), tl.where(is_low, upto, tail)
@@ -217,7 +216,7 @@ def find_bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK:
 
 @triton.jit
 def _draw(
-    log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
+    log_mass_U, relative_U, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
     lead, lead_mass, rows_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen candidates to the rows (parent, candidate, mass, alive) in order. Returns their number and the
@@ -227,30 +226,30 @@ def _draw(
     reach = -(((uniform * 2.0**53).to(tl.int64) + 1) >> 1)
     taken, equal, first = 0, 0, count
     for begin in range(0, count, CHUNK):
-        m_I = begin + tl.arange(0, CHUNK)
-        log_mass_I = tl.load(log_mass_M + m_I, mask=m_I < count, other=-float("inf"))
-        relative_I = tl.load(relative_M + m_I, mask=m_I < count, other=0.0)
-        is_equal_I = (log_mass_I == bound) & (log_mass_I > -float("inf"))
-        is_sure_I = (log_mass_I > bound) | (is_equal_I & (equal + tl.cumsum(is_equal_I.to(tl.int32), 0) <= ties))
+        m_Y = begin + tl.arange(0, CHUNK)
+        log_mass_Y = tl.load(log_mass_U + m_Y, mask=m_Y < count, other=-float("inf"))
+        relative_Y = tl.load(relative_U + m_Y, mask=m_Y < count, other=0.0)
+        is_equal_Y = (log_mass_Y == bound) & (log_mass_Y > -float("inf"))
+        is_sure_Y = (log_mass_Y > bound) | (is_equal_Y & (equal + tl.cumsum(is_equal_Y.to(tl.int32), 0) <= ties))
         # Zero mass times an infinite factor is NaN, and a GPU's minimum of NaN and 1 is 1.
-        chance_I = tl.where(is_sure_I, 1.0, tl.where(relative_I > 0, tl.minimum(relative_I * factor, 1.0), 0.0))
+        chance_Y = tl.where(is_sure_Y, 1.0, tl.where(relative_Y > 0, tl.minimum(relative_Y * factor, 1.0), 0.0))
         if LEAST > 0:
-            limit_I = relative_I * most.to(tl.float64) / (tl.full((), LEAST, tl.float64) * total)
-            chance_I = tl.where(is_best, chance_I, tl.where(limit_I < chance_I, limit_I, chance_I))
-        length_I = (chance_I * 2.0**52 + 0.5).to(tl.int64)
-        reach_I = reach + tl.cumsum(length_I, 0)
-        is_taken_I = ((reach_I >> 52) > ((reach_I - length_I) >> 52)) | (chance_I == 1)
-        rank_I = taken + tl.cumsum(is_taken_I.to(tl.int32), 0) - 1
+            limit_Y = relative_Y * most.to(tl.float64) / (tl.full((), LEAST, tl.float64) * total)
+            chance_Y = tl.where(is_best, chance_Y, tl.where(limit_Y < chance_Y, limit_Y, chance_Y))
+        length_Y = (chance_Y * 2.0**52 + 0.5).to(tl.int64)
+        reach_Y = reach + tl.cumsum(length_Y, 0)
+        is_taken_Y = ((reach_Y >> 52) > ((reach_Y - length_Y) >> 52)) | (chance_Y == 1)
+        rank_Y = taken + tl.cumsum(is_taken_Y.to(tl.int32), 0) - 1
         # Rounding of the sum must not choose one candidate too many.
-        goes_I = is_taken_I & (rank_I < most) & (rank_I < size)
-        mass_I = tl.where(m_I == lead, lead_mass, log_mass_I) - tl.log(tl.where(goes_I, chance_I, 1.0))
-        tl.store(parent_N + rank_I, (source_first + m_I // width).to(tl.int64), mask=goes_I)
-        tl.store(candidate_N + rank_I, (m_I % width).to(tl.int64), mask=goes_I)
-        tl.store(mass_N + rank_I, mass_I, mask=goes_I)
-        tl.store(alive_N + rank_I, mass_I > -float("inf"), mask=goes_I)
-        first = tl.minimum(first, tl.min(tl.where(goes_I, m_I, count), 0))
-        reach, equal = reach + tl.sum(length_I, 0), equal + tl.sum(is_equal_I.to(tl.int32), 0)
-        taken += tl.sum(is_taken_I.to(tl.int32), 0)
+        goes_Y = is_taken_Y & (rank_Y < most) & (rank_Y < size)
+        mass_Y = tl.where(m_Y == lead, lead_mass, log_mass_Y) - tl.log(tl.where(goes_Y, chance_Y, 1.0))
+        tl.store(parent_N + rank_Y, (source_first + m_Y // width).to(tl.int64), mask=goes_Y)
+        tl.store(candidate_N + rank_Y, (m_Y % width).to(tl.int64), mask=goes_Y)
+        tl.store(mass_N + rank_Y, mass_Y, mask=goes_Y)
+        tl.store(alive_N + rank_Y, mass_Y > -float("inf"), mask=goes_Y)
+        first = tl.minimum(first, tl.min(tl.where(goes_Y, m_Y, count), 0))
+        reach, equal = reach + tl.sum(length_Y, 0), equal + tl.sum(is_equal_Y.to(tl.int32), 0)
+        taken += tl.sum(is_taken_Y.to(tl.int32), 0)
     tl.debug_barrier()
     return tl.minimum(tl.minimum(taken, most), size), first
 
@@ -261,16 +260,16 @@ def _finish(rows_N, went, size, first_parent, first_candidate, CHUNK: tl.constex
     parent_N, candidate_N, mass_N, _ = rows_N
     top = tl.full((), -float("inf"), tl.float64)
     for begin in range(0, size, CHUNK):
-        n_I = begin + tl.arange(0, CHUNK)
-        tl.store(parent_N + n_I, first_parent + n_I * 0, mask=(n_I >= went) & (n_I < size))
-        tl.store(candidate_N + n_I, first_candidate + n_I * 0, mask=(n_I >= went) & (n_I < size))
-        top = tl.maximum(top, tl.max(tl.load(mass_N + n_I, mask=n_I < went, other=-float("inf")), 0))
+        n_Y = begin + tl.arange(0, CHUNK)
+        tl.store(parent_N + n_Y, first_parent + n_Y * 0, mask=(n_Y >= went) & (n_Y < size))
+        tl.store(candidate_N + n_Y, first_candidate + n_Y * 0, mask=(n_Y >= went) & (n_Y < size))
+        top = tl.maximum(top, tl.max(tl.load(mass_N + n_Y, mask=n_Y < went, other=-float("inf")), 0))
     total, squares = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     for begin in range(0, went, CHUNK):
-        n_I = begin + tl.arange(0, CHUNK)
-        power_I = tl.exp(tl.load(mass_N + n_I, mask=n_I < went, other=-float("inf")) - top)
-        total += tl.sum(power_I, 0)
-        squares += tl.sum(power_I * power_I, 0)
+        n_Y = begin + tl.arange(0, CHUNK)
+        power_Y = tl.exp(tl.load(mass_N + n_Y, mask=n_Y < went, other=-float("inf")) - top)
+        total += tl.sum(power_Y, 0)
+        squares += tl.sum(power_Y * power_Y, 0)
     return tl.where(squares > 0, total * total / squares, 0.0)
 
 
@@ -279,27 +278,27 @@ def _clear(rows_X, first, end, CHUNK: tl.constexpr):
     """Mark rows as not kept."""
     parent_X, candidate_X, mass_X, alive_X = rows_X
     for begin in range(first, end, CHUNK):
-        x_I = begin + tl.arange(0, CHUNK)
-        nothing_I = tl.zeros((CHUNK,), tl.int64)
-        tl.store(parent_X + x_I, nothing_I, mask=x_I < end)
-        tl.store(candidate_X + x_I, nothing_I, mask=x_I < end)
-        tl.store(mass_X + x_I, nothing_I.to(tl.float64) - float("inf"), mask=x_I < end)
-        tl.store(alive_X + x_I, nothing_I != 0, mask=x_I < end)
+        x_Y = begin + tl.arange(0, CHUNK)
+        nothing_Y = tl.zeros((CHUNK,), tl.int64)
+        tl.store(parent_X + x_Y, nothing_Y, mask=x_Y < end)
+        tl.store(candidate_X + x_Y, nothing_Y, mask=x_Y < end)
+        tl.store(mass_X + x_Y, nothing_Y.to(tl.float64) - float("inf"), mask=x_Y < end)
+        tl.store(alive_X + x_Y, nothing_Y != 0, mask=x_Y < end)
     tl.debug_barrier()
 
 
 @one_variant()
 def _expand(
-    source, groups, out, log_mass_M, relative_M, position, width, rest, total, CHUNK: tl.constexpr, LEAST: tl.constexpr
+    source, groups, out, log_mass_U, relative_U, position, width, rest, total, CHUNK: tl.constexpr, LEAST: tl.constexpr
 ):  # fmt: skip
     group, count_G = tl.program_id(0), tl.num_programs(0) - 1
     if group == count_G:
         end = 0
         for begin in range(0, count_G, CHUNK):
-            g_I = begin + tl.arange(0, CHUNK)
-            size_I = tl.load(groups.rows.size_G + g_I, mask=g_I < count_G, other=0).to(tl.int32)
-            end_I = tl.load(groups.rows.first_G + g_I, mask=size_I > 0, other=0).to(tl.int32) + size_I
-            end = tl.maximum(end, tl.max(end_I, 0))
+            g_Y = begin + tl.arange(0, CHUNK)
+            size_Y = tl.load(groups.rows.size_G + g_Y, mask=g_Y < count_G, other=0).to(tl.int32)
+            end_Y = tl.load(groups.rows.first_G + g_Y, mask=size_Y > 0, other=0).to(tl.int32) + size_Y
+            end = tl.maximum(end, tl.max(end_Y, 0))
         _clear((out.parent_X, out.candidate_X, out.mass_X, out.alive_X), end, total, CHUNK)
         return
     sources, decoding = tl.load(groups.sources.size_G + group).to(tl.int32), tl.load(groups.decoding_G + group)
@@ -315,33 +314,33 @@ def _expand(
         tl.store(out.nan_G + group, False)
         return
     count, at = sources * width, source_first * width
-    share_M, mass_R, there_R = source.share_RC + at, source.mass_R + source_first, source.there_R + source_first
-    log_mass_M, relative_M, ended_R = log_mass_M + at, relative_M + at, None
+    share_U, mass_R, there_R = source.share_RC + at, source.mass_R + source_first, source.there_R + source_first
+    log_mass_U, relative_U, ended_R = log_mass_U + at, relative_U + at, None
     if source.ended_R is not None:
         ended_R = source.ended_R + source_first
     valid, lowest, top, lead, nan = _spread(
-        share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best, CHUNK, False
+        share_U, mass_R, there_R, ended_R, log_mass_U, count, width, rest, is_best, CHUNK, False
     )
     collapsed = (is_exact(decoding) == 0) & (valid == 0)
     if collapsed:
         valid, lowest, top, lead, nan = _spread(
-            share_M, mass_R, there_R, ended_R, log_mass_M, count, width, rest, is_best, CHUNK, True
+            share_U, mass_R, there_R, ended_R, log_mass_U, count, width, rest, is_best, CHUNK, True
         )
-    total = _scale(log_mass_M, relative_M, count, top, CHUNK)
+    total = _scale(log_mass_U, relative_U, count, top, CHUNK)
     bound, ties, factor = tl.full((), -float("inf"), tl.float64), 0, tl.zeros((), tl.float64)
-    lead_mass = tl.load(log_mass_M + lead, mask=lead < count, other=0.0)
+    lead_mass = tl.load(log_mass_U + lead, mask=lead < count, other=0.0)
     tl.debug_barrier()
     if is_best & (lead < count):
         # The first candidate is always kept.
-        tl.store(log_mass_M + lead, tl.full((), LEAD, tl.float64))
+        tl.store(log_mass_U + lead, tl.full((), LEAD, tl.float64))
         tl.debug_barrier()
     if valid > most:
-        bound, ties, factor = find_bound(log_mass_M, relative_M, count, lowest, top, most, is_best, CHUNK)
+        bound, ties, factor = find_bound(log_mass_U, relative_U, count, lowest, top, most, is_best, CHUNK)
     uniform = tl.sum(
         draw_uniforms(tl.load(groups.seed_G + group), position + tl.arange(0, 1), tl.load(groups.round_G + group)), 0
     )
     went, first = _draw(
-        log_mass_M, relative_M, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
+        log_mass_U, relative_U, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
         lead, lead_mass, rows_N, CHUNK, LEAST,
     )  # fmt: skip
     first = tl.where(went > 0, first, 0)
@@ -364,22 +363,22 @@ def _keep_roots(
     rows = tl.where(is_group & (size > 0), rows, 0)
     count_N, own_N = tl.zeros((BLOCK_N,), tl.int32), tl.zeros((BLOCK_N,), tl.int32) + rows
     for begin in range(0, rows, BLOCK_N):
-        is_of_IN, i = _continues(root_R, parent_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
-        count_N += tl.sum(is_of_IN.to(tl.int32), 0)
-        own_N = tl.minimum(own_N, tl.min(tl.where(is_of_IN, i[:, None], rows), 0))
+        is_of_YN, i = _continues(root_R, parent_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
+        count_N += tl.sum(is_of_YN.to(tl.int32), 0)
+        own_N = tl.minimum(own_N, tl.min(tl.where(is_of_YN, i[:, None], rows), 0))
     further_N, free_N = tl.maximum(count_N - 1, 0), (count_N == 0) & (n < size)
     rank_N, passed_N = tl.cumsum(free_N.to(tl.int32), 0), tl.cumsum(further_N, 0)
     filled_N = (n < size) & ((count_N > 0) | (rank_N <= tl.sum(further_N, 0)))
     seen_N, filler_N = passed_N - further_N, tl.zeros((BLOCK_N,), tl.int32)
     for begin in range(0, rows, BLOCK_N):
-        is_of_IN, i = _continues(root_R, parent_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
-        is_further_IN = (is_of_IN & (i[:, None] != own_N[None, :])).to(tl.int32)
+        is_of_YN, i = _continues(root_R, parent_X + row_first, alive_X + row_first, begin, rows, first, BLOCK_N)
+        is_further_YN = (is_of_YN & (i[:, None] != own_N[None, :])).to(tl.int32)
         # Further rows are numbered from 1, batch index after batch index, and the r-th of them takes the r-th free
         # batch index.
-        number_I = tl.sum((seen_N[None, :] + tl.cumsum(is_further_IN, 0)) * is_further_IN, 1)
-        takes_IN = free_N[None, :] & (rank_N[None, :] == number_I[:, None])
-        filler_N += tl.sum(tl.where(takes_IN, i[:, None], 0), 0)
-        seen_N += tl.sum(is_further_IN, 0)
+        number_Y = tl.sum((seen_N[None, :] + tl.cumsum(is_further_YN, 0)) * is_further_YN, 1)
+        takes_YN = free_N[None, :] & (rank_N[None, :] == number_Y[:, None])
+        filler_N += tl.sum(tl.where(takes_YN, i[:, None], 0), 0)
+        seen_N += tl.sum(is_further_YN, 0)
     taken_N = tl.where(count_N > 0, own_N, filler_N)
     lead = tl.min(tl.where(filled_N, n, BLOCK_N), 0)
     taken_N = tl.where(filled_N, taken_N, tl.sum(tl.where(n == lead, taken_N, 0), 0))
@@ -393,7 +392,7 @@ def _continues(root_R, parent_X, alive_X, begin, rows, first, BLOCK_N: tl.conste
     """Return whether each row from `begin` on is alive and continues each of a group's batch indices; and the rows'
     numbers."""
     i = begin + tl.arange(0, BLOCK_N)
-    is_alive_I = tl.load(alive_X + i, mask=i < rows, other=0) != 0
-    parent_I = tl.load(parent_X + i, mask=is_alive_I, other=0)
-    index_I = tl.where(is_alive_I, (tl.load(root_R + parent_I, mask=is_alive_I, other=0) - first).to(tl.int32), -1)
-    return index_I[:, None] == tl.arange(0, BLOCK_N)[None, :], i
+    is_alive_Y = tl.load(alive_X + i, mask=i < rows, other=0) != 0
+    parent_Y = tl.load(parent_X + i, mask=is_alive_Y, other=0)
+    index_Y = tl.where(is_alive_Y, (tl.load(root_R + parent_Y, mask=is_alive_Y, other=0) - first).to(tl.int32), -1)
+    return index_Y[:, None] == tl.arange(0, BLOCK_N)[None, :], i

@@ -3,11 +3,11 @@ expert's weights once.
 
 A program computes some outputs of one expert. It multiplies their weights with all tokens of its block, and stores the
 results of the tokens that chose the expert; nothing is sorted, and experts that no token chose are not read. The
-results of a token's choices are partial sums [C, T, E] in float32, which the next kernel adds in their order
+results of a token's choices are partial sums [P, T, E] in float32, which the next kernel adds in their order
 (`smc.kernels.norm`): the same bits every time. Weights in a narrower type than the activations', int4 among them
 (`smc.kernels.int4`), are widened in registers. The host reads nothing. `pdl`: `smc.kernels.launch`.
 
-Axes: T tokens, E features, X experts, C chosen experts of a token, I inner features, N outputs, K inputs."""
+Local axes: P chosen experts of a token, Y pairs of a token and an expert, Z experts."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ MOST_TOKENS = 64
 
 
 def experts(module: Experts, x_TE: Tensor, pdl: bool = False) -> Tensor:
-    """Return the experts' result as partial sums [C, T, E] in float32."""
+    """Return the experts' result as partial sums [P, T, E] in float32."""
     choice = choose(module.router(x_TE), module.chosen, module.normalised, pdl)
     tokens, features = x_TE.shape
     inner_YI = x_TE.new_empty(tokens * module.chosen, module.inner)
-    parts_CTE = x_TE.new_empty(module.chosen, tokens, features, dtype=torch.float32)
+    parts_PTE = x_TE.new_empty(module.chosen, tokens, features, dtype=torch.float32)
     _product(x_TE, module, module.gate_up, choice, inner_YI, pdl, UP=True)
-    _product(inner_YI, module, module.down, choice, parts_CTE, pdl, UP=False)
-    return parts_CTE
+    _product(inner_YI, module, module.down, choice, parts_PTE, pdl, UP=False)
+    return parts_PTE
 
 
-def choose(logits_TX: Tensor, chosen: int, normalised: bool, pdl: bool = False) -> Choice:
+def choose(logits_TZ: Tensor, chosen: int, normalised: bool, pdl: bool = False) -> Choice:
     """Choose the likeliest experts of each token, as `Experts.choose` does."""
-    tokens, count = logits_TX.shape
+    tokens, count = logits_TZ.shape
     choice = Choice(
-        logits_TX.new_empty((tokens, chosen), dtype=torch.int32),
-        logits_TX.new_empty((tokens, chosen), dtype=torch.float32),
+        logits_TZ.new_empty((tokens, chosen), dtype=torch.int32),
+        logits_TZ.new_empty((tokens, chosen), dtype=torch.float32),
     )
     _choose[(tokens,)](
-        logits_TX, *choice, count, C=chosen, NORMALISED=normalised, BLOCK=triton.next_power_of_2(count), num_warps=1,
+        logits_TZ, *choice, count, P=chosen, NORMALISED=normalised, BLOCK=triton.next_power_of_2(count), num_warps=1,
         **launch_options(pdl),
     )  # fmt: skip
     return choice
@@ -65,8 +65,8 @@ def _all_widened(matrix: Linear, dtype: torch.dtype) -> Tensor:
 
 
 def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Tensor, pdl: bool, UP: bool) -> None:
-    expert_TC, weight_TC = choice
-    tokens, chosen = expert_TC.shape
+    expert_TP, weight_TP = choice
+    tokens, chosen = expert_TP.shape
     outputs, inputs = (module.inner if UP else matrix.out_features // module.count), matrix.in_features
     wide = x.element_size() == 4
     if matrix.group:
@@ -75,91 +75,91 @@ def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Te
         block_t = token_block(few, matrix.group)
         rows = tiling.block_n // 2 if UP else tiling.block_n
         _experts_int4[(module.count, triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))](
-            x, matrix.weight, matrix.scale, matrix.zero, expert_TC, weight_TC, out,
+            x, matrix.weight, matrix.scale, matrix.zero, expert_TP, weight_TP, out,
             tokens, outputs, inputs, matrix.out_features, STEPS=inputs // matrix.group,
-            C=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=tiling.block_n, GROUP=matrix.group,
+            P=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=tiling.block_n, GROUP=matrix.group,
             STAGES=2 if wide else tiling.stages, num_warps=tiling.warps, **launch_options(pdl),
         )  # fmt: skip
         return
     block_t = max(16, min(MOST_TOKENS, triton.next_power_of_2(tokens)))
     block_n, block_k = (32 if wide else 64), min(32 if wide else 128, max(16, triton.next_power_of_2(inputs)))
     _experts[(module.count, triton.cdiv(outputs, block_n), triton.cdiv(tokens, block_t))](
-        x, matrix.weight, matrix.scale, expert_TC, weight_TC, out, tokens, outputs, inputs,
-        C=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=2 if wide else 3,
+        x, matrix.weight, matrix.scale, expert_TP, weight_TP, out, tokens, outputs, inputs,
+        P=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=2 if wide else 3,
         num_warps=4, **launch_options(pdl),
     )  # fmt: skip
 
 
 @triton.jit
 def _choose(
-    logits, expert, weight, count, C: tl.constexpr, NORMALISED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, expert, weight, count, P: tl.constexpr, NORMALISED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     t, x = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    logits_X = tl.load(logits + t * count + x, mask=x < count, other=-float("inf")).to(tl.float32)
-    share_X = tl.exp(logits_X - tl.max(logits_X, 0))
-    share_X = tl.where(x < count, share_X / tl.sum(share_X, 0), -1.0)
-    left_X, total = share_X, 0.0
-    for _ in tl.static_range(C):
-        best = tl.argmax(left_X, 0)
-        total += tl.max(left_X, 0)
-        left_X = tl.where(x == best, -1.0, left_X)
+    logits_Z = tl.load(logits + t * count + x, mask=x < count, other=-float("inf")).to(tl.float32)
+    share_Z = tl.exp(logits_Z - tl.max(logits_Z, 0))
+    share_Z = tl.where(x < count, share_Z / tl.sum(share_Z, 0), -1.0)
+    left_Z, total = share_Z, 0.0
+    for _ in tl.static_range(P):
+        best = tl.argmax(left_Z, 0)
+        total += tl.max(left_Z, 0)
+        left_Z = tl.where(x == best, -1.0, left_Z)
     if not NORMALISED:
         total = 1.0
-    for c in tl.static_range(C):
-        best = tl.argmax(share_X, 0)
-        tl.store(expert + t * C + c, best)
-        tl.store(weight + t * C + c, tl.max(share_X, 0) / total)
-        share_X = tl.where(x == best, -1.0, share_X)
+    for c in tl.static_range(P):
+        best = tl.argmax(share_Z, 0)
+        tl.store(expert + t * P + c, best)
+        tl.store(weight + t * P + c, tl.max(share_Z, 0) / total)
+        share_Z = tl.where(x == best, -1.0, share_Z)
 
 
 @one_variant("x", "weights", "scales", "out", "outputs", "inputs")
 def _experts(
     x, weights, scales, expert, weight, out, tokens, outputs, inputs,
-    C: tl.constexpr, UP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    P: tl.constexpr, UP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs of one expert. UP: silu(gate) * up of tokens [T, inputs], to row t * C + c of `out`. Otherwise
-    the product of rows t * C + c of x, weighted, to `out` [C, T, outputs]."""
+    """Compute outputs of one expert. UP: silu(gate) * up of tokens [T, inputs], to row t * P + c of `out`. Otherwise
+    the product of rows t * P + c of x, weighted, to `out` [P, T, outputs]."""
     own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     if PDL:
         gdc_wait()
-    column_T, hit_T = _chosen_by(own, expert, t, tokens, C, BLOCK_T)
+    column_T, hit_T = _chosen_by(own, expert, t, tokens, P, BLOCK_T)
     if tl.max(hit_T, 0) == 0:
         return
     # Past the end the last row is used; its results are not stored.
     row = own.to(tl.int64) * (outputs * 2 if UP else outputs) + tl.minimum(n, outputs - 1)
-    at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + column_T
-    sum_NT, up_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32), tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    at_T = t.to(tl.int64) if UP else t.to(tl.int64) * P + column_T
+    sum_OT, up_OT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32), tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for k0 in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
         inside = k0 + k < inputs
-        x_TK = tl.load(
+        x_TI = tl.load(
             x + at_T[:, None] * inputs + (k0 + k)[None, :], mask=(hit_T > 0)[:, None] & inside[None, :], other=0.0
         )
-        at_NK = weights + row[:, None] * inputs + (k0 + k)[None, :]
-        weight_NK = tl.load(at_NK, mask=inside[None, :], other=0.0).to(x.dtype.element_ty)
-        sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT, input_precision="ieee")
+        at_OI = weights + row[:, None] * inputs + (k0 + k)[None, :]
+        weight_OI = tl.load(at_OI, mask=inside[None, :], other=0.0).to(x.dtype.element_ty)
+        sum_OT = tl.dot(weight_OI, tl.trans(x_TI), sum_OT, input_precision="ieee")
         if UP:
-            up_NK = tl.load(at_NK + outputs * inputs, mask=inside[None, :], other=0.0).to(x.dtype.element_ty)
-            up_NT = tl.dot(up_NK, tl.trans(x_TK), up_NT, input_precision="ieee")
+            up_OI = tl.load(at_OI + outputs * inputs, mask=inside[None, :], other=0.0).to(x.dtype.element_ty)
+            up_OT = tl.dot(up_OI, tl.trans(x_TI), up_OT, input_precision="ieee")
     if PDL:
         gdc_launch_dependents()
     if scales is not None:
-        sum_NT *= tl.load(scales + row)[:, None]
+        sum_OT *= tl.load(scales + row)[:, None]
         if UP:
-            up_NT *= tl.load(scales + row + outputs)[:, None]
+            up_OT *= tl.load(scales + row + outputs)[:, None]
     if UP:
-        sum_NT = gated(sum_NT, up_NT, False)
-    _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
+        sum_OT = gated(sum_OT, up_OT, False)
+    _store(sum_OT, weight, out, t, n, column_T, hit_T, tokens, outputs, P, UP)
 
 
 @one_variant("x", "weights", "scales", "zeros", "out", "outputs", "inputs", "all_outputs")
 def _experts_int4(
     x, weights, scales, zeros, expert, weight, out, tokens, outputs, inputs, all_outputs, STEPS,
-    C: tl.constexpr, UP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    P: tl.constexpr, UP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_experts`, for weights in int4. UP: a tile has rows of gate and as many of up."""
@@ -167,42 +167,42 @@ def _experts_int4(
     HALF: tl.constexpr = BLOCK_N // 2
     if PDL:
         gdc_wait()
-    column_T, hit_T = _chosen_by(own, expert, t, tokens, C, BLOCK_T)
+    column_T, hit_T = _chosen_by(own, expert, t, tokens, P, BLOCK_T)
     if tl.max(hit_T, 0) == 0:
         return
-    row_N = own.to(tl.int64) * (outputs * 2 if UP else outputs) + rows_of_tile(tile, outputs, BLOCK_N, UP)
-    at_T = t.to(tl.int64) if UP else t.to(tl.int64) * C + column_T
-    sum_NT = sums_of_groups(
-        weights, scales, zeros, row_N, all_outputs, x + at_T * inputs, hit_T > 0, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP
+    row_O = own.to(tl.int64) * (outputs * 2 if UP else outputs) + rows_of_tile(tile, outputs, BLOCK_N, UP)
+    at_T = t.to(tl.int64) if UP else t.to(tl.int64) * P + column_T
+    sum_OT = sums_of_groups(
+        weights, scales, zeros, row_O, all_outputs, x + at_T * inputs, hit_T > 0, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP
     )
     if PDL:
         gdc_launch_dependents()
     if UP:
-        gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
+        gate_OT, up_OT = tl.split(tl.permute(tl.reshape(sum_OT, (2, HALF, BLOCK_T)), (1, 2, 0)))
         n = tile * HALF + tl.arange(0, HALF)
-        _store(gated(gate_NT, up_NT, False), weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
+        _store(gated(gate_OT, up_OT, False), weight, out, t, n, column_T, hit_T, tokens, outputs, P, UP)
     else:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C, UP)
+        _store(sum_OT, weight, out, t, n, column_T, hit_T, tokens, outputs, P, UP)
 
 
 @triton.jit
-def _chosen_by(own, expert, t, tokens, C: tl.constexpr, BLOCK_T: tl.constexpr):
+def _chosen_by(own, expert, t, tokens, P: tl.constexpr, BLOCK_T: tl.constexpr):
     """Return, for each token, which of its choices the expert is, and 1 if it is one of them."""
     column_T, hit_T = tl.zeros([BLOCK_T], tl.int32), tl.zeros([BLOCK_T], tl.int32)
-    for c in tl.static_range(C):
-        is_own_T = tl.load(expert + t * C + c, mask=t < tokens, other=-1) == own
+    for c in tl.static_range(P):
+        is_own_T = tl.load(expert + t * P + c, mask=t < tokens, other=-1) == own
         column_T, hit_T = tl.where(is_own_T, c, column_T), tl.where(is_own_T, 1, hit_T)
     return column_T, hit_T
 
 
 @triton.jit
-def _store(sum_NT, weight, out, t, n, column_T, hit_T, tokens, outputs, C: tl.constexpr, UP: tl.constexpr):
+def _store(sum_OT, weight, out, t, n, column_T, hit_T, tokens, outputs, P: tl.constexpr, UP: tl.constexpr):
     """Store outputs of one expert for the tokens that chose it."""
     if UP:
-        out_at = (t.to(tl.int64) * C + column_T) * outputs
+        out_at = (t.to(tl.int64) * P + column_T) * outputs
     else:
         out_at = (column_T.to(tl.int64) * tokens + t) * outputs
-        sum_NT = sum_NT * tl.load(weight + t * C + column_T, mask=hit_T > 0, other=0.0)[None, :]
+        sum_OT = sum_OT * tl.load(weight + t * P + column_T, mask=hit_T > 0, other=0.0)[None, :]
     stored = (n < outputs)[:, None] & (hit_T > 0)[None, :]
-    tl.store(out + out_at[None, :] + n[:, None], sum_NT.to(out.dtype.element_ty), mask=stored)
+    tl.store(out + out_at[None, :] + n[:, None], sum_OT.to(out.dtype.element_ty), mask=stored)

@@ -5,11 +5,10 @@ For few tokens, a program computes some outputs. Each step reads one group of in
 adjacent in memory, widens the codes less their zero points to x's type, which is exact, and multiplies them with x in
 one product. It multiplies the sums by the group's scale and adds them up in float32. Instructions for bfloat16 widen
 two neighbouring inputs at a time. That needs both words of a pair in one thread, which
-`tests/kernels/compile_rounds.py` checks. Splits of K are as in `smc.kernels.linear`. The host reads nothing, and grids
+`tests/kernels/compile_rounds.py` checks. Splits are as in `smc.kernels.linear`. The host reads nothing, and grids
 follow from shapes. `pdl`: `smc.kernels.launch`.
 
-Axes: T tokens, K inputs, N outputs, I inner features, S splits of K, G groups, W words of a group; of words P pairs, E
-the first or second input of a pair."""
+Local axes: Y pairs of words."""
 
 from __future__ import annotations
 
@@ -80,17 +79,17 @@ def token_block(tokens: int, group: int) -> int:
 
 
 def linear_int4(
-    x_TK: Tensor,
+    x_TI: Tensor,
     matrix: Linear,
     splits: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = False,
     **tunables: int,
 ) -> Tensor:
-    """Return x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default:
+    """Return x W^T (+ bias): partials [P, T, O] in float32, or with one split the result [T, O] in `dtype` (default:
     that of x). `splits` and `tunables` (fields of `ProductTiling`, without `block_k`) override `choose_int4`. Raises
     ValueError for more than `MOST_TOKENS` tokens, and for splits that do not divide the groups."""
-    tokens, outputs, groups = len(x_TK), matrix.out_features, matrix.in_features // matrix.group
+    tokens, outputs, groups = len(x_TI), matrix.out_features, matrix.in_features // matrix.group
     tiling = replace(
         choose_int4(tokens, outputs, matrix.in_features, matrix.group, zeros=matrix.zero is not None), **tunables
     )
@@ -98,13 +97,13 @@ def linear_int4(
     if groups % splits:
         raise ValueError(f"splits must divide the {groups} groups of K={matrix.in_features}; got {splits}")
     shape = (tokens, outputs) if splits == 1 else (splits, tokens, outputs)
-    out = x_TK.new_empty(shape, dtype=(dtype or x_TK.dtype) if splits == 1 else torch.float32)
-    _launch(x_TK, matrix, out, outputs, splits, tiling, pdl, GATED=False, GELU=False)
+    out = x_TI.new_empty(shape, dtype=(dtype or x_TI.dtype) if splits == 1 else torch.float32)
+    _launch(x_TI, matrix, out, outputs, splits, tiling, pdl, GATED=False, GELU=False)
     return out
 
 
 def gate_up_int4(
-    x_TK: Tensor,
+    x_TI: Tensor,
     matrix: Linear,
     gelu: bool = False,
     dtype: torch.dtype | None = None,
@@ -116,38 +115,38 @@ def gate_up_int4(
 
     A program computes matching rows of both."""
     inner = matrix.out_features // 2
-    out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or x_TK.dtype)
-    chosen = choose_int4(len(x_TK), inner, matrix.in_features, matrix.group, zeros=matrix.zero is not None, gated=True)
+    out_TI = x_TI.new_empty((len(x_TI), inner), dtype=dtype or x_TI.dtype)
+    chosen = choose_int4(len(x_TI), inner, matrix.in_features, matrix.group, zeros=matrix.zero is not None, gated=True)
     tiling = replace(chosen, **tunables)
-    _launch(x_TK, matrix, out_TI, inner, 1, tiling, pdl, GATED=True, GELU=gelu)
+    _launch(x_TI, matrix, out_TI, inner, 1, tiling, pdl, GATED=True, GELU=gelu)
     return out_TI
 
 
-def multiply_widened(x_TK: Tensor, matrix: Linear, out_TN: Tensor | None = None) -> Tensor:
-    """Return x W^T (+ bias) [T, N] for many tokens: the weights are widened to x's type, some rows at a time, for the
+def multiply_widened(x_TI: Tensor, matrix: Linear, out_TO: Tensor | None = None) -> Tensor:
+    """Return x W^T (+ bias) [T, O] for many tokens: the weights are widened to x's type, some rows at a time, for the
     library's product."""
-    if out_TN is None:
-        out_TN = x_TK.new_empty(len(x_TK), matrix.out_features)
+    if out_TO is None:
+        out_TO = x_TI.new_empty(len(x_TI), matrix.out_features)
     step = max(1, _WIDENED // matrix.in_features)
     for begin in range(0, matrix.out_features, step):
         rows = slice(begin, min(matrix.out_features, begin + step))
-        torch.mm(x_TK, widened(matrix, rows, x_TK.dtype).t(), out=out_TN[:, rows])
-    return out_TN if matrix.bias is None else out_TN.add_(matrix.bias)
+        torch.mm(x_TI, widened(matrix, rows, x_TI.dtype).t(), out=out_TO[:, rows])
+    return out_TO if matrix.bias is None else out_TO.add_(matrix.bias)
 
 
 def widened(matrix: Linear, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Return some of the weight's rows [N, K] in a dtype, as `Linear.values` does, in one launch."""
+    """Return some of the weight's rows [O, I] in a dtype, as `Linear.values` does, in one launch."""
     outputs, group, groups = rows.stop - rows.start, matrix.group, matrix.in_features // matrix.group
-    out_NK = matrix.weight.new_empty((outputs, matrix.in_features), dtype=dtype)
+    out_OI = matrix.weight.new_empty((outputs, matrix.in_features), dtype=dtype)
     _widened[(triton.cdiv(outputs, 64), groups)](
-        matrix.weight, matrix.scale, matrix.zero, out_NK, rows.start, outputs, matrix.in_features, matrix.out_features,
+        matrix.weight, matrix.scale, matrix.zero, out_OI, rows.start, outputs, matrix.in_features, matrix.out_features,
         BLOCK_N=64, GROUP=group, num_warps=4,
     )  # fmt: skip
-    return out_NK
+    return out_OI
 
 
 def _launch(
-    x_TK: Tensor,
+    x_TI: Tensor,
     matrix: Linear,
     out: Tensor,
     outputs: int,
@@ -156,96 +155,96 @@ def _launch(
     pdl: bool,
     **flags: bool,
 ) -> None:
-    tokens, inputs = x_TK.shape
-    if tokens > MOST_TOKENS or inputs != matrix.in_features or x_TK.stride(1) != 1:
+    tokens, inputs = x_TI.shape
+    if tokens > MOST_TOKENS or inputs != matrix.in_features or x_TI.stride(1) != 1:
         raise ValueError(
             f"needs x [T, {matrix.in_features}] of at most {MOST_TOKENS} tokens, each with contiguous numbers; got "
-            f"{x_TK.shape=}, {x_TK.stride()=}"
+            f"{x_TI.shape=}, {x_TI.stride()=}"
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     block_t = token_block(tokens, matrix.group)
     # Programs of the same weights are neighbours, so that the second may find the weights in the L2 cache.
     _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), splits)](
-        x_TK, matrix.weight, matrix.scale, matrix.zero, matrix.bias, out, tokens, outputs, x_TK.stride(0),
+        x_TI, matrix.weight, matrix.scale, matrix.zero, matrix.bias, out, tokens, outputs, x_TI.stride(0),
         STEPS=inputs // matrix.group // splits, STAGES=tiling.stages, BLOCK_T=block_t, BLOCK_N=tiling.block_n,
         GROUP=matrix.group, num_warps=tiling.warps, **flags, **launch_options(pdl),
     )  # fmt: skip
 
 
 @triton.jit
-def widen(word_NW, zero_N, kind: tl.constexpr):
-    """Return the codes of words [N, W], less their zero point, as [N, 8 W] numbers of type `kind`, in which both are
+def widen(word_OW, zero_O, kind: tl.constexpr):
+    """Return the codes of words [O, W], less their zero point, as [O, 8 W] numbers of type `kind`, in which both are
     exact."""
-    N: tl.constexpr = word_NW.shape[0]
-    W: tl.constexpr = word_NW.shape[1]
+    OUTPUTS: tl.constexpr = word_OW.shape[0]
+    W: tl.constexpr = word_OW.shape[1]
     # On a GPU a pair of words is widened at a time; from here to the tensor cores, two of their codes share a register.
     # A conversion from integers takes four times as long.
     if PACKS and kind == tl.bfloat16:
-        negative_NW = tl.broadcast_to(((zero_N | 0xC300) * 0x10001)[:, None], word_NW.shape)
+        negative_OW = tl.broadcast_to(((zero_O | 0xC300) * 0x10001)[:, None], word_OW.shape)
         code = tl.inline_asm_elementwise(
-            PACKED_CODES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [word_NW, negative_NW],
+            PACKED_CODES, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [word_OW, negative_OW],
             dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        first_NP, second_NP = tl.split(tl.reshape(word_NW, (N, W // 2, 2)))
+        first_OY, second_OY = tl.split(tl.reshape(word_OW, (OUTPUTS, W // 2, 2)))
         code = (
-            _code(first_NP, zero_N, 0, kind), _code(first_NP, zero_N, 4, kind),
-            _code(first_NP, zero_N, 8, kind), _code(first_NP, zero_N, 12, kind),
-            _code(second_NP, zero_N, 0, kind), _code(second_NP, zero_N, 4, kind),
-            _code(second_NP, zero_N, 8, kind), _code(second_NP, zero_N, 12, kind),
+            _code(first_OY, zero_O, 0, kind), _code(first_OY, zero_O, 4, kind),
+            _code(first_OY, zero_O, 8, kind), _code(first_OY, zero_O, 12, kind),
+            _code(second_OY, zero_O, 0, kind), _code(second_OY, zero_O, 4, kind),
+            _code(second_OY, zero_O, 8, kind), _code(second_OY, zero_O, 12, kind),
         )  # fmt: skip
     even = tl.join(tl.join(code[0], code[4]), tl.join(code[2], code[6]))
     odd = tl.join(tl.join(code[1], code[5]), tl.join(code[3], code[7]))
-    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (N, 8 * W))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (OUTPUTS, 8 * W))
 
 
 @triton.jit
-def _code(word_NP, zero_N, shift: tl.constexpr, kind: tl.constexpr):
-    """Return the codes at a bit and 16 bits higher, less the zero point [N, 2 P]."""
-    pair_NPE = tl.join((word_NP >> shift) & 15, (word_NP >> (shift + 16)) & 15)
-    return (tl.reshape(pair_NPE, (word_NP.shape[0], 2 * word_NP.shape[1])) - zero_N[:, None]).to(kind)
+def _code(word_OY, zero_O, shift: tl.constexpr, kind: tl.constexpr):
+    """Return the codes at a bit and 16 bits higher, less the zero point [O, 2 Y]."""
+    pair_OY2 = tl.join((word_OY >> shift) & 15, (word_OY >> (shift + 16)) & 15)
+    return (tl.reshape(pair_OY2, (word_OY.shape[0], 2 * word_OY.shape[1])) - zero_O[:, None]).to(kind)
 
 
 @triton.jit
 def sums_of_groups(
-    words, scales, zeros, at_N, outputs, x_T, has_x_T,
+    words, scales, zeros, at_O, outputs, x_T, has_x_T,
     STEPS, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Return products [N, T] over STEPS groups. `at_N`: index of each output's words, scale and zero point in the first
+    """Return products [O, T] over STEPS groups. `at_O`: index of each output's words, scale and zero point in the first
     of them; those of the next group are `outputs` further on. `x_T`: addresses of rows of x, at that group's first
     input."""
     kind: tl.constexpr = x_T.dtype.element_ty
-    word_at = words_at(words, at_N, GROUP)
+    word_at = words_at(words, at_O, GROUP)
     x_at = x_T[:, None] + tl.arange(0, GROUP)[None, :]
-    scale_at = scales + at_N
+    scale_at = scales + at_O
     if zeros is not None:
-        zero_at = zeros + at_N
+        zero_at = zeros + at_O
     # The compiler prefetches words, zero points and x some steps ahead, but not numbers of two bytes, so scales are
     # fetched one step ahead here. If they were fetched two steps ahead, it would prefetch nothing. Zero points have
     # four bytes so that they are prefetched.
-    scale_N = tl.load(scale_at)
-    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    scale_O = tl.load(scale_at)
+    sum_OT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        word_NW = tl.load(word_at, eviction_policy="evict_first")
-        x_TK = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
+        word_OW = tl.load(word_at, eviction_policy="evict_first")
+        x_TI = tl.load(x_at, mask=has_x_T[:, None], other=0.0, eviction_policy="evict_last")
         if zeros is not None:
-            zero_N = tl.load(zero_at)
+            zero_O = tl.load(zero_at)
             zero_at += outputs
         else:
-            zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
-        next_scale_N = tl.load(scale_at + tl.minimum(step + 1, STEPS - 1) * outputs)
-        part_NT = tl.dot(widen(word_NW, zero_N, kind), tl.trans(x_TK), input_precision="ieee")
-        sum_NT += part_NT * scale_N.to(tl.float32)[:, None]
-        scale_N = next_scale_N
+            zero_O = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
+        next_scale_O = tl.load(scale_at + tl.minimum(step + 1, STEPS - 1) * outputs)
+        part_OT = tl.dot(widen(word_OW, zero_O, kind), tl.trans(x_TI), input_precision="ieee")
+        sum_OT += part_OT * scale_O.to(tl.float32)[:, None]
+        scale_O = next_scale_O
         word_at += outputs * (GROUP // 8)
         x_at += GROUP
-    return sum_NT
+    return sum_OT
 
 
 @triton.jit
-def words_at(words, at_N, GROUP: tl.constexpr):
-    """Return the addresses [N, W] of the words of an output and a group each."""
-    return words + at_N.to(tl.int64)[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
+def words_at(words, at_O, GROUP: tl.constexpr):
+    """Return the addresses [O, W] of the words of an output and a group each."""
+    return words + at_O.to(tl.int64)[:, None] * (GROUP // 8) + tl.arange(0, GROUP // 8)[None, :]
 
 
 @one_variant("x", "weight", "scale", "zero", "bias", "out", "outputs", "stride_x")
@@ -261,24 +260,24 @@ def _int4(
     x_T = x + t * stride_x + first * GROUP
     if PDL:
         gdc_wait()
-    sum_NT = sums_of_groups(
+    sum_OT = sums_of_groups(
         weight, scale, zero, first * rows + n, rows, x_T, t < tokens, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP
     )
     if PDL:
         gdc_launch_dependents()
-    store_sums(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
+    store_sums(sum_OT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
 
 
 @one_variant("weight", "scale", "zero", "out", "inputs", "all_outputs")
 def _widened(weight, scale, zero, out, start, outputs, inputs, all_outputs, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Widen one group of some rows, from row `start` on."""
     n, group = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
-    at_N = group * all_outputs + start + tl.minimum(n, outputs - 1)
-    word_NW = tl.load(words_at(weight, at_N, GROUP))
+    at_O = group * all_outputs + start + tl.minimum(n, outputs - 1)
+    word_OW = tl.load(words_at(weight, at_O, GROUP))
     if zero is not None:
-        zero_N = tl.load(zero + at_N)
+        zero_O = tl.load(zero + at_O)
     else:
-        zero_N = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
-    value_NK = widen(word_NW, zero_N, tl.float32) * tl.load(scale + at_N).to(tl.float32)[:, None]
+        zero_O = tl.full((BLOCK_N,), SYMMETRIC_ZERO, tl.int32)
+    value_OI = widen(word_OW, zero_O, tl.float32) * tl.load(scale + at_O).to(tl.float32)[:, None]
     out_at = out + n[:, None].to(tl.int64) * inputs + (group * GROUP + tl.arange(0, GROUP))[None, :]
-    tl.store(out_at, value_NK.to(out.dtype.element_ty), mask=(n < outputs)[:, None])
+    tl.store(out_at, value_OI.to(out.dtype.element_ty), mask=(n < outputs)[:, None])

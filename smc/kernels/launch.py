@@ -16,9 +16,7 @@ Matrix products and the last attention kernel therefore signal last, when their 
 stores keys and values signal as soon as they have waited, because the kernels before them have ended by then; the
 kernel that reads prefixes, with one program for each multiprocessor, then finds all of them free. That kernel signals
 early, too, because attention to own positions needs few resources. Each choice was measured. Prefetching weights was
-measured, too, and made passes slower (`docs/performance.md`).
-
-Axes: A batch indices, G groups, N batch indices of a program."""
+measured, too, and made passes slower (`docs/performance.md`)."""
 
 from __future__ import annotations
 

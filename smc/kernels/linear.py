@@ -7,11 +7,11 @@ tensor cores read them, so that no thread holds any. If there are more tokens th
 well, among adjacent programs.
 
 The weight tile is the long side of the tensor cores' product (M = outputs, N = tokens), so 8 tokens cost little more
-than the loads. Small matrices are also cut along K (split-K) to occupy every multiprocessor. The kernel that reads the
-fp32 partials [S, T, N] sums them in a fixed order (`smc.kernels.norm`, or `reduce` here), without atomics: the same
+than the loads. Small matrices are also cut along I (split-K) to occupy every multiprocessor. The kernel that reads the
+fp32 partials [P, T, O] sums them in a fixed order (`smc.kernels.norm`, or `reduce` here), without atomics: the same
 bits every time. The host reads nothing, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
 
-Axes: T tokens, K inputs, N outputs, I inner features, S splits of K."""
+Local axes: P splits of the inputs."""
 
 from __future__ import annotations
 
@@ -126,26 +126,26 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 def linear(
     x: Tensor | QuantisedRows,
-    weight_NK: Tensor,
+    weight_OI: Tensor,
     splits: int | None = None,
-    bias_N: Tensor | None = None,
+    bias_O: Tensor | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = False,
-    scale_N: Tensor | None = None,
+    scale_O: Tensor | None = None,
     **tunables: int,
 ) -> Tensor:
-    """Return x W^T (+ bias): partials [S, T, N] in float32, or with one split the result [T, N] in `dtype` (default:
-    that of x [T, K], or bfloat16).
+    """Return x W^T (+ bias): partials [P, T, O] in float32, or with one split the result [T, O] in `dtype` (default:
+    that of x [T, I], or bfloat16).
 
     An FP8 weight needs its scale, and x is `QuantisedRows`. `splits` and `tunables` (fields of `ProductTiling`)
     override `choose`."""
-    x_TK = _numbers(x)
-    tiling = _tiling(x_TK, weight_NK, splits, tunables, gated=False)
-    tokens, outputs = len(x_TK), len(weight_NK)
+    x_TI = _numbers(x)
+    tiling = _tiling(x_TI, weight_OI, splits, tunables, gated=False)
+    tokens, outputs = len(x_TI), len(weight_OI)
     whole = tiling.splits == 1
     shape = (tokens, outputs) if whole else (tiling.splits, tokens, outputs)
-    out = x_TK.new_empty(shape, dtype=(dtype or _type_of(x)) if whole else torch.float32)
-    _launch(x, (weight_NK, scale_N, bias_N), out, outputs, tiling, pdl, GATED=False, GELU=False)
+    out = x_TI.new_empty(shape, dtype=(dtype or _type_of(x)) if whole else torch.float32)
+    _launch(x, (weight_OI, scale_O, bias_O), out, outputs, tiling, pdl, GATED=False, GELU=False)
     return out
 
 
@@ -158,46 +158,46 @@ def gate_up_silu(
     gelu: bool = False,
     **tunables: int,
 ) -> Tensor:
-    """Return silu(x G^T) * (x U^T) [T, I], with `gelu` GELU instead of silu, in `dtype` as above; `weight` [2I, K]
+    """Return silu(x G^T) * (x U^T) [T, I], with `gelu` GELU instead of silu, in `dtype` as above; `weight` [2I, I]
     holds G, then U. An FP8 weight needs its `scale` [2I], and x is `QuantisedRows`.
 
     A program computes matching rows of both."""
-    x_TK = _numbers(x)
-    tiling = _tiling(x_TK, weight, 1, tunables, gated=True)
+    x_TI = _numbers(x)
+    tiling = _tiling(x_TI, weight, 1, tunables, gated=True)
     inner = weight.shape[0] // 2
-    out_TI = x_TK.new_empty((len(x_TK), inner), dtype=dtype or _type_of(x))
+    out_TI = x_TI.new_empty((len(x_TI), inner), dtype=dtype or _type_of(x))
     _launch(x, (weight, scale, None), out_TI, inner, tiling, pdl, GATED=True, GELU=gelu)
     return out_TI
 
 
 def _numbers(x: Tensor | QuantisedRows) -> Tensor:
-    return x.value_TK if isinstance(x, QuantisedRows) else x
+    return x.value_TI if isinstance(x, QuantisedRows) else x
 
 
 def _type_of(x: Tensor | QuantisedRows) -> torch.dtype:
     return torch.bfloat16 if isinstance(x, QuantisedRows) else x.dtype
 
 
-def reduce(parts_STN: Tensor, out_TN: Tensor, pdl: bool = False) -> Tensor:
-    """Write the sum of partials in their order to `out_TN`, and return it."""
-    size, block = out_TN.numel(), 512
+def reduce(parts_PTO: Tensor, out_TO: Tensor, pdl: bool = False) -> Tensor:
+    """Write the sum of partials in their order to `out_TO`, and return it."""
+    size, block = out_TO.numel(), 512
     _reduce[(triton.cdiv(size, block),)](
-        parts_STN, out_TN, size, SPLITS=len(parts_STN), BLOCK=block, num_warps=2, **launch_options(pdl)
+        parts_PTO, out_TO, size, SPLITS=len(parts_PTO), BLOCK=block, num_warps=2, **launch_options(pdl)
     )
-    return out_TN
+    return out_TO
 
 
 def _tiling(
-    x_TK: Tensor, weight_NK: Tensor, splits: int | None, tunables: dict[str, int], gated: bool
+    x_TI: Tensor, weight_OI: Tensor, splits: int | None, tunables: dict[str, int], gated: bool
 ) -> ProductTiling:
-    (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]
-    fits = weight_NK.shape[1] == inputs and weight_NK.dtype == x_TK.dtype
-    if not (fits and weight_NK.is_contiguous() and x_TK.stride(1) == 1):
+    (tokens, inputs), outputs = x_TI.shape, weight_OI.shape[0]
+    fits = weight_OI.shape[1] == inputs and weight_OI.dtype == x_TI.dtype
+    if not (fits and weight_OI.is_contiguous() and x_TI.stride(1) == 1):
         raise ValueError(
-            f"needs x [T, K] and a contiguous weight [N, K] of one type; got {x_TK.shape=}, {x_TK.dtype=}, "
-            f"{weight_NK.shape=}, {weight_NK.stride()=}, {weight_NK.dtype=}"
+            f"needs x [T, I] and a contiguous weight [O, I] of one type; got {x_TI.shape=}, {x_TI.dtype=}, "
+            f"{weight_OI.shape=}, {weight_OI.stride()=}, {weight_OI.dtype=}"
         )
-    fp8 = weight_NK.element_size() == 1
+    fp8 = weight_OI.element_size() == 1
     tiling = replace(choose(tokens, outputs, inputs, gated, fp8), **tunables)
     if splits is not None:
         tiling = replace(tiling, splits=splits)
@@ -216,8 +216,8 @@ def _launch(
     **flags: bool,
 ) -> None:
     """`matrix`: weight, scale, bias."""
-    x_TK, (weight, scale, bias) = _numbers(x), matrix
-    (tokens, inputs), rows = x_TK.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
+    x_TI, (weight, scale, bias) = _numbers(x), matrix
+    (tokens, inputs), rows = x_TI.shape, tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     block_t, more_t = token_blocks_of(tokens, isinstance(x, QuantisedRows))
     options = {
         "STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages, "BLOCK_T": block_t,
@@ -228,12 +228,12 @@ def _launch(
     if isinstance(x, QuantisedRows):
         tiles = TensorDescriptor.from_tensor(weight, [rows, tiling.block_k])
         x_tiles, more_tiles = (
-            TensorDescriptor.from_tensor(x_TK, [block or block_t, tiling.block_k]) for block in (block_t, more_t)
+            TensorDescriptor.from_tensor(x_TI, [block or block_t, tiling.block_k]) for block in (block_t, more_t)
         )
         scales = (x.scale_T1, scale)
         _rounded[grid](x_tiles, more_tiles, tiles, *scales, bias, out, tokens, outputs, MORE_T=more_t, **options)
     else:
-        _linear[grid](x_TK, weight, bias, out, tokens, outputs, inputs, x_TK.stride(0), **options)
+        _linear[grid](x_TI, weight, bias, out, tokens, outputs, inputs, x_TI.stride(0), **options)
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def _linear(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of outputs over one part of K, for a weight of x's type."""
+    """Compute one tile of outputs over one part of the inputs, for a weight of x's type."""
     tile, split = tl.program_id(1), tl.program_id(2)
     t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     n, start = rows_of_tile(tile, outputs, BLOCK_N, GATED), split * (STEPS * BLOCK_K)
@@ -261,16 +261,16 @@ def _linear(
         gdc_wait()
     weight_at = weight + n[:, None].to(tl.int64) * inputs + (start + k)[None, :]
     x_at = x + t[:, None] * stride_x + (start + k)[None, :]
-    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    sum_OT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for _ in tl.range(0, STEPS, num_stages=STAGES):
-        weight_NK = tl.load(weight_at, eviction_policy="evict_first")
-        x_TK = tl.load(x_at, mask=(t < tokens)[:, None], other=0.0, eviction_policy="evict_last")
-        sum_NT = tl.dot(weight_NK, tl.trans(x_TK), sum_NT)
+        weight_OI = tl.load(weight_at, eviction_policy="evict_first")
+        x_TI = tl.load(x_at, mask=(t < tokens)[:, None], other=0.0, eviction_policy="evict_last")
+        sum_OT = tl.dot(weight_OI, tl.trans(x_TI), sum_OT)
         weight_at += BLOCK_K
         x_at += BLOCK_K
     if PDL:
         gdc_launch_dependents()
-    store_sums(sum_NT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
+    store_sums(sum_OT, bias, out, 0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
 
 
 @one_variant("x_tiles", "more_tiles", "tiles", "x_scale", "scale", "bias", "out", "outputs")
@@ -286,79 +286,79 @@ def _rounded(
     ROWS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     first, start = tile * ROWS, split * (STEPS * BLOCK_K)
     n = tl.minimum(first + tl.arange(0, ROWS), outputs - 1)
-    scale_N, up_scale_N = tl.load(scale + n), tl.load(scale + outputs + n) if GATED else 0.0
+    scale_O, up_scale_O = tl.load(scale + n), tl.load(scale + outputs + n) if GATED else 0.0
     if PDL:
         gdc_wait()
-    sum_NT, up_NT = tl.zeros((ROWS, BLOCK_T), tl.float32), tl.zeros((ROWS, BLOCK_T), tl.float32)
+    sum_OT, up_OT = tl.zeros((ROWS, BLOCK_T), tl.float32), tl.zeros((ROWS, BLOCK_T), tl.float32)
     if MORE_T:
-        more_NT, more_up_NT = tl.zeros((ROWS, MORE_T), tl.float32), tl.zeros((ROWS, MORE_T), tl.float32)
+        more_OT, more_up_OT = tl.zeros((ROWS, MORE_T), tl.float32), tl.zeros((ROWS, MORE_T), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = start + step * BLOCK_K
-        x_KT, weight_NK = tl.trans(x_tiles.load([t0, at])), tiles.load([first, at])
-        sum_NT = tl.dot(weight_NK, x_KT, sum_NT)
+        x_IT, weight_OI = tl.trans(x_tiles.load([t0, at])), tiles.load([first, at])
+        sum_OT = tl.dot(weight_OI, x_IT, sum_OT)
         if MORE_T:
-            more_KT = tl.trans(more_tiles.load([t0 + BLOCK_T, at]))
-            more_NT = tl.dot(weight_NK, more_KT, more_NT)
+            more_IT = tl.trans(more_tiles.load([t0 + BLOCK_T, at]))
+            more_OT = tl.dot(weight_OI, more_IT, more_OT)
         if GATED:
-            up_NK = tiles.load([outputs + first, at])
-            up_NT = tl.dot(up_NK, x_KT, up_NT)
+            up_OI = tiles.load([outputs + first, at])
+            up_OT = tl.dot(up_OI, x_IT, up_OT)
             if MORE_T:
-                more_up_NT = tl.dot(up_NK, more_KT, more_up_NT)
+                more_up_OT = tl.dot(up_OI, more_IT, more_up_OT)
     if PDL:
         gdc_launch_dependents()
     _store_scaled(
-        sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, GATED, GELU
+        sum_OT, up_OT, scale_O, up_scale_O, x_scale, bias, out, t0, tokens, outputs, ROWS, BLOCK_T, GATED, GELU
     )
     if MORE_T:
         t0 += BLOCK_T
         _store_scaled(
-            more_NT, more_up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs,
+            more_OT, more_up_OT, scale_O, up_scale_O, x_scale, bias, out, t0, tokens, outputs,
             ROWS, MORE_T, GATED, GELU,
         )  # fmt: skip
 
 
 @triton.jit
 def _store_scaled(
-    sum_NT, up_NT, scale_N, up_scale_N, x_scale, bias, out, t0, tokens, outputs,
+    sum_OT, up_OT, scale_O, up_scale_O, x_scale, bias, out, t0, tokens, outputs,
     ROWS: tl.constexpr, BLOCK_T: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of an FP8 product times the scales of both sides; gated, the two sums combined."""
     t = t0 + tl.arange(0, BLOCK_T)
     x_scale_1T = tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
-    sum_NT *= scale_N[:, None] * x_scale_1T
+    sum_OT *= scale_O[:, None] * x_scale_1T
     if GATED:
-        up_NT *= up_scale_N[:, None] * x_scale_1T
-        store_tile(gated_product(sum_NT, up_NT, GELU), None, out, t0, tokens, outputs, ROWS, BLOCK_T)
+        up_OT *= up_scale_O[:, None] * x_scale_1T
+        store_tile(gated_product(sum_OT, up_OT, GELU), None, out, t0, tokens, outputs, ROWS, BLOCK_T)
     else:
-        store_tile(sum_NT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T)
+        store_tile(sum_OT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T)
 
 
 @triton.jit
 def store_sums(
-    sum_NT, bias, out, t0, tokens, outputs,
+    sum_OT, bias, out, t0, tokens, outputs,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's sums for tokens from t0 on. Gated: the tile has gate rows and then as many up rows, which combine
     to half as many outputs."""
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
-        gate_NT, up_NT = tl.split(tl.permute(tl.reshape(sum_NT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        store_tile(gated_product(gate_NT, up_NT, GELU), None, out, t0, tokens, outputs, HALF, BLOCK_T)
+        gate_OT, up_OT = tl.split(tl.permute(tl.reshape(sum_OT, (2, HALF, BLOCK_T)), (1, 2, 0)))
+        store_tile(gated_product(gate_OT, up_OT, GELU), None, out, t0, tokens, outputs, HALF, BLOCK_T)
     else:
-        store_tile(sum_NT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T)
+        store_tile(sum_OT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T)
 
 
 @triton.jit
-def store_tile(out_NT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr):
+def store_tile(out_OT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK_T: tl.constexpr):
     """Store a tile of this program's outputs for tokens from t0 on; the first split adds the bias, unless it is
     None."""
     t, n = t0 + tl.arange(0, BLOCK_T), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
     if bias is not None:
-        shift_N = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)
-        out_NT += shift_N[:, None]
+        shift_O = tl.load(bias + n, mask=(n < outputs) & (split == 0), other=0.0).to(tl.float32)
+        out_OT += shift_O[:, None]
     out_at = out + (split * tokens + t)[:, None].to(tl.int64) * outputs + n[None, :]
-    tl.store(out_at, tl.trans(out_NT).to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < outputs)[None, :])
+    tl.store(out_at, tl.trans(out_OT).to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < outputs)[None, :])
 
 
 @triton.jit

@@ -2,9 +2,7 @@
 rounding of activations to FP8 with a scale for each row (`smc.model.linear.quantise_rows` in one launch).
 
 The first takes a product's result as a whole or as fp32 split-K partials, which are summed in their order: the same
-bits every time. The host reads nothing, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`.
-
-Axes: T tokens, E features, I inner features, K inputs of a product, S splits."""
+bits every time. The host reads nothing, and grids follow from shapes alone. `pdl`: `smc.kernels.launch`."""
 
 from __future__ import annotations
 
@@ -24,21 +22,21 @@ LARGEST = tl.constexpr(linear.FP8_MAX)
 """Largest FP8 number."""
 
 
-def round_rows(x_TK: Tensor, pdl: bool = False) -> QuantisedRows:
+def round_rows(x_TI: Tensor, pdl: bool = False) -> QuantisedRows:
     """Round rows of x to FP8, with a scale for each. There may be gaps between rows. Raises ValueError if the numbers
     of a row are not adjacent."""
-    tokens, inputs = x_TK.shape
-    if x_TK.stride(1) != 1:
-        raise ValueError(f"needs rows of contiguous numbers, got strides {x_TK.stride()}")
-    out, block = room(x_TK), triton.next_power_of_2(inputs)
+    tokens, inputs = x_TI.shape
+    if x_TI.stride(1) != 1:
+        raise ValueError(f"needs rows of contiguous numbers, got strides {x_TI.stride()}")
+    out, block = room(x_TI), triton.next_power_of_2(inputs)
     warps = max(1, min(16, block // 256))
-    _round_rows[(tokens,)](x_TK, *out, inputs, x_TK.stride(0), BLOCK=block, num_warps=warps, **launch_options(pdl))
+    _round_rows[(tokens,)](x_TI, *out, inputs, x_TI.stride(0), BLOCK=block, num_warps=warps, **launch_options(pdl))
     return out
 
 
-def room(x_TK: Tensor) -> QuantisedRows:
+def room(x_TI: Tensor) -> QuantisedRows:
     """Allocate FP8 rows and scales for x."""
-    return QuantisedRows(x_TK.new_empty(x_TK.shape, dtype=FP8), x_TK.new_empty((len(x_TK), 1), dtype=torch.float32))
+    return QuantisedRows(x_TI.new_empty(x_TI.shape, dtype=FP8), x_TI.new_empty((len(x_TI), 1), dtype=torch.float32))
 
 
 @triton.jit
@@ -48,19 +46,19 @@ def _round_rows(x, out, scale, inputs, stride_x, BLOCK: tl.constexpr, PDL: tl.co
         gdc_launch_dependents()
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = k < inputs
-    x_K = tl.load(x + token * stride_x + k, mask=inside, other=0.0).to(tl.float32)
-    store_rounded(x_K, out + token * inputs + k, scale + token, inside)
+    x_I = tl.load(x + token * stride_x + k, mask=inside, other=0.0).to(tl.float32)
+    store_rounded(x_I, out + token * inputs + k, scale + token, inside)
 
 
 @triton.jit
-def store_rounded(x_K, at_K, scale_at, inside):
+def store_rounded(x_I, at_I, scale_at, inside):
     """Store a rounded row, whose columns outside are zeros, and its scale. The scale is NaN if a number is not finite,
     because the GPU's maximum and clamp would hide that."""
-    magnitude_K = tl.abs(x_K)
-    size = tl.max(tl.where(magnitude_K < float("inf"), magnitude_K, float("inf")), 0) / LARGEST
+    magnitude_I = tl.abs(x_I)
+    size = tl.max(tl.where(magnitude_I < float("inf"), magnitude_I, float("inf")), 0) / LARGEST
     # Clamped to the largest number: dividing by an approximate size may slightly exceed it.
-    rounded_K = tl.clamp(x_K / tl.where(size > 0, size, 1.0), -LARGEST, LARGEST)
-    tl.store(at_K, rounded_K.to(at_K.dtype.element_ty), mask=inside)
+    rounded_I = tl.clamp(x_I / tl.where(size > 0, size, 1.0), -LARGEST, LARGEST)
+    tl.store(at_I, rounded_I.to(at_I.dtype.element_ty), mask=inside)
     tl.store(scale_at, tl.where(size < float("inf"), size, float("nan")))
 
 
@@ -89,7 +87,7 @@ def add_norm(
     """Add the sum of `parts` to x, in place. Returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic),
     or without a weight a copy of x.
 
-    `parts` is None, one tensor [T, E] or partials [S, T, E]. The norm is that of x as stored, rounded to its type. With
+    `parts` is None, one tensor [T, E] or partials [P, T, E]. The norm is that of x as stored, rounded to its type. With
     `pdl` and parts, the previous launch must not write x."""
     out_TE = torch.empty_like(x_TE, dtype=x_TE.dtype if weight_E is None else weight_E.dtype)
     _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, None), pdl, residual)
@@ -158,17 +156,17 @@ def whole_norm(
     squares_T4: Tensor,
     whole_widths: tuple[int, int],
     eps: float,
-    out_TN: Tensor,
+    out_TO: Tensor,
 ) -> None:
-    """Apply RMSNorm to all queries of a token as one row, and to all its keys. Writes [T, N] to `out_TN`, values
+    """Apply RMSNorm to all queries of a token as one row, and to all its keys. Writes [T, O] to `out_TO`, values
     unchanged.
 
-    `qkv`: a product [T, N] or partials of it; its first `widths` columns are queries and keys. squares_T4: results of
+    `qkv`: a product [T, O] or partials of it; its first `widths` columns are queries and keys. squares_T4: results of
     `square_sums`, summed over all ranks, for rows as wide as `whole_widths`."""
     tokens, outputs = qkv.shape[-2:]
     block = triton.next_power_of_2(outputs)
     _whole_norm[(tokens,)](
-        qkv, *weights, squares_T4, out_TN, outputs, *widths, *(float(width) for width in whole_widths), eps,
+        qkv, *weights, squares_T4, out_TO, outputs, *widths, *(float(width) for width in whole_widths), eps,
         SPLITS=_splits(qkv), BLOCK=block, num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip
 

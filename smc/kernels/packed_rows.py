@@ -5,9 +5,7 @@ A piece is a tile of a group's queries and a split of its prefix. The number of 
 them on shapes alone, so the host reads nothing. `store_kv`, once a layer, normalises and rotates queries and keys, and
 writes keys and values to their pages.
 
-Axes: R rows, Q tokens of a row, T = R * Q, S slots (in `store_kv`: parts of a split product), L positions of a table, B
-positions of a tail, G groups, N query heads of a key/value head, X = (row, query, head of N), W pieces, E entries (a
-query and a split), H query heads, J key/value heads, D head dimension, P pages."""
+Local axes: P pieces (a tile of queries and a split of their prefix). T = R * Q tokens stand row after row."""
 
 from __future__ import annotations
 
@@ -67,10 +65,10 @@ class RowPages(NamedTuple):
 
 
 class CacheTensors(NamedTuple):
-    """Keys and values of one layer, of P pages, the dummy page included."""
+    """Keys and values of one layer, of B pages, the dummy page included."""
 
-    k_PJD: Tensor
-    v_PJD: Tensor
+    k_BJD: Tensor
+    v_BJD: Tensor
 
 
 class RowSpans(NamedTuple):
@@ -93,7 +91,7 @@ class PieceShape(NamedTuple):
     """Sizes of pieces, and the room that they need."""
 
     heads: int
-    """N: query heads of a key/value head."""
+    """Query heads of a key/value head."""
     block_x: int
     """Queries of a tile."""
     block_p: int
@@ -106,8 +104,8 @@ class PieceShape(NamedTuple):
     """Maximum number of positions that a group attends to together."""
 
     def bound(self, groups: int, rows: int, queries: int) -> int:
-        """Return the maximum number of pieces: each of T * N queries is in one tile, and each group's last tile may be
-        partly empty."""
+        """Return the maximum number of pieces: each of T * `heads` queries is in one tile, and each group's last tile
+        may be partly empty."""
         groups = min(groups, rows)
         return self.pieces + (rows * queries * self.heads - groups) // self.block_x + groups
 
@@ -133,24 +131,24 @@ class RowSplits(NamedTuple):
 class Pieces(NamedTuple):
     """Pieces of prefixes; from `count` on they are undefined."""
 
-    query_W: Tensor
-    """First query among all T * N."""
-    queries_W: Tensor
+    query_P: Tensor
+    """First query among all T * `heads`."""
+    queries_P: Tensor
     """Number of queries."""
-    slot_W: Tensor
+    slot_P: Tensor
     """Slot whose table names the prefix."""
-    begin_W: Tensor
+    begin_P: Tensor
     """First position."""
-    end_W: Tensor
-    entry_W: Tensor
+    end_P: Tensor
+    entry_P: Tensor
     """Entry of the first query."""
     count_1: Tensor
     """Number of pieces."""
 
     @staticmethod
     def allocate(room: Room, most: int) -> Pieces:
-        query_W, queries_W, slot_W, begin_W, end_W, entry_W = (room.ints(most) for _ in range(6))
-        return Pieces(query_W, queries_W, slot_W, begin_W, end_W, entry_W, room.ints(1))
+        query_P, queries_P, slot_P, begin_P, end_P, entry_P = (room.ints(most) for _ in range(6))
+        return Pieces(query_P, queries_P, slot_P, begin_P, end_P, entry_P, room.ints(1))
 
 
 @dataclass(frozen=True)
@@ -289,12 +287,12 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
         # Tiles of one split are adjacent, since they read the same keys.
         split, done = k // tl.maximum(tiles, 1), k % tl.maximum(tiles, 1) * block_x
         at, mine = begin + k, k < pieces
-        tl.store(out.pieces.query_W + at, lead * each + done, mask=mine)
-        tl.store(out.pieces.queries_W + at, tl.minimum(x - done, block_x), mask=mine)
-        tl.store(out.pieces.slot_W + at, slot, mask=mine)
-        tl.store(out.pieces.begin_W + at, split * chunk, mask=mine)
-        tl.store(out.pieces.end_W + at, tl.minimum(split * chunk + chunk, shared), mask=mine)
-        tl.store(out.pieces.entry_W + at, entry + split * x + done, mask=mine)
+        tl.store(out.pieces.query_P + at, lead * each + done, mask=mine)
+        tl.store(out.pieces.queries_P + at, tl.minimum(x - done, block_x), mask=mine)
+        tl.store(out.pieces.slot_P + at, slot, mask=mine)
+        tl.store(out.pieces.begin_P + at, split * chunk, mask=mine)
+        tl.store(out.pieces.end_P + at, tl.minimum(split * chunk + chunk, shared), mask=mine)
+        tl.store(out.pieces.entry_P + at, entry + split * x + done, mask=mine)
 
 
 @triton.jit
@@ -321,8 +319,8 @@ def store_kv(
     """Normalise and rotate queries into `q_out` [T, H, D]; write keys, likewise normalised and rotated, and values to
     their pages, but never to page 0.
 
-    qkv [T, (H + 2J) * D], or partial sums of it [S, T, (H + 2J) * D]; keys, values [P + 1, J, D]; rope [positions, D]
-    float32 as made by `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table;
+    qkv [T, (H + 2J) * D], or partial sums of it [parts, T, (H + 2J) * D]; keys, values [B + 1, J, D]; rope [positions,
+    D] float32 as made by `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table;
     heads (H, J); q_norm, k_norm [D] or neither. All arithmetic is float32, rounded once."""
     (h, j), d = heads, keys.shape[-1]
     assert qkv.shape[-1] == (h + 2 * j) * d and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()

@@ -4,8 +4,7 @@ A program handles one batch index. `follow` reads the slots' state before the ch
 `advance` only writes. Work grows with the positions that particles hold, not with the width of a table. The host reads
 nothing, and grids follow from shapes alone.
 
-Axes: A batch indices, S slots, L positions, X rows, Q tokens of a block, K tokens of a row, W tokens that are pending
-afterwards, B pages of a tail."""
+The constant P is the number of tokens that may be pending."""
 
 from __future__ import annotations
 
@@ -36,23 +35,23 @@ def remap_target(
     width = block if lookahead else 1
     out = NextSequences(
         end_A=room.longs(batch_size),
-        tokens_AW=room.longs(batch_size, width),
+        tokens_AQ=room.longs(batch_size, width),
         pending_A=room.longs(batch_size),
         text_A=choice.text_A,
     )
     _remap_target[(batch_size,)](
         plan.arrays, state, state.table_SL.stride(0), drafted, choice, logq_SQ, logq_SQ.stride(0), out,
-        K=block, Q=q, W=width, BLOCK_Q=triton.next_power_of_2(q), CHUNK=CHUNK, LOOKAHEAD=lookahead, num_warps=4,
+        K=block, Q=q, P=width, BLOCK_Q=triton.next_power_of_2(q), CHUNK=CHUNK, LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def advance(state: SlotState, slot_A: Tensor, choice: RoundChoice, next_: NextSequences) -> None:
     """See `smc.executor.remap.advance`."""
-    batch_size, width = next_.tokens_AW.shape
+    batch_size, width = next_.tokens_AQ.shape
     _advance[(batch_size,)](
-        state, state.pending_SQ.stride(0), state.dummy, slot_A, choice, next_, *next_.tokens_AW.stride(),
-        W=width, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
+        state, state.pending_SQ.stride(0), state.dummy, slot_A, choice, next_, *next_.tokens_AQ.stride(),
+        P=width, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
 
@@ -85,7 +84,7 @@ def copy_pages(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.c
 @one_variant()
 def _remap_target(
     plan, slots, table_stride, drafted, choice, logq_SQ, logq_stride, out,
-    K: tl.constexpr, Q: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
@@ -100,26 +99,26 @@ def _remap_target(
     tl.store(out.end_A + index, end - cut + count + has_bonus.to(tl.int64))
     q = tl.arange(0, BLOCK_Q)
     if LOOKAHEAD:
-        token = tl.load(drafted.tokens_XK + row * K + q, mask=q < W, other=0).to(tl.int64)
-        logq = tl.load(drafted.logq_XK + row * K + q, mask=q < W, other=0.0)
+        token = tl.load(drafted.tokens_XK + row * K + q, mask=q < P, other=0).to(tl.int64)
+        logq = tl.load(drafted.logq_XK + row * K + q, mask=q < P, other=0.0)
         # If the particle had ended, its last token remains, and nothing of it is run or scored again.
         count = tl.maximum(tl.where(has_bonus, 1, count), 1)
     else:
         token, logq, count = q.to(tl.int64) * 0, q.to(tl.float32) * 0, count * 0 + 1
-    tl.store(out.tokens_AW + index * W + q, tl.where(has_bonus, bonus, token), mask=q < W)
-    tl.store(logq_SQ + slot * logq_stride + q, logq, mask=q < W)
+    tl.store(out.tokens_AQ + index * P + q, tl.where(has_bonus, bonus, token), mask=q < P)
+    tl.store(logq_SQ + slot * logq_stride + q, logq, mask=q < P)
     tl.store(out.pending_A + index, count)
 
 
 @one_variant()
 def _advance(
-    slots, pending_stride, dummy, slot_A, choice, next_, stride_a, stride_w, W: tl.constexpr,
+    slots, pending_stride, dummy, slot_A, choice, next_, stride_a, stride_w, P: tl.constexpr,
     BLOCK_W: tl.constexpr
 ):  # fmt: skip
     index, w = tl.program_id(0), tl.arange(0, BLOCK_W)
     slot = tl.load(slot_A + index)
-    token = tl.load(next_.tokens_AW + index * stride_a + w * stride_w, mask=w < W, other=0)
-    tl.store(slots.pending_SQ + slot * pending_stride + w, token, mask=w < W)
+    token = tl.load(next_.tokens_AQ + index * stride_a + w * stride_w, mask=w < P, other=0)
+    tl.store(slots.pending_SQ + slot * pending_stride + w, token, mask=w < P)
     tl.store(slots.text_S + slot, tl.load(next_.text_A + index))
     alive, ended = tl.load(choice.alive_A + index) != 0, tl.load(choice.ended_A + index) != 0
     logw = tl.load(choice.mass_A + index)

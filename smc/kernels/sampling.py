@@ -12,9 +12,8 @@ one launch each.
 
 The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-Axes: R rows, V columns, D draws a row, S splits of the vocabulary (biases: slots), T scored rows, X rows asked for
-(biases: slots that rows belong to), F extra tokens a row, E entries of the bias tables, B tokens of an entry, C
-candidate tokens, M columns of a draft's head, U tokens without a row in the head."""
+Local axes: P splits of the vocabulary, U tokens without a row in the head, Y more tokens of a row that are scored, Z
+entries of the bias tables."""
 
 from __future__ import annotations
 
@@ -54,40 +53,40 @@ def draw(
     temperature_R: Tensor,
     seed_R: Tensor,
     round_R: Tensor,
-    stream_RD: Tensor,
+    stream_RF: Tensor,
     position_R: Tensor,
     purpose: int,
     cut: Cut | None = None,
     block: int | None = None,
     warps: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw tokens. Returns them as int32 [R, D], their log-probability [R, D] and the rows' logsumexp(logits /
+    """Draw tokens. Returns them as int32 [R, F], their log-probability [R, F] and the rows' logsumexp(logits /
     temperature) [R], float32.
 
     Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the
     first `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at
     temperature 1). All results are of the distribution after `cut`; so is the logsumexp: without its dropped entries,
     or with them lowered. A row with NaN gives NaN, and token 0."""
-    (rows, draws), block = stream_RD.shape, block or min(4096, triton.next_power_of_2(vocab))
+    (rows, draws), block = stream_RF.shape, block or min(4096, triton.next_power_of_2(vocab))
     splits, room = triton.cdiv(vocab, block), Room(logits_RV.device)
     require_rows(logits_RV, vocab)
-    keys = (seed_R.contiguous(), round_R.contiguous(), stream_RD.contiguous(), position_R.contiguous())
-    max_RS, sum_RS = room.floats(rows, splits), room.floats(rows, splits)
-    key_RSD, token_RSD = room.floats(rows, splits, draws), room.ints(rows, splits, draws)
-    token_RD, logq_RD, lse_R = room.ints(rows, draws), room.floats(rows, draws), room.floats(rows)
+    keys = (seed_R.contiguous(), round_R.contiguous(), stream_RF.contiguous(), position_R.contiguous())
+    max_RP, sum_RP = room.floats(rows, splits), room.floats(rows, splits)
+    key_RPF, token_RPF = room.floats(rows, splits, draws), room.ints(rows, splits, draws)
+    token_RF, logq_RF, lse_R = room.ints(rows, draws), room.floats(rows, draws), room.floats(rows)
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block}
     _race[(splits, rows)](
-        *distribution, vocab, *keys, int(purpose), max_RS, sum_RS, key_RSD, token_RSD, **shape, **options
+        *distribution, vocab, *keys, int(purpose), max_RP, sum_RP, key_RPF, token_RPF, **shape, **options
     )
     _finish_race[(rows, draws)](
-        *distribution, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
+        *distribution, max_RP, sum_RP, key_RPF, token_RPF, token_RF, logq_RF, lse_R, splits,
         BLOCK=triton.next_power_of_2(splits), num_warps=1,
     )  # fmt: skip
-    return token_RD, logq_RD, lse_R
+    return token_RF, logq_RF, lse_R
 
 
 def score(
@@ -95,13 +94,13 @@ def score(
     vocab: int,
     temperature_T: Tensor,
     label_X: Tensor,
-    extra_XF: Tensor | None = None,
+    extra_XY: Tensor | None = None,
     cut: Cut | None = None,
     block: int | None = None,
     warps: int = 8,
     row_X: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of one label a row [X], and of F further tokens [X, F] (None if there are none), under
+    """Return the log-probability of one label a row [X], and of Y further tokens [X, Y] (None if there are none), under
     softmax(logits / temperature) after `cut`; float32. `row_X`: the row of the logits that each belongs to; without it,
     there is one for every row.
 
@@ -110,19 +109,19 @@ def score(
     rows, requested, block = len(temperature_T), len(label_X), block or min(8192, triton.next_power_of_2(vocab))
     splits, room = triton.cdiv(vocab, block), Room(logits_TV.device)
     require_rows(logits_TV, vocab)
-    max_TS, sum_TS, top_TS = room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits)
+    max_TP, sum_TP, top_TP = room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits)
     logp_X = room.floats(requested)
-    extra = 0 if extra_XF is None else extra_XF.shape[1]
-    extra_logp_XF = room.floats(requested, extra) if extra else logp_X
-    more = extra_XF if extra_XF is not None and extra else label_X
+    extra = 0 if extra_XY is None else extra_XY.shape[1]
+    extra_logp_XY = room.floats(requested, extra) if extra else logp_X
+    more = extra_XY if extra_XY is not None and extra else label_X
     tokens = contiguous((label_X, more, row_X))
     distribution = (logits_TV, logits_TV.stride(0), temperature_T, cut)
-    sum_block[(splits, rows)](*distribution, vocab, max_TS, sum_TS, top_TS, BLOCK=block, num_warps=warps)
+    sum_block[(splits, rows)](*distribution, vocab, max_TP, sum_TP, top_TP, BLOCK=block, num_warps=warps)
     _finish_sum[(requested,)](
-        *distribution, max_TS, sum_TS, top_TS, *tokens, logp_X, extra_logp_XF, splits, extra,
+        *distribution, max_TP, sum_TP, top_TP, *tokens, logp_X, extra_logp_XY, splits, extra,
         BLOCK=triton.next_power_of_2(splits), EXTRA_BLOCK=max(EXTRA, triton.next_power_of_2(extra)), num_warps=1,
     )  # fmt: skip
-    return logp_X, extra_logp_XF if extra else None
+    return logp_X, extra_logp_XY if extra else None
 
 
 @triton.jit
@@ -159,8 +158,8 @@ def _log_of_rest(y):
 
 @one_variant("logits", "stride", "vocab")
 def _race(
-    logits, stride, temperature_R, cut, vocab, seed_R, round_R, stream_RD, position_R, purpose,
-    max_RS, sum_RS, key_RSD, token_RSD,
+    logits, stride, temperature_R, cut, vocab, seed_R, round_R, stream_RF, position_R, purpose,
+    max_RP, sum_RP, key_RPF, token_RPF,
     DRAWS: tl.constexpr, DRAW_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce one block of one row: its maximum, its sum of exponentials relative to that, and the winner of every draw
@@ -172,45 +171,45 @@ def _race(
     seed, position, rounds = tl.load(seed_R + row), tl.load(position_R + row), tl.load(round_R + row)
     top = tl.max(logit, 0)
     safe = finite(top)
-    tl.store(max_RS + row * splits + split, top)
-    tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - safe), 0))
+    tl.store(max_RP + row * splits + split, top)
+    tl.store(sum_RP + row * splits + split, tl.sum(tl.exp(logit - safe), 0))
     rarity = tl.exp(safe - logit)
-    draw_D = tl.arange(0, DRAW_BLOCK)
-    stream_D = tl.load(stream_RD + row * DRAWS + draw_D, mask=draw_D < DRAWS, other=0)
+    draw_F = tl.arange(0, DRAW_BLOCK)
+    stream_F = tl.load(stream_RF + row * DRAWS + draw_F, mask=draw_F < DRAWS, other=0)
     # Philox runs once for all draws, with a lane for each.
-    w0_D, w1_D, _, _ = tl.philox(seed, position.to(tl.uint32), stream_D.to(tl.uint32), rounds.to(tl.uint32), purpose)
+    w0_F, w1_F, _, _ = tl.philox(seed, position.to(tl.uint32), stream_F.to(tl.uint32), rounds.to(tl.uint32), purpose)
     for d in tl.static_range(DRAWS):
-        w0, w1 = tl.sum(tl.where(draw_D == d, w0_D, 0), 0), tl.sum(tl.where(draw_D == d, w1_D, 0), 0)
+        w0, w1 = tl.sum(tl.where(draw_F == d, w0_F, 0), 0), tl.sum(tl.where(draw_F == d, w1_F, 0), 0)
         key = tl.where(greedy, -logit, exponentials(w0, w1, entry) * rarity)
         best, at = tl.min(key, 0, return_indices=True, return_indices_tie_break_left=True)
         out = (row * splits + split) * DRAWS + d
-        tl.store(key_RSD + out, best)
-        tl.store(token_RSD + out, split * BLOCK + at)
+        tl.store(key_RPF + out, best)
+        tl.store(token_RPF + out, split * BLOCK + at)
 
 
 @one_variant()
 def _finish_race(
-    logits, stride, temperature_R, cut, max_RS, sum_RS, key_RSD, token_RSD, token_RD, logq_RD, lse_R, splits,
+    logits, stride, temperature_R, cut, max_RP, sum_RP, key_RPF, token_RPF, token_RF, logq_RF, lse_R, splits,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Finish one draw of one row: the blocks' winners race on one scale."""
     row, d, draws, split = tl.program_id(0), tl.program_id(1), tl.num_programs(1), tl.arange(0, BLOCK)
     inverse, greedy = inverse_temperature(temperature_R, row)
-    max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
+    max_P, top, total = combine(max_RP, sum_RP, row, splits, BLOCK)
     log_sum = tl.log(total)
     lse = top + log_sum
     tl.store(lse_R + row, lse)
-    key_S = tl.load(key_RSD + (row * splits + split) * draws + d, mask=split < splits, other=float("inf"))
-    key_S = tl.where(greedy, key_S, key_S * tl.exp(top - max_S))
-    _, at = tl.min(key_S, 0, return_indices=True, return_indices_tie_break_left=True)
+    key_P = tl.load(key_RPF + (row * splits + split) * draws + d, mask=split < splits, other=float("inf"))
+    key_P = tl.where(greedy, key_P, key_P * tl.exp(top - max_P))
+    _, at = tl.min(key_P, 0, return_indices=True, return_indices_tie_break_left=True)
     # If the row has a NaN, any winner may result, even one past the end.
-    token = tl.load(token_RSD + (row * splits + tl.minimum(at, splits - 1)) * draws + d)
+    token = tl.load(token_RPF + (row * splits + tl.minimum(at, splits - 1)) * draws + d)
     token = tl.where(lse == lse, token, 0)
     raw = tl.load(logits + row.to(tl.int64) * stride + token)
     logit = cut_logit(raw, token, row, inverse, cut)
-    tl.store(token_RD + row * draws + d, token)
+    tl.store(token_RF + row * draws + d, token)
     # lse - lse is 0, or NaN if the row has no distribution.
-    tl.store(logq_RD + row * draws + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
+    tl.store(logq_RF + row * draws + d, tl.where(greedy, lse - lse, (logit - top) - log_sum))
 
 
 @triton.jit
@@ -226,24 +225,24 @@ def _gather(logits, stride, temperature_R, cut, row, token, given, best, top, lo
 
 @one_variant()
 def _finish_sum(
-    logits, stride, temperature_R, cut, max_RS, sum_RS, top_RS, label_X, extra_XF, row_X, logp_X, extra_logp_XF,
+    logits, stride, temperature_R, cut, max_RP, sum_RP, top_RP, label_X, extra_XY, row_X, logp_X, extra_logp_XY,
     splits, extra, BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Finish one requested row: compute the log-normaliser from its blocks, and the log-probabilities of the label and
     of extra tokens."""
     x = tl.program_id(0)
     row = x if row_X is None else tl.load(row_X + x).to(tl.int32)
-    max_S, top, total = combine(max_RS, sum_RS, row, splits, BLOCK)
-    best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
+    max_P, top, total = combine(max_RP, sum_RP, row, splits, BLOCK)
+    best, log_sum = best_column(max_P, top_RP, row, splits), tl.log(total)
     token = tl.load(label_X + x)
     logp = _gather(logits, stride, temperature_R, cut, row, token, token >= 0, best, top, log_sum)
     tl.store(logp_X + x, logp)
     if extra > 0:
         f = tl.arange(0, EXTRA_BLOCK)
-        token_F = tl.load(extra_XF + x * extra + f, mask=f < extra, other=-1)
-        given_F = (f < extra) & (token_F >= 0)
-        logp_F = _gather(logits, stride, temperature_R, cut, row, token_F, given_F, best, top, log_sum)
-        tl.store(extra_logp_XF + x * extra + f, logp_F, mask=f < extra)
+        token_Y = tl.load(extra_XY + x * extra + f, mask=f < extra, other=-1)
+        given_Y = (f < extra) & (token_Y >= 0)
+        logp_Y = _gather(logits, stride, temperature_R, cut, row, token_Y, given_Y, best, top, log_sum)
+        tl.store(extra_logp_XY + x * extra + f, logp_Y, mask=f < extra)
 
 
 def add_biases(
@@ -259,7 +258,7 @@ def add_biases(
     rows = len(logits_RV)
     _add_biases[(triton.cdiv(width, BIAS_BLOCK), rows)](
         logits_RV, logits_RV.stride(0), slot_X.contiguous(), position_R.contiguous(), entry_S, least_S, tables,
-        rows // len(slot_X), tables.column_EB.shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
+        rows // len(slot_X), tables.column_ZT.shape[1], BLOCK=BIAS_BLOCK, num_warps=1,
     )  # fmt: skip
     return logits_RV
 
@@ -272,19 +271,19 @@ def _add_biases(
     slot = tl.load(slot_X + row // each).to(tl.int64)
     entry = tl.load(entry_S + slot)
     early = tl.load(position_R + row) < tl.load(least_S + slot)
-    inside, at = b < tl.load(tables.count_E + entry), entry * most + b
-    value = tl.load(tables.late_EB + at, mask=inside, other=0.0)
-    value = tl.where(early, tl.load(tables.early_EB + at, mask=inside, other=0.0), value)
+    inside, at = b < tl.load(tables.count_Z + entry), entry * most + b
+    value = tl.load(tables.late_ZT + at, mask=inside, other=0.0)
+    value = tl.where(early, tl.load(tables.early_ZT + at, mask=inside, other=0.0), value)
     # No column occurs twice.
     changes = inside & (value != 0)
-    logit = logits + row.to(tl.int64) * stride + tl.load(tables.column_EB + at, mask=inside, other=0)
+    logit = logits + row.to(tl.int64) * stride + tl.load(tables.column_ZT + at, mask=inside, other=0)
     sum_ = tl.load(logit, mask=changes, other=0.0).to(tl.float32) + value
     tl.store(logit, sum_.to(logits.dtype.element_ty), mask=changes)
 
 
 def spread(
-    column_RD: Tensor,
-    logq_RD: Tensor,
+    column_RF: Tensor,
+    logq_RF: Tensor,
     keys: DrawKeys,
     ids_M: Tensor,
     others_U: Tensor,
@@ -292,16 +291,16 @@ def spread(
     log_inside: float,
     log_each: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens, int64, and log q of draws [R, D] from a head. With probability `chance` / 2^32, a token without a
+    """Return tokens, int64, and log q of draws [R, F] from a head. With probability `chance` / 2^32, a token without a
     row replaces the drawn one."""
-    token_RD, new_logq_RD = torch.empty_like(column_RD, dtype=torch.int64), torch.empty_like(logq_RD)
-    count = column_RD.numel()
+    token_RF, new_logq_RF = torch.empty_like(column_RF, dtype=torch.int64), torch.empty_like(logq_RF)
+    count = column_RF.numel()
     _spread[(triton.cdiv(count, HEAD_BLOCK),)](
-        column_RD, logq_RD, contiguous(keys), ids_M, others_U, len(others_U), token_RD, new_logq_RD, count, chance,
+        column_RF, logq_RF, contiguous(keys), ids_M, others_U, len(others_U), token_RF, new_logq_RF, count, chance,
         log_inside, log_each,
-        D=column_RD.shape[1], PURPOSE=int(keys.purpose), BLOCK=HEAD_BLOCK, num_warps=1,
+        F=column_RF.shape[1], PURPOSE=int(keys.purpose), BLOCK=HEAD_BLOCK, num_warps=1,
     )  # fmt: skip
-    return token_RD, new_logq_RD
+    return token_RF, new_logq_RF
 
 
 def spread_rest(
@@ -335,20 +334,20 @@ def _other(seed, rounds, stream, position, others_U, others, given, PURPOSE: tl.
 
 @one_variant()
 def _spread(
-    column_RD, logq_RD, keys, ids_M, others_U, others, token_RD, new_logq_RD, count, chance, log_inside, log_each,
-    D: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
+    column_RF, logq_RF, keys, ids_M, others_U, others, token_RF, new_logq_RF, count, chance, log_inside, log_each,
+    F: tl.constexpr, PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, row = i < count, i // D
+    inside, row = i < count, i // F
     seed, rounds = tl.load(keys.seed_R + row, mask=inside, other=0), tl.load(keys.round_R + row, mask=inside, other=0)
-    stream = tl.load(keys.stream_RD + i, mask=inside, other=0)
+    stream = tl.load(keys.stream_RF + i, mask=inside, other=0)
     position = tl.load(keys.position_R + row, mask=inside, other=0)
     coin, other = _other(seed, rounds, stream, position, others_U, others, inside, PURPOSE)
-    token = tl.load(ids_M + tl.load(column_RD + i, mask=inside, other=0), mask=inside, other=0)
-    logq = tl.load(logq_RD + i, mask=inside, other=0.0)
+    token = tl.load(ids_M + tl.load(column_RF + i, mask=inside, other=0), mask=inside, other=0)
+    logq = tl.load(logq_RF + i, mask=inside, other=0.0)
     # A NaN of the draft must show, whichever token is drawn.
-    tl.store(token_RD + i, tl.where(coin < chance, other, token), mask=inside)
-    tl.store(new_logq_RD + i, tl.where(coin < chance, logq * 0.0 + log_each, logq + log_inside), mask=inside)
+    tl.store(token_RF + i, tl.where(coin < chance, other, token), mask=inside)
+    tl.store(new_logq_RF + i, tl.where(coin < chance, logq * 0.0 + log_each, logq + log_inside), mask=inside)
 
 
 @one_variant()
@@ -364,7 +363,7 @@ def _spread_rest(
     if HAS_REST:
         # The program's one key, repeated for as many lanes as there are tokens.
         seed, rounds, none = tl.load(keys.seed_R + row), tl.load(keys.round_R + row), c.to(tl.int64) * 0
-        stream, position = tl.load(keys.stream_RD + row) + none, tl.load(keys.position_R + row) + none
+        stream, position = tl.load(keys.stream_RF + row) + none, tl.load(keys.position_R + row) + none
         coin, other = _other(seed, rounds + none, stream, position, others_U, others, inside, PURPOSE)
         is_rest = c == width - 1
         # A GPU's maximum of NaN and a number is the number; the first term brings NaN back.
@@ -398,13 +397,13 @@ def write_distribution(logits_RV: Tensor, dist_RV: Tensor, temperature_R: Tensor
 
 @one_variant("logits", "stride", "vocab", "dist_RV", "dist_stride")
 def _write_distribution(
-    logits, stride, temperature_R, cut, vocab, max_RS, sum_RS, top_RS, dist_RV, dist_stride,
+    logits, stride, temperature_R, cut, vocab, max_RP, sum_RP, top_RP, dist_RV, dist_stride,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, splits = tl.program_id(1), tl.num_programs(0)
     inverse, greedy = inverse_temperature(temperature_R, row)
-    max_S, top, total = combine(max_RS, sum_RS, row, splits, SPLITS)
-    best, log_sum = best_column(max_S, top_RS, row, splits), tl.log(total)
+    max_P, top, total = combine(max_RP, sum_RP, row, splits, SPLITS)
+    best, log_sum = best_column(max_P, top_RP, row, splits), tl.log(total)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     logit = cut_logit(raw, column, row, inverse, cut)
     lse = top + log_sum
@@ -413,17 +412,17 @@ def _write_distribution(
     tl.store(dist_RV + row.to(tl.int64) * dist_stride + column, logp, mask=column < vocab)
 
 
-def guide(own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
+def guide(own_TV: Tensor, unconditional_YV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
     """Return l_u + s (l_c - l_u) [T, V], float32: l_c are a row's own logits, l_u those of its unconditional row,
-    number `of` in `unconditional_XV`, both of one type and at any stride of rows. At scale 1 the result is the row's
+    number `of` in `unconditional_YV`, both of one type and at any stride of rows. At scale 1 the result is the row's
     own logits, and no unconditional row is read."""
     tokens, width = own_TV.shape
-    assert width == unconditional_XV.shape[1] and own_TV.stride(1) == unconditional_XV.stride(1) == 1
+    assert width == unconditional_YV.shape[1] and own_TV.stride(1) == unconditional_YV.stride(1) == 1
     out_TV = torch.empty(tokens, width, dtype=torch.float32, device=own_TV.device)
     block = min(block, triton.next_power_of_2(width))
     # Tokens come first, because a grid's second axis ends at 65,535.
     _guide[(tokens, triton.cdiv(width, block))](
-        own_TV, own_TV.stride(0), unconditional_XV, unconditional_XV.stride(0), of_T.contiguous(), scale_T.contiguous(),
+        own_TV, own_TV.stride(0), unconditional_YV, unconditional_YV.stride(0), of_T.contiguous(), scale_T.contiguous(),
         out_TV, width, BLOCK=block,
         # The reference rounds a product before it adds it.
         enable_fp_fusion=False, num_warps=4,
@@ -433,13 +432,13 @@ def guide(own_TV: Tensor, unconditional_XV: Tensor, of_T: Tensor, scale_T: Tenso
 
 @one_variant("own_TV", "own_stride", "out_TV", "width")
 def _guide(
-    own_TV, own_stride, unconditional_XV, unconditional_stride, of_T, scale_T, out_TV, width, BLOCK: tl.constexpr
+    own_TV, own_stride, unconditional_YV, unconditional_stride, of_T, scale_T, out_TV, width, BLOCK: tl.constexpr
 ):
     token, v = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scale, inside, beside = tl.load(scale_T + token), v < width, tl.load(of_T + token).to(tl.int64)
     own_V = tl.load(own_TV + token * own_stride + v, mask=inside, other=0.0).to(tl.float32)
     theirs_V = tl.load(
-        unconditional_XV + beside * unconditional_stride + v, mask=v < tl.where(scale == 1, 0, width), other=0.0
+        unconditional_YV + beside * unconditional_stride + v, mask=v < tl.where(scale == 1, 0, width), other=0.0
     ).to(tl.float32)
     guided_V = theirs_V + scale * (own_V - theirs_V)
     tl.store(out_TV + token * width + v, tl.where(scale == 1, own_V, guided_V), mask=inside)

@@ -8,9 +8,7 @@ are sorted, so slots are assigned by binary searches in that list. A candidate w
 Resampling schemes are data: one launch runs all of them. The host reads nothing, and grids follow from shapes alone, so
 both can be captured in a CUDA graph.
 
-Axes: A batch indices, G groups, X rows (F of each batch index), Q tokens of a block, K tokens of a row, C candidate
-tokens of a batch index, W numbers of a row; of one group N particles, F branches of a particle, M = N * F candidates, P
-draws."""
+Local axes: P draws of a group, U sorted values, Y = N * F candidates of a group, Z values that are looked up in U."""
 
 from __future__ import annotations
 
@@ -43,9 +41,9 @@ ROWS = 32
 class SelectScratch(NamedTuple):
     """Memory of the scheme that processes candidates one by one."""
 
-    expected_M: Tensor
-    uniform_M: Tensor
-    more_M: Tensor
+    expected_Y: Tensor
+    uniform_Y: Tensor
+    more_Y: Tensor
 
 
 def score_candidates(inputs: ScoreInputs) -> Candidates:
@@ -288,24 +286,24 @@ def _cumulative(weight, axis: tl.constexpr):
 
 
 @triton.jit
-def _search(sorted_X, value_Y, SIZE: tl.constexpr, INCLUSIVE: tl.constexpr):
+def _search(sorted_U, value_Z, SIZE: tl.constexpr, INCLUSIVE: tl.constexpr):
     """Count how many of SIZE (a power of two) sorted entries are below each value, or with INCLUSIVE not above it."""
-    below_Y = tl.zeros_like(value_Y).to(tl.int32)
+    below_Z = tl.zeros_like(value_Z).to(tl.int32)
     for i in tl.static_range(12):
         if SIZE >> i > 0:
-            next_Y = below_Y + (SIZE >> i)
-            probe_Y = tl.gather(sorted_X, tl.minimum(next_Y, SIZE) - 1, 0)
-            passed_Y = (probe_Y <= value_Y) if INCLUSIVE else (probe_Y < value_Y)
-            below_Y = tl.where(passed_Y & (next_Y <= SIZE), next_Y, below_Y)
-    return below_Y
+            next_Z = below_Z + (SIZE >> i)
+            probe_Z = tl.gather(sorted_U, tl.minimum(next_Z, SIZE) - 1, 0)
+            passed_Z = (probe_Z <= value_Z) if INCLUSIVE else (probe_Z < value_Z)
+            below_Z = tl.where(passed_Z & (next_Z <= SIZE), next_Z, below_Z)
+    return below_Z
 
 
 @triton.jit
-def _sort(value_X, SIZE: tl.constexpr, MOST: tl.constexpr):
+def _sort(value_U, SIZE: tl.constexpr, MOST: tl.constexpr):
     """Sort SIZE numbers up to MOST, ascending. They are few enough to compare all with all."""
-    reached_X = tl.sum((value_X[None, :] <= value_X[:, None]).to(tl.int32), 1)
-    is_reached_XY = reached_X[:, None] > tl.arange(0, SIZE)[None, :]
-    return tl.min(tl.where(is_reached_XY, value_X[:, None], MOST), 0)
+    reached_U = tl.sum((value_U[None, :] <= value_U[:, None]).to(tl.int32), 1)
+    is_reached_UZ = reached_U[:, None] > tl.arange(0, SIZE)[None, :]
+    return tl.min(tl.where(is_reached_UZ, value_U[:, None], MOST), 0)
 
 
 @triton.jit
@@ -345,28 +343,28 @@ def _srinivasan(expected_NF, uniform_NF, at_NF, inside_NF, draws, begin, end, sc
 
     The algorithm is sequential: it takes one candidate after another in memory, from `begin` to `end`; at_NF is each
     candidate's index."""
-    tl.store(scratch.expected_M + at_NF, expected_NF, mask=inside_NF)
-    tl.store(scratch.uniform_M + at_NF, uniform_NF, mask=inside_NF)
-    tl.store(scratch.more_M + at_NF, tl.zeros_like(expected_NF), mask=inside_NF)
+    tl.store(scratch.expected_Y + at_NF, expected_NF, mask=inside_NF)
+    tl.store(scratch.uniform_Y + at_NF, uniform_NF, mask=inside_NF)
+    tl.store(scratch.more_Y + at_NF, tl.zeros_like(expected_NF), mask=inside_NF)
     tl.debug_barrier()
     left = draws.to(tl.float64) - tl.sum(tl.floor(expected_NF))
     open_at = begin
-    open_part = tl.load(scratch.expected_M + begin)
+    open_part = tl.load(scratch.expected_Y + begin)
     open_part -= tl.floor(open_part)
     for m in range(begin + 1, end):
-        part = tl.load(scratch.expected_M + m)
+        part = tl.load(scratch.expected_Y + m)
         part -= tl.floor(part)
-        uniform = tl.load(scratch.uniform_M + m)
+        uniform = tl.load(scratch.uniform_Y + m)
         total = open_part + part
         is_whole = total >= 1
         new_is_open = tl.where(is_whole, uniform * (2 - total) >= 1 - open_part, uniform * total < part)
-        tl.store(scratch.more_M + tl.where(new_is_open, open_at, m), total * 0 + 1, mask=is_whole)
+        tl.store(scratch.more_Y + tl.where(new_is_open, open_at, m), total * 0 + 1, mask=is_whole)
         left -= is_whole.to(tl.float64)
         open_at = tl.where(new_is_open, m, open_at)
         open_part = tl.where(is_whole, total - 1, total)
-    tl.store(scratch.more_M + open_at, left)
+    tl.store(scratch.more_Y + open_at, left)
     tl.debug_barrier()
-    return tl.load(scratch.more_M + at_NF, mask=inside_NF, other=0.0)
+    return tl.load(scratch.more_Y + at_NF, mask=inside_NF, other=0.0)
 
 
 @triton.jit
@@ -376,19 +374,19 @@ def _draw(weight_NF, sure_NF, is_rest, scheme, draws, last, seed, rounds, BLOCK_
 
     With `is_rest`, points fall on what the sure copies leave of the expectation."""
     p = tl.arange(0, BLOCK_N)
-    sure_M = tl.reshape(sure_NF.to(tl.int32), (BLOCK_M,))
-    left = draws - tl.sum(sure_M, 0)
+    sure_Y = tl.reshape(sure_NF.to(tl.int32), (BLOCK_M,))
+    left = draws - tl.sum(sure_Y, 0)
     fall_NF = tl.where(is_rest, weight_NF * draws.to(tl.float64) - sure_NF, weight_NF)
-    cumulative_M = _cumulative(tl.reshape(fall_NF, (BLOCK_M,)), 0)
+    cumulative_Y = _cumulative(tl.reshape(fall_NF, (BLOCK_M,)), 0)
     uniform_P = draw_uniforms(seed, p, rounds)
     shift_P = tl.where(scheme == SYSTEMATIC, tl.sum(tl.where(p == 0, uniform_P, 0.0), 0), uniform_P)
     is_even = (scheme == SYSTEMATIC) | (scheme == STRATIFIED)
     point_P = tl.where(is_even, (p.to(tl.float64) + shift_P) / draws.to(tl.float64), uniform_P)
     # A bare constant would be rounded to float32, where it is 1.
     below_one_P = tl.full((BLOCK_N,), 1 - 2.0**-52, tl.float64)
-    point_P = tl.minimum(point_P, below_one_P) * tl.max(cumulative_M, 0)
-    drawn_P = tl.minimum(_search(cumulative_M, point_P, BLOCK_M, True), last)
-    copied_P = tl.minimum(_search(tl.cumsum(sure_M, 0), p - left, BLOCK_M, True), last)
+    point_P = tl.minimum(point_P, below_one_P) * tl.max(cumulative_Y, 0)
+    drawn_P = tl.minimum(_search(cumulative_Y, point_P, BLOCK_M, True), last)
+    copied_P = tl.minimum(_search(tl.cumsum(sure_Y, 0), p - left, BLOCK_M, True), last)
     chosen_P = tl.where(p < left, drawn_P, copied_P)
     return _sort(tl.where(p < draws, chosen_P, BLOCK_M), BLOCK_N, BLOCK_M)
 

@@ -32,15 +32,15 @@ def after(state, token, entry, going, early, tables):
     `early` token ends the answer only if it is `ENDS_EARLY`: a stop string that it completes is not looked for
     again."""
     drawable = going & (token >= 0) & (token < tables.vocab)
-    stops_by = tl.load(tables.is_stop_EV + entry * tables.vocab + token, mask=drawable, other=0)
+    stops_by = tl.load(tables.is_stop_ZV + entry * tables.vocab + token, mask=drawable, other=0)
     state = tl.where(stops_by != 0, DONE, state)
     reads = drawable & (token < tables.spelled)
-    reads = reads & (tl.load(tables.has_strings_E + entry, mask=reads, other=0) != 0)
+    reads = reads & (tl.load(tables.has_strings_Z + entry, mask=reads, other=0) != 0)
     begin = tl.load(tables.offset_V + token, mask=reads, other=0)
     size = tl.load(tables.offset_V + token + 1, mask=reads, other=0) - begin
     for i in range(tl.max(size, 0)):
         # Bytes are read whatever the state is, so that loads need not wait for it: DONE leads to DONE.
-        byte = tl.load(tables.data_B + begin + i, mask=i < size, other=0)
-        next_at = tables.next_EXB + (entry * STATES + state) * 256 + byte
+        byte = tl.load(tables.data_P + begin + i, mask=i < size, other=0)
+        next_at = tables.next_ZYP + (entry * STATES + state) * 256 + byte
         state = tl.where(i < size, tl.load(next_at, mask=i < size, other=0).to(tl.int32), state)
     return tl.where(going & early & (stops_by != ENDS_EARLY) & (state == DONE), START, state)

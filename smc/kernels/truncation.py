@@ -15,8 +15,7 @@ nothing is possible, which are rare.
 
 The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-Axes: R rows, V columns, S splits of the vocabulary, I passes (one more for where they begin), P values of a digit, W
-words of 32 tokens, M columns of a draft's head, B columns of a program."""
+Local axes: P splits of the vocabulary, U passes (one more for where they begin), Y values of a digit."""
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ def finite(top):
 
 @one_variant("logits", "stride", "vocab")
 def sum_block(
-    logits, stride, temperature_R, cut, vocab, max_RS, sum_RS, top_RS, BLOCK: tl.constexpr
+    logits, stride, temperature_R, cut, vocab, max_RP, sum_RP, top_RP, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Reduce one block of one row: its maximum, the column of that, and its sum of exponentials relative to that."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -113,27 +112,27 @@ def sum_block(
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     logit = cut_logit(raw, column, row, inverse, cut)
     top, at = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(max_RS + row * splits + split, top)
-    tl.store(top_RS + row * splits + split, split * BLOCK + at)
-    tl.store(sum_RS + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
+    tl.store(max_RP + row * splits + split, top)
+    tl.store(top_RP + row * splits + split, split * BLOCK + at)
+    tl.store(sum_RP + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
 
 
 @triton.jit
-def combine(max_RS, sum_RS, row, splits, BLOCK: tl.constexpr):
+def combine(max_RP, sum_RP, row, splits, BLOCK: tl.constexpr):
     """Return a row's maxima [BLOCK], their largest (0 if none is finite), and the row's sum of exponentials relative to
     that."""
     split = tl.arange(0, BLOCK)
-    max_S = tl.load(max_RS + row * splits + split, mask=split < splits, other=-float("inf"))
-    sum_S = tl.load(sum_RS + row * splits + split, mask=split < splits, other=0.0)
-    top = finite(tl.max(max_S, 0))
-    return max_S, top, tl.sum(sum_S * tl.exp(max_S - top), 0)
+    max_P = tl.load(max_RP + row * splits + split, mask=split < splits, other=-float("inf"))
+    sum_P = tl.load(sum_RP + row * splits + split, mask=split < splits, other=0.0)
+    top = finite(tl.max(max_P, 0))
+    return max_P, top, tl.sum(sum_P * tl.exp(max_P - top), 0)
 
 
 @triton.jit
-def best_column(max_S, top_RS, row, splits):
+def best_column(max_P, top_RP, row, splits):
     """Return the first column that holds the row's maximum."""
-    _, at = tl.max(max_S, 0, return_indices=True, return_indices_tie_break_left=True)
-    return tl.load(top_RS + row * splits + tl.minimum(at, splits - 1))
+    _, at = tl.max(max_P, 0, return_indices=True, return_indices_tie_break_left=True)
+    return tl.load(top_RP + row * splits + tl.minimum(at, splits - 1))
 
 
 def truncate(
@@ -180,17 +179,17 @@ class SearchAims(NamedTuple):
     total_R: Tensor
     need_R: Tensor
     floor_R: Tensor
-    low_IR: Tensor
+    low_UR: Tensor
 
 
 class Measured(NamedTuple):
     """What a measurement finds in every block of a row."""
 
-    above_RS: Tensor
+    above_RP: Tensor
     """float32 number of entries above the key."""
-    mass_RS: Tensor
+    mass_RP: Tensor
     """Their mass."""
-    equal_RS: Tensor
+    equal_RP: Tensor
     """float32 number of entries that equal the key."""
 
 
@@ -217,15 +216,15 @@ class _Search:
         self._top_R, self._total_R, self._need_R, self._ties_R, self._drop_R = (room.floats(rows) for _ in range(5))
         self._floor_R, self._bound_R, self._key_R, self._last_R = (room.ints(rows) for _ in range(4))
         # The beginning of every pass's interval, and the sums that the pass finds there.
-        self._low_IR = room.ints(self._passes + 1, rows)
-        self._found_IRSP = room.floats(self._passes, rows, splits, 1 << DIGIT)
+        self._low_UR = room.ints(self._passes + 1, rows)
+        self._found_URPY = room.floats(self._passes, rows, splits, 1 << DIGIT)
         self._measured = Measured(*(room.floats(rows, splits) for _ in Measured._fields))
-        self._best_RS = room.ints(rows, splits)
+        self._best_RP = room.ints(rows, splits)
 
     def begin(self, top_k_R: Tensor | None, top_p_R: Tensor | None, min_p_R: Tensor | None) -> None:
         """Compute every row's maximum and mass, and the aim of the first search."""
         # The memory of later measurements holds the blocks' maxima and sums for now.
-        sums = (self._measured.above_RS, self._measured.mass_RS, self._best_RS)
+        sums = (self._measured.above_RP, self._measured.mass_RP, self._best_RP)
         options = {"BLOCK": self._block, "num_warps": self._warps}
         sum_block[self._grid](*self._distribution, None, self._vocab, *sums, **options)
         # Placeholders of the types that the processors would have.
@@ -234,7 +233,7 @@ class _Search:
         processors = (top_k_R, top_p_R, min_p_R)
         given = tuple(other if values_R is None else values_R for values_R, other in zip(processors, none))
         used = tuple(int(values_R is not None) for values_R in processors)
-        aims = SearchAims(self._top_R, self._total_R, self._need_R, self._floor_R, self._low_IR)
+        aims = SearchAims(self._top_R, self._total_R, self._need_R, self._floor_R, self._low_UR)
         _begin[self._grid[1:]](
             *self._distribution, self._vocab, given, used, sums, aims, self._grid[0], **self._sizes, num_warps=1
         )
@@ -252,7 +251,7 @@ class _Search:
 
     def turn(self, top_p_R: Tensor) -> None:
         """Turn from counts to mass: top-p keeps a share of the mass that top-k has kept."""
-        self._over_rows(_turn, top_p_R, self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_IR)
+        self._over_rows(_turn, top_p_R, self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_UR)
 
     def end(self, share: float, *, counts: bool, weighs: bool) -> Cut:
         log_share = math.log(share) if share else -math.inf
@@ -262,7 +261,7 @@ class _Search:
         return Cut(self._key_R, self._last_R, self._drop_R)
 
     def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: object) -> None:
-        state = (self._top_R, self._need_R, self._low_IR, self._found_IRSP)
+        state = (self._top_R, self._need_R, self._low_UR, self._found_URPY)
         options = {"DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps}
         kernel[self._grid](*self._distribution, self._vocab, *state, index, *arguments, **options, **self._sizes)
 
@@ -294,7 +293,7 @@ def _begin(
     """Set the aim and the beginning of one row's first search. The last search stops at the floor that min-p sets."""
     row = tl.program_id(0)
     inverse, _ = inverse_temperature(temperature_R, row)
-    max_S, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
+    max_P, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
     lowest = tl.full((), -(1 << (BITS - 1)), tl.int32)
     floor = lowest
     if used[2] != 0:
@@ -305,7 +304,7 @@ def _begin(
             # numbers ones.
             key = tl.where(key < 0, key, key + 0xFFFF) >> 16
         # If the row has a NaN, any column may result, even one past the end.
-        column = tl.minimum(best_column(max_S, sums[2], row, splits), vocab - 1)
+        column = tl.minimum(best_column(max_P, sums[2], row, splits), vocab - 1)
         best = tl.load(logits + row.to(tl.int64) * stride + column)
         floor = tl.where(min_p > 0, tl.minimum(key, order_key(best)), floor)
     need = total
@@ -318,7 +317,7 @@ def _begin(
     tl.store(aims.total_R + row, total)
     tl.store(aims.need_R + row, need)
     tl.store(aims.floor_R + row, floor)
-    tl.store(aims.low_IR + row, tl.where((used[0] != 0) & (used[1] != 0), lowest, floor))
+    tl.store(aims.low_UR + row, tl.where((used[0] != 0) & (used[1] != 0), lowest, floor))
 
 
 @triton.jit
@@ -330,23 +329,23 @@ def _required(mass, top_p):
 
 @triton.jit
 def _interval(
-    low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
+    low_UR, found_URPY, need_R, row, rows, splits, index, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
     """Return the least key that a pass still has to tell from others: that of the previous pass, raised by the digit
     that the previous pass found."""
-    low = tl.load(low_IR + index * rows + row)
+    low = tl.load(low_UR + index * rows + row)
     if index > 0:
         split, value = tl.arange(0, SPLITS)[:, None], tl.arange(0, 1 << DIGIT)[None, :]
         at = (((index - 1) * rows + row) * splits + split) << DIGIT
-        found_P = tl.sum(tl.load(found_IRSP + at + value, mask=(split < splits) & (value > 0), other=0.0), 0)
-        is_enough_P = (found_P >= tl.load(need_R + row)) & (tl.arange(0, 1 << DIGIT) > 0)
-        low += tl.sum(is_enough_P.to(tl.int32), 0) << (BITS - DIGIT * index)
+        found_Y = tl.sum(tl.load(found_URPY + at + value, mask=(split < splits) & (value > 0), other=0.0), 0)
+        is_enough_Y = (found_Y >= tl.load(need_R + row)) & (tl.arange(0, 1 << DIGIT) > 0)
+        low += tl.sum(is_enough_Y.to(tl.int32), 0) << (BITS - DIGIT * index)
     return low
 
 
-@one_variant("logits", "stride", "vocab", "found_IRSP")
+@one_variant("logits", "stride", "vocab", "found_URPY")
 def _find(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, index, counts,
+    logits, stride, temperature_R, vocab, top_R, need_R, low_UR, found_URPY, index, counts,
     DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Sum one block of one row: count or mass at and above every value but 0 of this pass's digit."""
@@ -355,9 +354,9 @@ def _find(
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
     inverse, _ = inverse_temperature(temperature_R, row)
     top = tl.load(top_R + row)
-    low = _interval(low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
+    low = _interval(low_UR, found_URPY, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
     if split == 0:
-        tl.store(low_IR + (index + 1) * rows + row, low)
+        tl.store(low_UR + (index + 1) * rows + row, low)
     key = order_key(raw)
     if counts != 0:
         weight = (column < vocab).to(tl.float32)
@@ -366,28 +365,28 @@ def _find(
     weight = tl.where(key >= low, weight, 0.0)
     # Unsigned, a difference of 32 bits does not overflow.
     value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (index + 1))
-    out = found_IRSP + (((index * rows + row) * splits + split) << DIGIT)
+    out = found_URPY + (((index * rows + row) * splits + split) << DIGIT)
     for v in tl.static_range(1, 1 << DIGIT):
         tl.store(out + v, tl.sum(tl.where(value >= v, weight, 0.0), 0))
 
 
-@one_variant("logits", "stride", "vocab", "found_IRSP", "measured")
+@one_variant("logits", "stride", "vocab", "found_URPY", "measured")
 def _measure(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_IR, found_IRSP, index, key_R, measured,
+    logits, stride, temperature_R, vocab, top_R, need_R, low_UR, found_URPY, index, key_R, measured,
     DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Measure one block of one row: count and mass above the key, and the number of entries that equal it."""
     split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    least = _interval(low_IR, found_IRSP, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
+    least = _interval(low_UR, found_URPY, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
     if split == 0:
         tl.store(key_R + row, least)
     inverse, _ = inverse_temperature(temperature_R, row)
     key, mass = order_key(raw), tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
     exists, out = column < vocab, row * splits + split
-    tl.store(measured.above_RS + out, tl.sum(((key > least) & exists).to(tl.float32), 0))
-    tl.store(measured.mass_RS + out, tl.sum(tl.where(key > least, mass, 0.0), 0))
-    tl.store(measured.equal_RS + out, tl.sum(((key == least) & exists).to(tl.float32), 0))
+    tl.store(measured.above_RP + out, tl.sum(((key > least) & exists).to(tl.float32), 0))
+    tl.store(measured.mass_RP + out, tl.sum(tl.where(key > least, mass, 0.0), 0))
+    tl.store(measured.equal_RP + out, tl.sum(((key == least) & exists).to(tl.float32), 0))
 
 
 @triton.jit
@@ -396,17 +395,17 @@ def _measured(temperature_R, top_R, key_R, measured, row, splits, BITS: tl.const
     mass of one of those."""
     split, key = tl.arange(0, SPLITS), tl.load(key_R + row)
     at, inside = row * splits + split, split < splits
-    above = tl.sum(tl.load(measured.above_RS + at, mask=inside, other=0.0), 0)
-    mass = tl.sum(tl.load(measured.mass_RS + at, mask=inside, other=0.0), 0)
-    equal_S = tl.load(measured.equal_RS + at, mask=inside, other=0.0)
+    above = tl.sum(tl.load(measured.above_RP + at, mask=inside, other=0.0), 0)
+    mass = tl.sum(tl.load(measured.mass_RP + at, mask=inside, other=0.0), 0)
+    equal_P = tl.load(measured.equal_RP + at, mask=inside, other=0.0)
     inverse, _ = inverse_temperature(temperature_R, row)
-    each = tl.where(tl.sum(equal_S, 0) > 0, tl.exp(_raw(key, BITS) * inverse - tl.load(top_R + row)), 0.0)
-    return key, above, mass, equal_S, each
+    each = tl.where(tl.sum(equal_P, 0) > 0, tl.exp(_raw(key, BITS) * inverse - tl.load(top_R + row)), 0.0)
+    return key, above, mass, equal_P, each
 
 
 @one_variant()
 def _turn(
-    temperature_R, top_R, key_R, measured, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_IR,
+    temperature_R, top_R, key_R, measured, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_UR,
     BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Record for one row where top-k ends, and aim at a share of the mass up to there."""
@@ -416,7 +415,7 @@ def _turn(
     tl.store(bound_R + row, key)
     tl.store(ties_R + row, ties)
     tl.store(need_R + row, _required(mass + ties * each, tl.load(top_p_R + row)))
-    tl.store(low_IR + row, tl.maximum(key, tl.load(floor_R + row)))
+    tl.store(low_UR + row, tl.maximum(key, tl.load(floor_R + row)))
 
 
 @one_variant("logits", "stride", "vocab", "measured")
@@ -427,8 +426,8 @@ def _end(
     """Finish one row: how many of the entries that equal the key are kept, the column of the last of them, and what is
     added to the dropped entries."""
     row = tl.program_id(0)
-    key, above, mass, equal_S, each = _measured(temperature_R, top_R, key_R, measured, row, splits, BITS, SPLITS)
-    equal = tl.sum(equal_S, 0)
+    key, above, mass, equal_P, each = _measured(temperature_R, top_R, key_R, measured, row, splits, BITS, SPLITS)
+    equal = tl.sum(equal_P, 0)
     ties = equal
     if weighs != 0:
         ties = tl.ceil((tl.load(found.need_R + row) - mass) / each)
@@ -438,16 +437,16 @@ def _end(
     elif counts != 0:
         ties = tl.load(found.need_R + row) - above
     ties = tl.minimum(ties, equal)
-    tl.store(last_R + row, _column_of(logits + row.to(tl.int64) * stride, vocab, key, ties, equal_S, BLOCK, SPLITS))
+    tl.store(last_R + row, _column_of(logits + row.to(tl.int64) * stride, vocab, key, ties, equal_P, BLOCK, SPLITS))
     kept = tl.minimum((mass + ties * each) / tl.load(found.total_R + row), 1.0)
     tl.store(drop_R + row, found.log_share - tl.log((1.0 - found.share) / kept + found.share))
 
 
 @triton.jit
-def _column_of(logits_V, vocab, key, number, equal_S, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def _column_of(logits_V, vocab, key, number, equal_P, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """Return the column at which the given number of a row's entries that equal `key` is reached; -1 if none is."""
-    split = tl.sum((tl.cumsum(equal_S, 0) < number).to(tl.int32), 0)
-    before = tl.sum(tl.where(tl.arange(0, SPLITS) < split, equal_S, 0.0), 0)
+    split = tl.sum((tl.cumsum(equal_P, 0) < number).to(tl.int32), 0)
+    before = tl.sum(tl.where(tl.arange(0, SPLITS) < split, equal_P, 0.0), 0)
     column = split * BLOCK + tl.arange(0, BLOCK)
     is_equal = (order_key(tl.load(logits_V + column, mask=column < vocab, other=0.0)) == key) & (column < vocab)
     rank = tl.cumsum(is_equal.to(tl.int32), 0)
@@ -471,8 +470,8 @@ def apply_mask(
     block = block or min(2048, triton.next_power_of_2(width))
     splits = triton.cdiv(width, block)
     out_RV = logits_RV.new_empty((rows, width), dtype=torch.float32)
-    found_RS = logits_RV.new_empty((rows, splits), dtype=torch.int32)
-    given = (logits_RV, logits_RV.stride(0), mask_RW, mask_RW.stride(0), ids_M, out_RV, width, columns, found_RS)
+    found_RP = logits_RV.new_empty((rows, splits), dtype=torch.int32)
+    given = (logits_RV, logits_RV.stride(0), mask_RW, mask_RW.stride(0), ids_M, out_RV, width, columns, found_RP)
     options = {"BLOCK": block, "num_warps": warps}
     _mask[(splits, rows)](*given, **options)
     _mask_impossible[(splits, rows)](*given, splits, SPLITS=triton.next_power_of_2(splits), FAILS=fails, **options)
@@ -480,45 +479,45 @@ def apply_mask(
 
 
 @triton.jit
-def _allowed(mask_RW, words, ids_M, row, column_B, own_B):
+def _allowed(mask_RW, words, ids_M, row, column_V, own_V):
     """Return whether columns belong to tokens that may follow."""
-    token_B = column_B
+    token_V = column_V
     if ids_M is not None:
-        token_B = tl.load(ids_M + column_B, mask=own_B, other=0).to(tl.int32)
-    word_B = tl.load(mask_RW + row * words + token_B // 32, mask=own_B, other=0)
-    return own_B & (((word_B >> (token_B % 32)) & 1) != 0)
+        token_V = tl.load(ids_M + column_V, mask=own_V, other=0).to(tl.int32)
+    word_V = tl.load(mask_RW + row * words + token_V // 32, mask=own_V, other=0)
+    return own_V & (((word_V >> (token_V % 32)) & 1) != 0)
 
 
 @one_variant("logits", "stride", "mask_RW", "ids_M", "out_RV", "width")
-def _mask(logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RS, BLOCK: tl.constexpr):
+def _mask(logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RP, BLOCK: tl.constexpr):
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    column_B = split * BLOCK + tl.arange(0, BLOCK)
-    exists_B, own_B = column_B < width, column_B < columns
-    logit_B = tl.load(logits + row * stride + column_B, mask=exists_B, other=0.0).to(tl.float32)
-    allowed_B = _allowed(mask_RW, words, ids_M, row, column_B, own_B)
-    kept_B = tl.where(own_B & (allowed_B == 0), float("-inf"), logit_B)
-    tl.store(out_RV + row * width + column_B, kept_B, mask=exists_B)
+    column_V = split * BLOCK + tl.arange(0, BLOCK)
+    exists_V, own_V = column_V < width, column_V < columns
+    logit_V = tl.load(logits + row * stride + column_V, mask=exists_V, other=0.0).to(tl.float32)
+    allowed_V = _allowed(mask_RW, words, ids_M, row, column_V, own_V)
+    kept_V = tl.where(own_V & (allowed_V == 0), float("-inf"), logit_V)
+    tl.store(out_RV + row * width + column_V, kept_V, mask=exists_V)
     # NaN counts as possible.
-    possible_B = allowed_B & (logit_B != float("-inf"))
-    found = tl.max(tl.where(possible_B, POSSIBLE, tl.where(allowed_B, ALLOWED, 0)), 0)
-    tl.store(found_RS + row * tl.num_programs(0) + split, found)
+    possible_V = allowed_V & (logit_V != float("-inf"))
+    found = tl.max(tl.where(possible_V, POSSIBLE, tl.where(allowed_V, ALLOWED, 0)), 0)
+    tl.store(found_RP + row * tl.num_programs(0) + split, found)
 
 
 @one_variant("logits", "stride", "mask_RW", "ids_M", "out_RV", "width")
 def _mask_impossible(
-    logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RS, splits,
+    logits, stride, mask_RW, words, ids_M, out_RV, width, columns, found_RP, splits,
     SPLITS: tl.constexpr, FAILS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     s = tl.arange(0, SPLITS)
-    found = tl.max(tl.load(found_RS + row * splits + s, mask=s < splits, other=0), 0)
+    found = tl.max(tl.load(found_RP + row * splits + s, mask=s < splits, other=0), 0)
     if found < POSSIBLE:
-        column_B = split * BLOCK + tl.arange(0, BLOCK)
-        own_B = column_B < columns
-        allowed_B = _allowed(mask_RW, words, ids_M, row, column_B, own_B)
+        column_V = split * BLOCK + tl.arange(0, BLOCK)
+        own_V = column_V < columns
+        allowed_V = _allowed(mask_RW, words, ids_M, row, column_V, own_V)
         if FAILS:
-            none_B = tl.full([BLOCK], float("nan"), tl.float32)
+            none_V = tl.full([BLOCK], float("nan"), tl.float32)
         else:
-            none_B = tl.load(logits + row * stride + column_B, mask=own_B, other=0.0).to(tl.float32)
-        alike_B = tl.where(allowed_B, 0.0, float("-inf"))
-        tl.store(out_RV + row * width + column_B, tl.where(found < ALLOWED, none_B, alike_B), mask=own_B)
+            none_V = tl.load(logits + row * stride + column_V, mask=own_V, other=0.0).to(tl.float32)
+        alike_V = tl.where(allowed_V, 0.0, float("-inf"))
+        tl.store(out_RV + row * width + column_V, tl.where(found < ALLOWED, none_V, alike_V), mask=own_V)

@@ -7,8 +7,7 @@ after token. A trial reads one number of each of two distributions. Only a rejec
 vocabulary: they write the remainder of the target's distribution to the group's own memory, and the last draw reads it
 there. The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-Axes: A batch indices, G groups, S slots, X rows, Q tokens of a block, L tokens of a block but the last, T = A * Q, K
-tokens of a row, C batch indices of groups of chains, V columns, N batch indices of a program."""
+Local axes: P chains. T = A * Q."""
 
 from __future__ import annotations
 
@@ -130,25 +129,25 @@ def match_samples(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A:
 
 
 def verify_chains(
-    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_CQV: Tensor, logq_CLV: Tensor, groups: Spans
+    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_PQV: Tensor, logq_PKV: Tensor, groups: Spans
 ) -> tuple[Tensor, Tensor]:
     """See `smc.executor.verify.verify_chains`, for groups of up to MAX_PARTICLES chains. Random numbers of `smc.philox`
     are made here: of round 0, for trials from the chain's own stream and for draws from stream 0."""
-    (chains, q, vocab), device = logp_CQV.shape, logp_CQV.device
-    token_CQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)
-    token_logp_CQ = torch.full((chains, q), torch.nan, dtype=torch.float32, device=device)
+    (chains, q, vocab), device = logp_PQV.shape, logp_PQV.device
+    token_PQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)
+    token_logp_PQ = torch.full((chains, q), torch.nan, dtype=torch.float32, device=device)
     # A group uses the memory of its first chain.
-    left_CV = torch.empty(chains, vocab, dtype=torch.float64, device=device)
+    left_PV = torch.empty(chains, vocab, dtype=torch.float64, device=device)
     block = min(4096, triton.next_power_of_2(vocab))
     _verify_chains[(len(groups.first_G),)](
-        plan.arrays, contiguous(inputs.blocks), inputs.keys.position_R.contiguous(), logp_CQV.contiguous(),
-        logq_CLV.contiguous(), contiguous(groups), left_CV, token_CQ, token_logp_CQ, vocab,
+        plan.arrays, contiguous(inputs.blocks), inputs.keys.position_R.contiguous(), logp_PQV.contiguous(),
+        logq_PKV.contiguous(), contiguous(groups), left_PV, token_PQ, token_logp_PQ, vocab,
         Q=q, BLOCK_N=MAX_PARTICLES, BLOCK=block, num_warps=8,
         # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
         # logarithm.
         enable_fp_fusion=False,
     )  # fmt: skip
-    return token_CQ, token_logp_CQ
+    return token_PQ, token_logp_PQ
 
 
 @one_variant()
@@ -289,37 +288,37 @@ def _match_samples(
     )
 
 
-@one_variant("logp_CQV", "logq_CLV", "left_CV", "vocab")
+@one_variant("logp_PQV", "logq_PKV", "left_PV", "vocab")
 def _verify_chains(
-    plan, blocks, position_T, logp_CQV, logq_CLV, groups, left_CV, token_CQ, token_logp_CQ, vocab,
+    plan, blocks, position_T, logp_PQV, logq_PKV, groups, left_PV, token_PQ, token_logp_PQ, vocab,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     group, n = tl.program_id(0), tl.arange(0, BLOCK_N)
     first, size = tl.load(groups.first_G + group).to(tl.int64), tl.load(groups.size_G + group).to(tl.int32)
     exists = n < size
-    index = tl.load(plan.chain_C + first + n, mask=exists, other=0)
+    index = tl.load(plan.chain_P + first + n, mask=exists, other=0)
     count = tl.load(blocks.count_A + index, mask=exists, other=0)
     on_path = exists & (tl.load(blocks.alive_A + index, mask=exists, other=0) != 0)
-    left_V = left_CV + first * vocab
+    left_V = left_PV + first * vocab
     for j in range(Q):
         lead = tl.min(tl.where(on_path, n, BLOCK_N), 0)
         if lead < BLOCK_N:
-            logp_V = logp_CQV + ((first + lead) * Q + j) * vocab
+            logp_V = logp_PQV + ((first + lead) * Q + j) * vocab
             asks = on_path & (count > j + 1)
             token = tl.load(blocks.tokens_AQ + index * Q + j + 1, mask=asks & (j + 1 < Q), other=NOTHING)
             accepted = _accept(
-                plan, blocks, position_T, logq_CLV, logp_V, left_V, first, size, asks & (token >= 0), token, vocab, j,
+                plan, blocks, position_T, logq_PKV, logp_V, left_V, first, size, asks & (token >= 0), token, vocab, j,
                 Q, BLOCK_N, BLOCK
             )  # fmt: skip
             to = (first + n) * Q + j
-            tl.store(token_CQ + to, accepted + to * 0, mask=on_path)
-            tl.store(token_logp_CQ + to, tl.load(logp_V + accepted) + to.to(tl.float32) * 0, mask=on_path)
+            tl.store(token_PQ + to, accepted + to * 0, mask=on_path)
+            tl.store(token_logp_PQ + to, tl.load(logp_V + accepted) + to.to(tl.float32) * 0, mask=on_path)
             on_path = asks & (token == accepted)
 
 
 @triton.jit
 def _accept(
-    plan, blocks, position_T, logq_CLV, logp_V, left_V, first, size, asks, token, vocab, j,
+    plan, blocks, position_T, logq_PKV, logp_V, left_V, first, size, asks, token, vocab, j,
     Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the group's next token after token j: the first proposed token that is accepted, or a draw from the
@@ -329,7 +328,7 @@ def _accept(
         is_tried = (tl.max((asks & (n == m)).to(tl.int32), 0) > 0) & (kept < 0)
         if is_tried:
             chosen = tl.sum(tl.where(n == m, token, 0), 0)
-            logq_V = logq_CLV + ((first + m) * (Q - 1) + j) * vocab
+            logq_V = logq_PKV + ((first + m) * (Q - 1) + j) * vocab
             w0, w1 = _words(plan, blocks, position_T, first + m, j, TRIAL, Q, True)
             # The 53 highest bits of the two words.
             uniform = (w0.to(tl.float64) * 2097152.0 + (w1 >> 11).to(tl.float64)) * (2.0**-53)
@@ -348,7 +347,7 @@ def _accept(
 @triton.jit
 def _words(plan, blocks, position_T, chain, j, PURPOSE: tl.constexpr, Q: tl.constexpr, OWN: tl.constexpr):
     """Return random words for token j: of the chain's own stream, or of stream 0."""
-    index = tl.load(plan.chain_C + chain)
+    index = tl.load(plan.chain_P + chain)
     position = tl.load(position_T + index * Q + j).to(tl.uint32)
     stream = tl.load(blocks.rank_A + index).to(tl.uint32) if OWN else position * 0
     w0, w1, _, _ = tl.philox(tl.load(plan.seed_A + index), position, stream, position * 0, PURPOSE)

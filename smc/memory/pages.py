@@ -3,9 +3,7 @@ the dummy page.
 
 A page holds one position. Pages form a forest: the parent of a page is the page of the position before it in the
 sequence it was written for; page 0 stands for 'no parent'. A page lives while it is held or a page below it lives.
-Knows page numbers only, nothing about keys, values, requests or particles.
-
-Axes: N rows, W positions of a block, T pages."""
+Knows page numbers only, nothing about keys, values, requests or particles."""
 
 from __future__ import annotations
 
@@ -87,95 +85,95 @@ class PageAllocator:
         return int(self._heads.sum())
 
     def allocate(self, count: int) -> np.ndarray:
-        """Allocate `count` pages. Returns them [T], int32, unassigned: without parent or reference. Raises OutOfPages
+        """Allocate `count` pages. Returns them [B], int32, unassigned: without parent or reference. Raises OutOfPages
         before anything changes."""
         assert count >= 0, "a negative number of KV pages was asked for"
         if count > self._num_free:
             raise OutOfPages(f"{count} KV pages wanted, {self._num_free} of {self.capacity} free")
         self._num_free -= count
-        pages_T = self._free[self._num_free : self._num_free + count].copy()
-        self._state[pages_T] = UNASSIGNED
-        return pages_T
+        pages_B = self._free[self._num_free : self._num_free + count].copy()
+        self._state[pages_B] = UNASSIGNED
+        return pages_B
 
-    def free(self, pages_T: Pages) -> None:
+    def free(self, pages_B: Pages) -> None:
         """Free unassigned pages, none of which may occur twice."""
-        pages_T = np.asarray(pages_T, dtype=np.intp)
-        assert (self._state[pages_T] == UNASSIGNED).all(), "a KV page was freed that is not unassigned"
-        assert self._once(pages_T).all(), "a KV page was freed twice"
-        self._free_pages(pages_T)
+        pages_B = np.asarray(pages_B, dtype=np.intp)
+        assert (self._state[pages_B] == UNASSIGNED).all(), "a KV page was freed that is not unassigned"
+        assert self._once(pages_B).all(), "a KV page was freed twice"
+        self._free_pages(pages_B)
 
-    def settle(self, allocated_T: Pages, used: Pages) -> None:
+    def settle(self, allocated_B: Pages, used: Pages) -> None:
         """Free the pages of `allocated` that are not in `used` (any shape; 0 is ignored). All of them but the used ones
         must be unassigned."""
-        allocated_T = np.asarray(allocated_T, dtype=np.intp)
-        self._scratch[allocated_T] = 0
+        allocated_B = np.asarray(allocated_B, dtype=np.intp)
+        self._scratch[allocated_B] = 0
         self._scratch[np.asarray(used, dtype=np.intp)] = 1
-        self.free(allocated_T[self._scratch[allocated_T] == 0])
+        self.free(allocated_B[self._scratch[allocated_B] == 0])
 
-    def chain(self, parent: int, pages_T: Pages) -> None:
+    def chain(self, parent: int, pages_B: Pages) -> None:
         """Link unassigned pages into a chain below `parent`. The last one has no reference yet: the caller must `hold`
         it."""
-        pages_T = np.asarray(pages_T, dtype=np.intp)
+        pages_B = np.asarray(pages_B, dtype=np.intp)
         assert self._state[parent] >= PLACED, "a chain of KV pages continues a page that is not in the forest"
-        assert (self._state[pages_T] == UNASSIGNED).all(), "a KV page was chained that is not unassigned"
-        assert self._once(pages_T).all(), "a KV page is twice in a chain"
-        if len(pages_T) == 0:
+        assert (self._state[pages_B] == UNASSIGNED).all(), "a KV page was chained that is not unassigned"
+        assert self._once(pages_B).all(), "a KV page is twice in a chain"
+        if len(pages_B) == 0:
             return
-        self._state[pages_T] = PLACED
-        self._parent[pages_T[0]] = parent
-        self._parent[pages_T[1:]] = pages_T[:-1]
-        self._refs[pages_T[:-1]] = 1
+        self._state[pages_B] = PLACED
+        self._parent[pages_B[0]] = parent
+        self._parent[pages_B[1:]] = pages_B[:-1]
+        self._refs[pages_B[:-1]] = 1
         self._add(self._refs, np.array([parent]))
 
-    def grow(self, heads_N: Pages, paths_NW: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
-        """Extend each row n, which ends with page `heads_N[n]`, by the unassigned pages `paths_NW[n, :counts_N[n]]`.
-        Returns every row's last page [N], int32.
+    def grow(self, heads_R: Pages, paths_RB: np.ndarray, counts_R: np.ndarray) -> np.ndarray:
+        """Extend each row n, which ends with page `heads_R[n]`, by the unassigned pages `paths_RB[n, :counts_R[n]]`.
+        Returns every row's last page [R], int32.
 
         A page may occur in several rows (branches of a tree), always with the same page before it; it is one child of
         that page. The last page of a row without new pages is its head. The returned pages are not held yet."""
-        counts_N = np.asarray(counts_N, dtype=np.intp)
-        lineage_NW = np.concatenate([np.asarray(heads_N, dtype=np.intp)[:, None], paths_NW], axis=1)
-        inside_NW = np.arange(lineage_NW.shape[1] - 1) < counts_N[:, None]
-        before_T = lineage_NW[:, :-1][inside_NW]
-        pages_T = lineage_NW[:, 1:][inside_NW]
-        last_N = lineage_NW[np.arange(len(counts_N)), counts_N]
-        assert (self._state[lineage_NW[:, 0]] >= PLACED).all(), "a row continues a KV page that is not in the forest"
-        assert (self._state[pages_T] == UNASSIGNED).all(), "a row has a new KV page that is not unassigned"
-        self._parent[pages_T] = before_T
+        counts_R = np.asarray(counts_R, dtype=np.intp)
+        lineage_RB = np.concatenate([np.asarray(heads_R, dtype=np.intp)[:, None], paths_RB], axis=1)
+        inside_RB = np.arange(lineage_RB.shape[1] - 1) < counts_R[:, None]
+        before_B = lineage_RB[:, :-1][inside_RB]
+        pages_B = lineage_RB[:, 1:][inside_RB]
+        last_R = lineage_RB[np.arange(len(counts_R)), counts_R]
+        assert (self._state[lineage_RB[:, 0]] >= PLACED).all(), "a row continues a KV page that is not in the forest"
+        assert (self._state[pages_B] == UNASSIGNED).all(), "a row has a new KV page that is not unassigned"
+        self._parent[pages_B] = before_B
         # Heads are placed and new pages are unassigned, so if each page has one parent, the rows are trees below their
         # heads.
-        assert (self._parent[pages_T] == before_T).all(), "a KV page has different pages before it in two rows"
-        self._state[pages_T] = GROWN
-        self._add(self._refs, before_T[self._once(pages_T)])
-        return last_N.astype(np.int32)
+        assert (self._parent[pages_B] == before_B).all(), "a KV page has different pages before it in two rows"
+        self._state[pages_B] = GROWN
+        self._add(self._refs, before_B[self._once(pages_B)])
+        return last_R.astype(np.int32)
 
-    def count_grown(self, pages_T: Pages, counts: bool) -> None:
+    def count_grown(self, pages_B: Pages, counts: bool) -> None:
         """Set whether these pages of the forest count in `num_grown` from now on."""
-        pages_T = np.asarray(pages_T, dtype=np.intp)
-        assert (self._state[pages_T] >= PLACED).all(), "a KV page was counted that is not in the forest"
-        self._state[pages_T] = GROWN if counts else PLACED
+        pages_B = np.asarray(pages_B, dtype=np.intp)
+        assert (self._state[pages_B] >= PLACED).all(), "a KV page was counted that is not in the forest"
+        self._state[pages_B] = GROWN if counts else PLACED
         self._state[DUMMY_PAGE] = PLACED
 
-    def hold(self, pages_N: Pages) -> None:
+    def hold(self, pages_R: Pages) -> None:
         """Add a reference to each page. Repeats count; page 0 is ignored."""
-        pages_N = np.asarray(pages_N, dtype=np.intp)
-        assert (self._state[pages_N] >= PLACED).all(), "a KV page was held that is not in the forest"
-        self._add(self._heads, pages_N)
-        self._add(self._refs, pages_N)
+        pages_R = np.asarray(pages_R, dtype=np.intp)
+        assert (self._state[pages_R] >= PLACED).all(), "a KV page was held that is not in the forest"
+        self._add(self._heads, pages_R)
+        self._add(self._refs, pages_R)
 
-    def release(self, pages_N: Pages) -> None:
+    def release(self, pages_R: Pages) -> None:
         """Remove a reference from each page. Repeats count; page 0 is ignored. Pages without references are freed, and
         so are their ancestors that have no reference left."""
-        pages_N = np.asarray(pages_N, dtype=np.intp)
-        np.subtract.at(self._heads, pages_N, ONE)
+        pages_R = np.asarray(pages_R, dtype=np.intp)
+        np.subtract.at(self._heads, pages_R, ONE)
         self._heads[DUMMY_PAGE] = 0
-        assert (self._heads[pages_N] >= 0).all(), "a KV page was released that nothing holds"
-        dying_T = self._drop(pages_N)
-        if len(dying_T) == 0:
+        assert (self._heads[pages_R] >= 0).all(), "a KV page was released that nothing holds"
+        dying_B = self._drop(pages_R)
+        if len(dying_B) == 0:
             return
-        gone_T = self._cascade(dying_T)
-        self._refs[gone_T] = 0
-        self._free_pages(gone_T)
+        gone_B = self._cascade(dying_B)
+        self._refs[gone_B] = 0
+        self._free_pages(gone_B)
 
     def path(self, page: int, length: int) -> np.ndarray:
         """Return the last `length` pages [length], int32, of the sequence that ends with `page`, in the order of their
@@ -187,68 +185,68 @@ class PageAllocator:
         for _ in range(length):
             pages.append(page)
             page = parent_of[page]
-        pages_T = np.array(pages[::-1], dtype=np.int32)
-        assert (pages_T != DUMMY_PAGE).all(), "a path of KV pages is shorter than was asked for"
-        return pages_T
+        pages_B = np.array(pages[::-1], dtype=np.int32)
+        assert (pages_B != DUMMY_PAGE).all(), "a path of KV pages is shorter than was asked for"
+        return pages_B
 
-    def ancestors(self, pages_N: Pages, steps_N: np.ndarray) -> np.ndarray:
-        """Return, for each page n [N], the page `steps_N[n]` positions before it."""
+    def ancestors(self, pages_R: Pages, steps_R: np.ndarray) -> np.ndarray:
+        """Return, for each page n [R], the page `steps_R[n]` positions before it."""
         parent_of = self._parent_of
-        found_N = np.array(pages_N, dtype=np.int32)
-        for n in np.flatnonzero(steps_N).tolist():
-            page = int(found_N[n])
-            for _ in range(int(steps_N[n])):
+        found_R = np.array(pages_R, dtype=np.int32)
+        for n in np.flatnonzero(steps_R).tolist():
+            page = int(found_R[n])
+            for _ in range(int(steps_R[n])):
                 page = parent_of[page]
-            found_N[n] = page
-        return found_N
+            found_R[n] = page
+        return found_R
 
     def check(self) -> None:
         """Assert the invariants: free and held pages are all pages, no page is both, references are children plus
         holds, and every placed page has a reference."""
-        free_T = self._free[: self._num_free]
-        assert (self._state[free_T] == FREE).all(), "a KV page is free and held"
-        assert np.bincount(free_T, minlength=1).max() <= 1, "a KV page is free twice"
+        free_B = self._free[: self._num_free]
+        assert (self._state[free_B] == FREE).all(), "a KV page is free and held"
+        assert np.bincount(free_B, minlength=1).max() <= 1, "a KV page is free twice"
         assert self.num_free + self.num_held == self.capacity, "free + held differ from all KV pages"
-        placed_T = 1 + np.flatnonzero(self._state[1:] >= PLACED)
-        assert (self._state[self._parent[placed_T]] >= PLACED).all(), "a KV page descends from one that is not held"
-        children = np.bincount(self._parent[placed_T], minlength=self.capacity + 1)
+        placed_B = 1 + np.flatnonzero(self._state[1:] >= PLACED)
+        assert (self._state[self._parent[placed_B]] >= PLACED).all(), "a KV page descends from one that is not held"
+        children = np.bincount(self._parent[placed_B], minlength=self.capacity + 1)
         assert (self._refs[1:] == (children + self._heads)[1:]).all(), (
             "the references of a KV page differ from its children and heads"
         )
         assert (self._heads >= 0).all(), "a KV page has fewer than no heads"
-        assert (self._refs[placed_T] > 0).all(), "a KV page is held and nothing refers to it"
+        assert (self._refs[placed_B] > 0).all(), "a KV page is held and nothing refers to it"
 
-    def _once(self, pages_T: np.ndarray) -> np.ndarray:
-        """Return bool [T]: exactly one entry is marked among those of the same page. Takes linear time, because nothing
+    def _once(self, pages_B: np.ndarray) -> np.ndarray:
+        """Return bool [B]: exactly one entry is marked among those of the same page. Takes linear time, because nothing
         is sorted."""
-        order_T = np.arange(len(pages_T))
-        self._scratch[pages_T] = order_T
-        return self._scratch[pages_T] == order_T
+        order_B = np.arange(len(pages_B))
+        self._scratch[pages_B] = order_B
+        return self._scratch[pages_B] == order_B
 
-    def _add(self, counts: np.ndarray, pages_T: np.ndarray) -> None:
+    def _add(self, counts: np.ndarray, pages_B: np.ndarray) -> None:
         """Add one to the count of each entry's page; the dummy page is not counted."""
-        np.add.at(counts, pages_T, ONE)
+        np.add.at(counts, pages_B, ONE)
         self._heads[DUMMY_PAGE] = 0
         self._refs[DUMMY_PAGE] = ENDLESS
 
-    def _drop(self, pages_T: np.ndarray) -> np.ndarray:
+    def _drop(self, pages_B: np.ndarray) -> np.ndarray:
         """Remove one reference for each entry. Returns the pages left without references, each once."""
-        np.subtract.at(self._refs, pages_T, ONE)
+        np.subtract.at(self._refs, pages_B, ONE)
         self._refs[DUMMY_PAGE] = ENDLESS
-        dying_T = pages_T[self._refs[pages_T] == 0]
-        return dying_T[self._once(dying_T)]
+        dying_B = pages_B[self._refs[pages_B] == 0]
+        return dying_B[self._once(dying_B)]
 
-    def _cascade(self, dying_T: np.ndarray) -> np.ndarray:
+    def _cascade(self, dying_B: np.ndarray) -> np.ndarray:
         """Return these pages, which have no references, with all pages that are freed with them: level by level while
         there are many, then chain by chain."""
         levels = []
-        while len(dying_T) >= WIDE:
-            levels.append(dying_T)
-            dying_T = self._drop(self._parent[dying_T])
+        while len(dying_B) >= WIDE:
+            levels.append(dying_B)
+            dying_B = self._drop(self._parent[dying_B])
         refs_of = self._refs_of
         parent_of = self._parent_of
         gone: list[int] = []
-        for page in dying_T.tolist():
+        for page in dying_B.tolist():
             gone.append(page)
             page = parent_of[page]
             # The only reference of such a page is the child that was just freed, so no other chain ends here.
@@ -259,7 +257,7 @@ class PageAllocator:
         self._refs[DUMMY_PAGE] = ENDLESS
         return np.concatenate([*levels, np.array(gone, dtype=np.intp)])
 
-    def _free_pages(self, pages_T: np.ndarray) -> None:
-        self._state[pages_T] = FREE
-        self._free[self._num_free : self._num_free + len(pages_T)] = pages_T
-        self._num_free += len(pages_T)
+    def _free_pages(self, pages_B: np.ndarray) -> None:
+        self._state[pages_B] = FREE
+        self._free[self._num_free : self._num_free + len(pages_B)] = pages_B
+        self._num_free += len(pages_B)

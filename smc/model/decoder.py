@@ -14,9 +14,7 @@ tokens sorted by expert, for prompts on a GPU. Small numbers of rows on a GPU us
 (`smc.kernels.experts`). Weights in FP8 and int4 are widened, and activations stay as they are, so that all forms
 compute the same.
 
-Axes: T tokens, E hidden size, H query heads, J key/value heads, D head dimension, V vocabulary, X chosen tokens (in
-`Experts`: experts), C chosen experts of a token, Y pairs of a token and an expert, I inner features of an expert, B
-rows and S token positions of whole sequences, T = B * S."""
+Local axes: P chosen experts of a token, Y pairs of a token and an expert, Z experts. T = R * L for whole sequences."""
 
 from __future__ import annotations
 
@@ -49,9 +47,9 @@ MAIN, LOCAL, UNROTATED = "main", "local", "unrotated"
 class Choice(NamedTuple):
     """The chosen experts of every token."""
 
-    expert_TC: Tensor
+    expert_TP: Tensor
     """Indices of the experts, the most probable first."""
-    weight_TC: Tensor
+    weight_TP: Tensor
     """Weights of the experts' outputs, float32."""
 
 
@@ -73,11 +71,11 @@ class Experts(nn.Module):
 
     def choose(self, x_TE: Tensor) -> Choice:
         """Choose the most probable experts of each token."""
-        share_TX = torch.softmax(self.router(x_TE), dim=-1, dtype=torch.float32)
-        weight_TC, expert_TC = share_TX.topk(self.chosen, dim=-1)
+        share_TZ = torch.softmax(self.router(x_TE), dim=-1, dtype=torch.float32)
+        weight_TP, expert_TP = share_TZ.topk(self.chosen, dim=-1)
         if self.normalised:
-            weight_TC = weight_TC / weight_TC.sum(-1, keepdim=True)
-        return Choice(expert_TC, weight_TC)
+            weight_TP = weight_TP / weight_TP.sum(-1, keepdim=True)
+        return Choice(expert_TP, weight_TP)
 
     def has_grouped_product(self, x_TE: Tensor) -> bool:
         """Whether torch supports the product of `grouped` for these activations."""
@@ -90,27 +88,27 @@ class Experts(nn.Module):
 
     def expert_by_expert(self, x_TE: Tensor, choice: Choice) -> Tensor:
         """The reference form of `forward`: one product for each expert in use."""
-        expert_TC, weight_TC = choice
-        parts_TCE = x_TE.new_zeros(*expert_TC.shape, x_TE.shape[1])
-        for expert in expert_TC.unique().tolist():
-            token_Y, column_Y = (expert_TC == expert).nonzero(as_tuple=True)
+        expert_TP, weight_TP = choice
+        parts_TPE = x_TE.new_zeros(*expert_TP.shape, x_TE.shape[1])
+        for expert in expert_TP.unique().tolist():
+            token_Y, column_Y = (expert_TP == expert).nonzero(as_tuple=True)
             gate, up = F.linear(x_TE[token_Y], self._matrix(self.gate_up, expert, x_TE.dtype)).chunk(2, dim=-1)
-            parts_TCE[token_Y, column_Y] = F.linear(F.silu(gate) * up, self._matrix(self.down, expert, x_TE.dtype))
-        return (parts_TCE.float() * weight_TC[..., None]).sum(1).to(x_TE.dtype)
+            parts_TPE[token_Y, column_Y] = F.linear(F.silu(gate) * up, self._matrix(self.down, expert, x_TE.dtype))
+        return (parts_TPE.float() * weight_TP[..., None]).sum(1).to(x_TE.dtype)
 
     def grouped(self, x_TE: Tensor, choice: Choice, widen: Widen = _values) -> Tensor:
         """The form of `forward` that multiplies the tokens of all experts in one grouped product, without waiting for
         the device. `widen` returns a whole matrix as numbers of a given dtype."""
-        expert_TC, weight_TC = choice
-        order_Y = expert_TC.flatten().argsort(stable=True)
-        ends_X = (expert_TC.flatten()[:, None] == torch.arange(self.count, device=x_TE.device)).sum(0).cumsum(0).int()
+        expert_TP, weight_TP = choice
+        order_Y = expert_TP.flatten().argsort(stable=True)
+        ends_Z = (expert_TP.flatten()[:, None] == torch.arange(self.count, device=x_TE.device)).sum(0).cumsum(0).int()
         gate, up = F.grouped_mm(
-            x_TE[order_Y // self.chosen], self._all(self.gate_up, x_TE.dtype, widen).transpose(1, 2), offs=ends_X
+            x_TE[order_Y // self.chosen], self._all(self.gate_up, x_TE.dtype, widen).transpose(1, 2), offs=ends_Z
         ).chunk(2, dim=-1)
-        out_YE = F.grouped_mm(F.silu(gate) * up, self._all(self.down, x_TE.dtype, widen).transpose(1, 2), offs=ends_X)
+        out_YE = F.grouped_mm(F.silu(gate) * up, self._all(self.down, x_TE.dtype, widen).transpose(1, 2), offs=ends_Z)
         parts_YE = torch.empty_like(out_YE)
         parts_YE[order_Y] = out_YE
-        return (parts_YE.view(*expert_TC.shape, -1).float() * weight_TC[..., None]).sum(1).to(x_TE.dtype)
+        return (parts_YE.view(*expert_TP.shape, -1).float() * weight_TP[..., None]).sum(1).to(x_TE.dtype)
 
     def _matrix(self, matrix: Linear, expert: int, dtype: torch.dtype) -> Tensor:
         """Return the numbers of one expert's matrix [outputs, inputs]."""
@@ -147,9 +145,9 @@ class Decoder(nn.Module):
         E]."""
         return run_layers(self, self.embedded(tokens_T), TorchLayerOps(), attend_rotated(rope_T2D, attend))
 
-    def logits(self, hidden_XE: Tensor) -> Tensor:
-        """Next-token logits [X, V] in float32 for the chosen hidden states."""
-        return self.finish_logits(self.lm_head(hidden_XE).float())
+    def logits(self, hidden_TE: Tensor) -> Tensor:
+        """Next-token logits [T, V] in float32 for the chosen hidden states."""
+        return self.finish_logits(self.lm_head(hidden_TE).float())
 
     def embedded(self, tokens_T: Tensor) -> Tensor:
         """Return the input of the first layer [T, E]: the embeddings, times the factor that some families have."""
@@ -163,12 +161,12 @@ class Decoder(nn.Module):
         """Whether the head's products are the logits, without a divisor or a cap."""
         return self.config.logit_divisor == 1.0 and self.config.logit_cap is None
 
-    def finish_logits(self, logits_XV: Tensor) -> Tensor:
+    def finish_logits(self, logits_TV: Tensor) -> Tensor:
         """Turn the head's products into logits: apply the divisor and the cap."""
         divisor, cap = self.config.logit_divisor, self.config.logit_cap
         if divisor != 1.0:
-            logits_XV = logits_XV / divisor
-        return logits_XV if cap is None else torch.tanh(logits_XV / cap) * cap
+            logits_TV = logits_TV / divisor
+        return logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap
 
     @torch.no_grad()
     def pair_rotated(self) -> None:
@@ -265,9 +263,9 @@ class Layer(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
         self.down = Linear(config.intermediate_size, config.hidden_size)
 
-    def split_heads(self, qkv_TN: Tensor) -> tuple[Tensor, ...]:
+    def split_heads(self, qkv_TO: Tensor) -> tuple[Tensor, ...]:
         """Return queries [T, H, D], keys and values [T, J, D] each."""
-        return qkv_TN.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
+        return qkv_TO.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
 
     def normalise_whole(self, q_THD: Tensor, k_TJD: Tensor) -> tuple[Tensor, Tensor]:
         """RMS-normalise all query heads of a token together, over all ranks, and all key heads."""
@@ -304,7 +302,7 @@ class Addend(NamedTuple):
     """An output of attention, of an MLP or of experts, which is added to the residual stream."""
 
     values: Tensor
-    """[T, E], or partial sums of it [S, T, E]."""
+    """[T, E], or partial sums of it [parts, T, E]."""
     norm: nn.RMSNorm | None
     """Applied to the output before it is added."""
     layer: Layer
@@ -322,11 +320,11 @@ class LayerOps(ABC):
 
     @abstractmethod
     def product(self, x: Activations, matrix: Linear) -> Tensor:
-        """Return x W^T [T, N], or partial sums of it [S, T, N]."""
+        """Return x W^T [T, O], or partial sums of it [parts, T, O]."""
 
     @abstractmethod
     def normalise_whole(self, layer: Layer, qkv: Tensor) -> Tensor:
-        """Return queries, keys and values [T, N]: all query heads of a token are normalised together, and all key
+        """Return queries, keys and values [T, O]: all query heads of a token are normalised together, and all key
         heads."""
 
     @abstractmethod
@@ -337,9 +335,9 @@ class LayerOps(ABC):
     def experts(self, layer: Layer, module: Experts, x: Activations) -> Tensor:
         """Return the output of experts, as `summed` does."""
 
-    def summed(self, layer: Layer, x_TK: Tensor, matrix: Linear) -> Tensor:
+    def summed(self, layer: Layer, x_TI: Tensor, matrix: Linear) -> Tensor:
         """Return `product`, summed over all ranks."""
-        return layer.sum(self.product(x_TK, matrix))
+        return layer.sum(self.product(x_TI, matrix))
 
 
 AttendLayer = Callable[[Layer, Tensor, Tensor | None], Tensor]
@@ -348,23 +346,23 @@ normalises single heads, rotates, stores keys and values, and attends."""
 
 
 def run_layers(
-    model: Decoder, x_TE: Tensor, ops: LayerOps, attend: AttendLayer, output_X: Tensor | None = None
+    model: Decoder, x_TE: Tensor, ops: LayerOps, attend: AttendLayer, output_T: Tensor | None = None
 ) -> Tensor:
     """Run all layers on the embedded tokens. Returns the hidden states after the final norm, [T, E], or those of the
-    tokens `output` [X, E]: in the last layer only these are computed once keys and values are stored."""
+    tokens `output` [T, E]: in the last layer only these are computed once keys and values are stored."""
     addend = None
     for layer in model.layers:
         x_TE, hidden = ops.normed(x_TE, addend, layer.attn_norm, layer.qkv)
         qkv = ops.product(hidden, layer.qkv)
         if layer.whole_widths is not None:
             qkv = ops.normalise_whole(layer, qkv)
-        kept_X = output_X if layer is model.layers[-1] else None
-        out_TN = attend(layer, qkv, kept_X)
-        if kept_X is not None:
-            x_TE = x_TE[kept_X]
-            if not len(kept_X):
+        kept_T = output_T if layer is model.layers[-1] else None
+        out_TO = attend(layer, qkv, kept_T)
+        if kept_T is not None:
+            x_TE = x_TE[kept_T]
+            if not len(kept_T):
                 return x_TE
-        addend = Addend(ops.summed(layer, out_TN, layer.o), layer.attn_out_norm, layer)
+        addend = Addend(ops.summed(layer, out_TO, layer.o), layer.attn_out_norm, layer)
         if layer.experts is None:
             x_TE, hidden = ops.normed(x_TE, addend, layer.mlp_norm, layer.gate_up)
             values = ops.summed(layer, ops.gated(layer, hidden), layer.down)
@@ -407,8 +405,8 @@ class TorchLayerOps(LayerOps):
 def attend_rotated(rope_T2D: Tensor, attend: Attend) -> AttendLayer:
     """Normalise single heads and rotate in torch, then call `attend`."""
 
-    def attend_layer(layer: Layer, qkv: Tensor, output_X: Tensor | None) -> Tensor:
-        assert output_X is None, "torch computes all tokens"
+    def attend_layer(layer: Layer, qkv: Tensor, output_T: Tensor | None) -> Tensor:
+        assert output_T is None, "torch computes all tokens"
         q_THD, k_TJD, v_TJD = layer.split_heads(qkv)
         if layer.whole_widths is None and layer.q_norm is not None and layer.k_norm is not None:
             q_THD, k_TJD = layer.q_norm(q_THD), layer.k_norm(k_TJD)
@@ -502,11 +500,11 @@ def _rope_table(config: ModelConfig, kind: str, max_positions: int, context: int
         inv_freq = torch.zeros_like(inv_freq)
     # Pairs that are not rotated have an angle of 0.
     rest = config.head_dim // 2 - len(inv_freq)
-    factor_P = F.pad(torch.full_like(inv_freq, factor), (0, rest), value=1.0)
+    factor_D = F.pad(torch.full_like(inv_freq, factor), (0, rest), value=1.0)
     if config.score_scale is not None:
-        factor_P *= math.sqrt(config.score_scale * math.sqrt(config.head_dim))
+        factor_D *= math.sqrt(config.score_scale * math.sqrt(config.head_dim))
     angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * F.pad(inv_freq, (0, rest))
-    return (torch.cat((angle.cos(), angle.sin()), dim=-1) * factor_P.repeat(2)).float()
+    return (torch.cat((angle.cos(), angle.sin()), dim=-1) * factor_D.repeat(2)).float()
 
 
 def _yarn_frequencies(inv_freq: Tensor, theta: float, scaling: YarnRopeScaling) -> Tensor:
@@ -531,25 +529,25 @@ def _llama3_frequencies(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return inv_freq * (kept + (1 - kept) / scaling.factor)
 
 
-def attend_causally(q_BHSD: Tensor, k_BJSD: Tensor, v_BJSD: Tensor, window: int | None) -> Tensor:
+def attend_causally(q_RHLD: Tensor, k_RJLD: Tensor, v_RJLD: Tensor, window: int | None) -> Tensor:
     """Dense causal attention [T, H, D] of whole sequences; `window`: number of positions that a token sees, itself
     included; None: all."""
-    width, seen_SS = q_BHSD.shape[2], None
+    width, seen_LL = q_RHLD.shape[2], None
     if window is not None and window < width:
-        seen_SS = torch.ones(width, width, dtype=torch.bool, device=q_BHSD.device).tril().triu(1 - window)
-    out_BHSD = F.scaled_dot_product_attention(
-        q_BHSD, k_BJSD, v_BJSD, seen_SS, is_causal=seen_SS is None, enable_gqa=True
+        seen_LL = torch.ones(width, width, dtype=torch.bool, device=q_RHLD.device).tril().triu(1 - window)
+    out_RHLD = F.scaled_dot_product_attention(
+        q_RHLD, k_RJLD, v_RJLD, seen_LL, is_causal=seen_LL is None, enable_gqa=True
     )
-    return out_BHSD.transpose(1, 2).flatten(0, 1)
+    return out_RHLD.transpose(1, 2).flatten(0, 1)
 
 
-def hidden_states(model: Decoder, rope_SD: Tensor, tokens_BS: Tensor) -> Tensor:
-    """Hidden states [B, S, E] with dense causal attention. Row s of `rope_SD` is position s of the rotary table."""
-    rows, width = tokens_BS.shape
+def hidden_states(model: Decoder, rope_LD: Tensor, tokens_RL: Tensor) -> Tensor:
+    """Hidden states [R, L, E] with dense causal attention. Row s of `rope_LD` is position s of the rotary table."""
+    rows, width = tokens_RL.shape
 
     def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (rows, width)).transpose(1, 2) for x in (q_THD, k_TJD, v_TJD))
         return attend_causally(q, k, v, model.config.window_of(layer))
 
-    rope = torch.cat([rope_SD[..., :width, :]] * rows, dim=-2)
-    return model(tokens_BS.flatten(), rope, attend).unflatten(0, (rows, width))
+    rope = torch.cat([rope_LD[..., :width, :]] * rows, dim=-2)
+    return model(tokens_RL.flatten(), rope, attend).unflatten(0, (rows, width))

@@ -9,16 +9,15 @@ int4: W[n, k] = scale[g, n] (code[n, k] - zero[g, n]), g the group of input k; a
 reference here widens the weights to the activations' dtype, a few rows at a time; our kernel (`smc.kernels.int4`) sums
 over the codes of a group first and multiplies the sum by the group's scale.
 
-In memory, an int32 word holds eight codes of 0 to 15. Words are stored as [G, N, W]: in each group the words of all
-outputs side by side, like scales and zero points [G, N], because a kernel reads one group of many outputs at a time. In
+In memory, an int32 word holds eight codes of 0 to 15. Words are stored as [P, O, W]: in each group the words of all
+outputs side by side, like scales and zero points [P, O], because a kernel reads one group of many outputs at a time. In
 a group, the 8 W inputs of an output form eight runs of W; input i of run j is input j W + i of the group. Words come in
 pairs. Pair p holds inputs 2p and 2p + 1 of every run: word 2p those of runs 0 to 3, word 2p + 1 those of runs 4 to 7.
 The code of run j begins at bit 4 (j mod 4) for input 2p, and 16 bits higher for input 2p + 1. A shift and the mask
 0x000F000F thus give two neighbouring inputs in the two halves of a register, as tensor cores take them. For example, a
 group of 16 inputs with codes 0 to 15 is stored as the words 0x75316420, 0xFDB9ECA8.
 
-Axes: T tokens, K inputs, N outputs, G groups, W words of a group, I inputs of a group; in a group H runs 0 to 3 or 4 to
-7, J run of these, P pair of words, E first or second input of a pair."""
+Local axes: P groups of inputs with a common scale, Y pairs of the words of a group."""
 
 from __future__ import annotations
 
@@ -50,63 +49,63 @@ FP8_CAPABILITY = (8, 9)
 """First compute capability with FP8 products."""
 
 
-def pack(code_NK: Tensor, groups: int) -> Tensor:
-    """Pack codes of 0 to 15 [N, K] into int32 words [G, N, W]."""
+def pack(code_OI: Tensor, groups: int) -> Tensor:
+    """Pack codes of 0 to 15 [O, I] into int32 words [P, O, W]."""
     # In int64, because the last code of a word occupies the sign bit of an int32.
-    code_GNHJPE = code_NK.long().unflatten(1, (groups, 2, PER_WORD // 2, -1, 2)).transpose(0, 1)
-    word_GNHP = (code_GNHJPE << _shifts(code_NK.device)[:, None, :]).sum((3, 5))
-    word_GNW = word_GNHP.transpose(2, 3).flatten(2)
-    return torch.where(word_GNW >= 1 << 31, word_GNW - (1 << 32), word_GNW).int()
+    code_PO24Y2 = code_OI.long().unflatten(1, (groups, 2, PER_WORD // 2, -1, 2)).transpose(0, 1)
+    word_PO2Y = (code_PO24Y2 << _shifts(code_OI.device)[:, None, :]).sum((3, 5))
+    word_POW = word_PO2Y.transpose(2, 3).flatten(2)
+    return torch.where(word_POW >= 1 << 31, word_POW - (1 << 32), word_POW).int()
 
 
-def unpack(word_GNW: Tensor) -> Tensor:
-    """Unpack words into codes, int32 [N, K]."""
-    word_GNHP = word_GNW.unflatten(2, (-1, 2)).transpose(2, 3)
-    code_GNHJPE = (word_GNHP[:, :, :, None, :, None] >> _shifts(word_GNW.device)[:, None, :]) & LARGEST_CODE
-    return code_GNHJPE.transpose(0, 1).flatten(1)
+def unpack(word_POW: Tensor) -> Tensor:
+    """Unpack words into codes, int32 [O, I]."""
+    word_PO2Y = word_POW.unflatten(2, (-1, 2)).transpose(2, 3)
+    code_PO24Y2 = (word_PO2Y[:, :, :, None, :, None] >> _shifts(word_POW.device)[:, None, :]) & LARGEST_CODE
+    return code_PO24Y2.transpose(0, 1).flatten(1)
 
 
 def _shifts(device: torch.device) -> Tensor:
     """First bit of each code in its word, int32 [J, E]."""
-    run_J, input_E = (torch.arange(count, dtype=torch.int32, device=device) for count in (PER_WORD // 2, 2))
-    return 4 * run_J[:, None] + 16 * input_E
+    run_4, input_2 = (torch.arange(count, dtype=torch.int32, device=device) for count in (PER_WORD // 2, 2))
+    return 4 * run_4[:, None] + 16 * input_2
 
 
-def dequantise(word_GNW: Tensor, scale_GN: Tensor, zero_GN: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the weights [N, K] in `dtype`. Without `zero_GN`, all zero points are `SYMMETRIC_ZERO`."""
-    code_NGI = unpack(word_GNW).unflatten(1, (len(scale_GN), -1))
-    centred_NGI = code_NGI - (SYMMETRIC_ZERO if zero_GN is None else zero_GN.t().int()[..., None])
-    return (centred_NGI.float() * scale_GN.t().float()[..., None]).flatten(1).to(dtype)
+def dequantise(word_POW: Tensor, scale_PO: Tensor, zero_PO: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weights [O, I] in `dtype`. Without `zero_PO`, all zero points are `SYMMETRIC_ZERO`."""
+    code_OPI = unpack(word_POW).unflatten(1, (len(scale_PO), -1))
+    centred_OPI = code_OPI - (SYMMETRIC_ZERO if zero_PO is None else zero_PO.t().int()[..., None])
+    return (centred_OPI.float() * scale_PO.t().float()[..., None]).flatten(1).to(dtype)
 
 
-def quantise_int4(weight_NK: Tensor, group: int) -> Codes:
+def quantise_int4(weight_OI: Tensor, group: int) -> Codes:
     """Quantise to symmetric codes: each weight is rounded to the nearest multiple of its group's scale. The scale is
     the smallest with which all weights of the group lie between -8 and 7 times the scale.
 
     The error is at most half a scale."""
-    weight_NGI = weight_NK.float().unflatten(1, (-1, group))
-    low_NG, high_NG = weight_NGI.aminmax(dim=2)
-    scale_NG = torch.maximum(low_NG.neg() / 8, high_NG / 7)
+    weight_OPI = weight_OI.float().unflatten(1, (-1, group))
+    low_OP, high_OP = weight_OPI.aminmax(dim=2)
+    scale_OP = torch.maximum(low_OP.neg() / 8, high_OP / 7)
     # Codes are computed with the scales as they are stored, in bfloat16.
-    scale_NG = scale_NG.bfloat16().float()
-    steps_NGI = weight_NGI / torch.where(scale_NG > 0, scale_NG, 1.0)[..., None]
-    code_NK = (steps_NGI.round().clamp(-8, 7) + SYMMETRIC_ZERO).int().flatten(1)
-    return Codes(code_NK, scale_NG, torch.full_like(scale_NG, SYMMETRIC_ZERO).int())
+    scale_OP = scale_OP.bfloat16().float()
+    steps_OPI = weight_OPI / torch.where(scale_OP > 0, scale_OP, 1.0)[..., None]
+    code_OI = (steps_OPI.round().clamp(-8, 7) + SYMMETRIC_ZERO).int().flatten(1)
+    return Codes(code_OI, scale_OP, torch.full_like(scale_OP, SYMMETRIC_ZERO).int())
 
 
 class QuantisedRows(NamedTuple):
     """Activations quantised to FP8, with one scale per row."""
 
-    value_TK: Tensor
+    value_TI: Tensor
     """FP8 numbers (e4m3)."""
     scale_T1: Tensor
     """Scale of each row, float32."""
 
 
 class Linear(nn.Linear):
-    """A linear layer: `weight` [N, K] of any dtype, `scale` [N] in float32 (FP8 weights only), and an optional `bias`
-    [N] of the activations' dtype. In int4 `weight` holds words [G, N, W], and `scale` and an optional `zero` are [G,
-    N]."""
+    """A linear layer: `weight` [O, I] of any dtype, `scale` [O] in float32 (FP8 weights only), and an optional `bias`
+    [O] of the activations' dtype. In int4 `weight` holds words [P, O, W], and `scale` and an optional `zero` are [P,
+    O]."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias)
@@ -138,45 +137,45 @@ class Linear(nn.Linear):
         self.scale = parameter(groups, self.out_features, dtype=SCALE_DTYPES[held.scale_dtype])
         self.zero = parameter(groups, self.out_features, dtype=torch.int32) if held.zeros else None
 
-    def permute_outputs(self, order_N: Tensor) -> None:
-        """Reorder the outputs in place: output i becomes the former output `order_N[i]`."""
+    def permute_outputs(self, order_O: Tensor) -> None:
+        """Reorder the outputs in place: output i becomes the former output `order_O[i]`."""
         for part in (self.weight, self.bias):
             if part is not None:
                 bits = part.view(torch.uint8) if part.dtype == FP8 else part
-                bits.copy_(bits.index_select(int(part is self.weight and self.group > 0), order_N))
+                bits.copy_(bits.index_select(int(part is self.weight and self.group > 0), order_O))
         for scale in (self.scale, self.zero):
             if scale is not None:
-                scale.copy_(scale[..., order_N])
+                scale.copy_(scale[..., order_O])
 
-    def quantise_from(self, weight_NK: Tensor) -> None:
-        """Quantise `weight_NK` into this layer's FP8 weight and scale."""
-        for rows in pieces(*weight_NK.shape):
-            self.weight[rows], self.scale[rows] = quantise(weight_NK[rows])
+    def quantise_from(self, weight_OI: Tensor) -> None:
+        """Quantise `weight_OI` into this layer's FP8 weight and scale."""
+        for rows in pieces(*weight_OI.shape):
+            self.weight[rows], self.scale[rows] = quantise(weight_OI[rows])
 
     def values(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return some rows of the weight as numbers of `dtype`."""
         if self.scale is None:
             return self.weight[rows].to(dtype)
         if self.group:
-            zero_GN = None if self.zero is None else self.zero[:, rows]
-            return dequantise(self.weight[:, rows], self.scale[:, rows], zero_GN, dtype)
+            zero_PO = None if self.zero is None else self.zero[:, rows]
+            return dequantise(self.weight[:, rows], self.scale[:, rows], zero_PO, dtype)
         return (self.weight[rows].float() * self.scale[rows, None]).to(dtype)
 
-    def forward(self, x_TK: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor) -> Tensor:
         if self.scale is None:
-            return super().forward(x_TK)
+            return super().forward(x_TI)
         if self.group:
-            return self._multiply_int4(x_TK)
-        return self.multiply_quantised(quantise_rows(x_TK)).to(x_TK.dtype)
+            return self._multiply_int4(x_TI)
+        return self.multiply_quantised(quantise_rows(x_TI)).to(x_TI.dtype)
 
-    def _multiply_int4(self, x_TK: Tensor) -> Tensor:
-        parts = [F.linear(x_TK, self.values(rows, x_TK.dtype)) for rows in pieces(self.out_features, self.in_features)]
-        y_TN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return y_TN if self.bias is None else y_TN + self.bias
+    def _multiply_int4(self, x_TI: Tensor) -> Tensor:
+        parts = [F.linear(x_TI, self.values(rows, x_TI.dtype)) for rows in pieces(self.out_features, self.in_features)]
+        y_TO = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return y_TO if self.bias is None else y_TO + self.bias
 
-    def multiply_quantised(self, x: QuantisedRows, out_TN: Tensor | None = None) -> Tensor:
+    def multiply_quantised(self, x: QuantisedRows, out_TO: Tensor | None = None) -> Tensor:
         """Multiply FP8 activations with this FP8 weight: in bfloat16 by the GPU library if it supports the shape,
-        otherwise in float32. The result is written to `out_TN` if given."""
+        otherwise in float32. The result is written to `out_TO` if given."""
         if self.weight.is_cuda and self.in_features % DIVISOR == 0 and self.out_features % DIVISOR == 0:
             scales: dict[str, Any] = {
                 "scale_a": x.scale_T1,
@@ -184,31 +183,31 @@ class Linear(nn.Linear):
                 "bias": self.bias,
                 "out_dtype": torch.bfloat16,
             }
-            direct_TN = out_TN if out_TN is not None and out_TN.dtype == torch.bfloat16 else None
-            y_TN = torch._scaled_mm(x.value_TK, self.weight.t(), **scales, out=direct_TN)
+            direct_TO = out_TO if out_TO is not None and out_TO.dtype == torch.bfloat16 else None
+            y_TO = torch._scaled_mm(x.value_TI, self.weight.t(), **scales, out=direct_TO)
         else:
-            y_TN = F.linear(x.value_TK.float(), self.weight.float()) * x.scale_T1 * self.scale
-            y_TN = y_TN if self.bias is None else y_TN + self.bias.float()
-        return y_TN if out_TN is None or y_TN is out_TN else out_TN.copy_(y_TN)
+            y_TO = F.linear(x.value_TI.float(), self.weight.float()) * x.scale_T1 * self.scale
+            y_TO = y_TO if self.bias is None else y_TO + self.bias.float()
+        return y_TO if out_TO is None or y_TO is out_TO else out_TO.copy_(y_TO)
 
 
-def quantise(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return FP8 numbers [N, K] and float32 scales [N]. The number with the largest absolute value in each row becomes
+def quantise(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return FP8 numbers [O, I] and float32 scales [O]. The number with the largest absolute value in each row becomes
     +-`FP8_MAX`; a row of zeros gets scale 0.
 
     The error is at most a sixteenth of the weight or 2^-10 times the scale, whichever is larger.
     """
-    weight_NK = weight_NK.float()
-    largest_N = weight_NK.abs().amax(1)
+    weight_OI = weight_OI.float()
+    largest_O = weight_OI.abs().amax(1)
     # A tensor, not a number: dividing by a number, GPUs multiply by its inverse, which may differ in the last bit.
-    scale_N = largest_N / torch.full_like(largest_N, FP8_MAX)
-    return (weight_NK / torch.where(scale_N > 0, scale_N, 1.0)[:, None]).to(FP8), scale_N
+    scale_O = largest_O / torch.full_like(largest_O, FP8_MAX)
+    return (weight_OI / torch.where(scale_O > 0, scale_O, 1.0)[:, None]).to(FP8), scale_O
 
 
-def quantise_rows(x_TK: Tensor) -> QuantisedRows:
+def quantise_rows(x_TI: Tensor) -> QuantisedRows:
     """Quantise activations with one scale per row, as `quantise` does."""
-    value_TK, scale_T = quantise(x_TK)
-    return QuantisedRows(value_TK, scale_T[:, None])
+    value_TI, scale_T = quantise(x_TI)
+    return QuantisedRows(value_TI, scale_T[:, None])
 
 
 def pieces(rows: int, columns: int = 1) -> Iterator[slice]:

@@ -3,7 +3,9 @@ measure speed without a checkpoint. Knows nothing about tokenizers or serving.
 
 Loading streams one piece of a tensor at a time, so the model is never in memory twice. A rank reads only its own shard
 of each tensor, except that FP8 and int4 weights are quantised from whole rows, so that scales do not depend on the
-number of ranks."""
+number of ranks.
+
+Local axes: P groups of inputs with a common scale."""
 
 from __future__ import annotations
 
@@ -117,14 +119,14 @@ def _shared(
     return {name: theirs[name] for name in found}
 
 
-def _is_part(published: PublishedWeights, name: str, rows: slice, weight: Tensor, scale_N: Tensor | None) -> bool:
+def _is_part(published: PublishedWeights, name: str, rows: slice, weight: Tensor, scale_O: Tensor | None) -> bool:
     """Whether the stored tensor and `weight` are equal in these rows."""
     if weight.dtype == FP8:
-        weight_NK, row_scale_N = published.fp8_rows(name, rows, weight.shape[1])
-        assert scale_N is not None
+        weight_OI, row_scale_O = published.fp8_rows(name, rows, weight.shape[1])
+        assert scale_O is not None
         # FP8 numbers are compared as bytes, for which torch has a kernel.
-        return torch.equal(weight_NK.view(torch.uint8), weight[rows].view(torch.uint8)) and torch.equal(
-            row_scale_N, scale_N[rows]
+        return torch.equal(weight_OI.view(torch.uint8), weight[rows].view(torch.uint8)) and torch.equal(
+            row_scale_O, scale_O[rows]
         )
     return torch.equal(published.values(name, (rows, slice(0, weight.shape[1]))).to(weight.dtype), weight[rows])
 
@@ -153,7 +155,7 @@ class PublishedWeights:
         return self.quantisation.values(self.files, name, rows, columns)
 
     def fp8_rows(self, name: str, rows: slice, inputs: int) -> tuple[Tensor, Tensor]:
-        """Return whole rows of `inputs` columns in FP8 [N, K] and their scales [N]. Rows stored in FP8 are kept, except
+        """Return whole rows of `inputs` columns in FP8 [O, I] and their scales [O]. Rows stored in FP8 are kept, except
         that weights with a scale per block are quantised again with a scale per row."""
         part, quantisation = (rows, slice(0, inputs)), self.quantisation
         stored = self.files.tensors.get(name)
@@ -168,9 +170,9 @@ class PublishedWeights:
         if isinstance(self.quantisation, Int4Quantisation) and self.quantisation.holds(name, self.files.tensors):
             return self.quantisation.codes(self.files, name, rows, columns, group)
         whole_group = math.gcd(GROUP, inputs)
-        code_NK, scale_NG, zero_NG = quantise_int4(self.values(name, (rows, slice(0, inputs))), whole_group)
-        group_G = torch.arange(columns.start, columns.stop, group, device=self.files.device) // whole_group
-        return Codes(code_NK[:, columns], scale_NG[:, group_G], zero_NG[:, group_G])
+        code_OI, scale_OP, zero_OP = quantise_int4(self.values(name, (rows, slice(0, inputs))), whole_group)
+        group_P = torch.arange(columns.start, columns.stop, group, device=self.files.device) // whole_group
+        return Codes(code_OI[:, columns], scale_OP[:, group_P], zero_OP[:, group_P])
 
 
 def _load(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
@@ -197,19 +199,19 @@ def _load_plain(published: PublishedWeights, name: str, where: WeightSlice, para
 def _load_fp8(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
     rows, columns = where.axes
     for piece in pieces(len(rows.held), columns.size):
-        weight_NK, scale_N = published.fp8_rows(name, _stored_rows(where, piece), columns.size)
-        _require_finite(name, weight_NK.float(), FP8)
-        _require_finite(name, scale_N, FP8)
-        where.write_fp8(parameters, piece, weight_NK, scale_N)
+        weight_OI, scale_O = published.fp8_rows(name, _stored_rows(where, piece), columns.size)
+        _require_finite(name, weight_OI.float(), FP8)
+        _require_finite(name, scale_O, FP8)
+        where.write_fp8(parameters, piece, weight_OI, scale_O)
 
 
 def _load_int4(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
     rows, columns = where.axes
-    scale_GN = parameters[f"{where.parameter.removesuffix('weight')}scale"]
-    part, group = slice(columns.held.start, columns.held.stop), columns.local_size // len(scale_GN)
+    scale_PO = parameters[f"{where.parameter.removesuffix('weight')}scale"]
+    part, group = slice(columns.held.start, columns.held.stop), columns.local_size // len(scale_PO)
     for piece in pieces(len(rows.held), columns.size):
         codes = published.int4_rows(name, _stored_rows(where, piece), part, columns.size, group)
-        _require_finite(name, codes.scale_NG.to(scale_GN.dtype), scale_GN.dtype)
+        _require_finite(name, codes.scale_OP.to(scale_PO.dtype), scale_PO.dtype)
         where.write_int4(parameters, piece, codes)
 
 

@@ -21,7 +21,7 @@ each token; memory holds one more matrix.
 
 `smcserve grow` (`benchmarks/grow.py`) writes a padded model as a directory.
 
-Axes: X indices of any axis.
+Local axes: Y indices of any axis.
 """
 
 from __future__ import annotations
@@ -75,20 +75,20 @@ _AXES = {
 
 @dataclass(frozen=True)
 class AxisMap:
-    """Index pairs of one axis: `small_X` of the small model is written to `large_X` of the padded one. An index of the
+    """Index pairs of one axis: `small_Y` of the small model is written to `large_Y` of the padded one. An index of the
     small model may occur several times."""
 
-    small_X: Tensor
-    large_X: Tensor
+    small_Y: Tensor
+    large_Y: Tensor
 
     @staticmethod
     def identity(count: int) -> AxisMap:
         return AxisMap(torch.arange(count), torch.arange(count))
 
     def restrict(self, axis: Axis) -> AxisMap:
-        """Return the pairs in the one span of `axis`, with `large_X` counted from the span's first index."""
-        is_held_X = (self.large_X >= axis.held.start) & (self.large_X < axis.held.stop)
-        return AxisMap(self.small_X[is_held_X], self.large_X[is_held_X] - axis.held.start)
+        """Return the pairs in the one span of `axis`, with `large_Y` counted from the span's first index."""
+        is_held_Y = (self.large_Y >= axis.held.start) & (self.large_Y < axis.held.stop)
+        return AxisMap(self.small_Y[is_held_Y], self.large_Y[is_held_Y] - axis.held.start)
 
 
 class PaddedWeights:
@@ -111,8 +111,8 @@ class PaddedWeights:
         kind = re.sub(r"^model\.(layers\.\d+\.)?", "", name)
         if name in self._weights:  # a layer that the small model lacks stays zero
             maps = [self._axis_maps[letter].restrict(axis) for letter, axis in zip(_AXES[kind], axes)]
-            block = self._weights[name][_rectangle([one.small_X for one in maps])].float() * self._scales.get(kind, 1.0)
-            out[_rectangle([one.large_X.to(out.device) for one in maps])] = block.to(out.device, out.dtype)
+            block = self._weights[name][_rectangle([one.small_Y for one in maps])].float() * self._scales.get(kind, 1.0)
+            out[_rectangle([one.large_Y.to(out.device) for one in maps])] = block.to(out.device, out.dtype)
         if self._constant:
             self._fill_constant(kind, out, axes[0].held.start)
 
@@ -235,10 +235,10 @@ def _axis_maps(small: ModelConfig, large: ModelConfig) -> dict[str, AxisMap]:
     large_key = query // group * copies + query % group // large_group
     large_query = large_key * large_group + query % group % large_group
 
-    def heads(small_X: Tensor, large_X: Tensor) -> AxisMap:
+    def heads(small_Y: Tensor, large_Y: Tensor) -> AxisMap:
         return AxisMap(
-            (small_X[:, None] * small.head_dim + features).flatten(),
-            (large_X[:, None] * large.head_dim + head).flatten(),
+            (small_Y[:, None] * small.head_dim + features).flatten(),
+            (large_Y[:, None] * large.head_dim + head).flatten(),
         )
 
     return {

@@ -10,13 +10,13 @@ are packed into an int32, the first in the lowest bits:
 
 | | codes | zero points | scales |
 | :-- | :-- | :-- | :-- |
-| AWQ (gemm) | `qweight` [K, N/8], outputs packed as 0 2 4 6 1 3 5 7 | `qzeros` [G, N/8], likewise | `scales` [G, N] |
-| GPTQ | `qweight` [K/8, N], inputs packed | `qzeros` [G, N/8], less 1 unless v2 | `scales` [G, N] |
-| compressed-tensors | `weight_packed` [N, K/8], inputs packed | `weight_zero_point` [N/8, G] | `weight_scale` [N, G] |
+| AWQ (gemm) | `qweight` [I, O/8], outputs packed as 0 2 4 6 1 3 5 7 | `qzeros` [P, O/8], likewise | `scales` [P, O] |
+| GPTQ | `qweight` [I/8, O], inputs packed | `qzeros` [P, O/8], less 1 unless v2 | `scales` [P, O] |
+| compressed-tensors | `weight_packed` [O, I/8], inputs packed | `weight_zero_point` [O/8, P] | `weight_scale` [O, P] |
 
-With GPTQ's act-order, `g_idx` [K] (`weight_g_idx`) gives the group of each input; otherwise groups are consecutive.
+With GPTQ's act-order, `g_idx` [I] (`weight_g_idx`) gives the group of each input; otherwise groups are consecutive.
 
-Axes: N outputs, K inputs, B blocks, G groups.
+Local axes: P groups of inputs with a common scale.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class Int4Format(NamedTuple):
 class Codes(NamedTuple):
     """Part of an int4 matrix, with groups of consecutive inputs."""
 
-    code_NK: Tensor
+    code_OI: Tensor
     """Codes of 0 to 15, int32."""
-    scale_NG: Tensor
+    scale_OP: Tensor
     """Scales of the groups, float32."""
-    zero_NG: Tensor
+    zero_OP: Tensor
     """Zero points of 0 to 15, int32."""
 
 
@@ -107,7 +107,7 @@ class Fp8Quantisation:
     def stored_as(
         self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
     ) -> dict[str, Expected] | None:
-        """Return the tensors that hold the matrix `name` [N, K], with their requirements; None if it is not
+        """Return the tensors that hold the matrix `name` [O, I], with their requirements; None if it is not
         quantised."""
         if name not in stored or stored[name].dtype != STORED_FP8:
             return None
@@ -117,23 +117,23 @@ class Fp8Quantisation:
         }
 
     def rows_scale(self, files: TensorReader, name: str, rows: slice) -> Tensor:
-        """Return the scales [N] of the rows, float32. Not for formats with blocks."""
+        """Return the scales [O] of the rows, float32. Not for formats with blocks."""
         assert not self.blocks
         scale = files.part(self._scale_name(name)).float().flatten()
         return scale[rows] if len(scale) > 1 else scale.expand(rows.stop - rows.start)
 
     def values(self, files: TensorReader, name: str, rows: slice, columns: slice) -> Tensor:
-        """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
+        """Dequantised float32 weights [O, I] of a part of a quantised matrix."""
         import torch
 
-        weight_NK = files.part(name, (rows, columns)).float()
+        weight_OI = files.part(name, (rows, columns)).float()
         if not self.blocks:
-            return weight_NK * self.rows_scale(files, name, rows)[:, None]
+            return weight_OI * self.rows_scale(files, name, rows)[:, None]
         scale = files.part(self._scale_name(name)).float()
-        block_N, block_K = (
+        block_O, block_I = (
             torch.arange(part.start, part.stop, device=scale.device) // BLOCK for part in (rows, columns)
         )
-        return weight_NK * scale[block_N[:, None], block_K]
+        return weight_OI * scale[block_O[:, None], block_I]
 
     def _scale_name(self, weight: str) -> str:
         return weight.removesuffix("weight") + self.suffix
@@ -153,7 +153,7 @@ class Packing:
     scales: str
     index: str
     inputs_first: bool
-    """Whether codes have the axes [K, N] instead of [N, K], and scales and zero points [G, N] instead of [N, G]."""
+    """Whether codes have the axes [I, O] instead of [O, I], and scales and zero points [P, O] instead of [O, P]."""
     packs_inputs: bool
     """Whether eight inputs share a word of codes, instead of eight outputs. Words of zero points always hold eight
     outputs."""
@@ -207,7 +207,7 @@ class Int4Quantisation:
     def stored_as(
         self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]
     ) -> dict[str, Expected] | None:
-        """Return the tensors that hold the matrix `name` [N, K], with their requirements; None if it is not quantised.
+        """Return the tensors that hold the matrix `name` [O, I], with their requirements; None if it is not quantised.
         Raises ValueError if groups or words do not divide the number of inputs."""
         packing = self.packing
         parts = (packing.codes, packing.zeros, packing.scales, packing.index)
@@ -238,11 +238,11 @@ class Int4Quantisation:
         return self.codes_name(name) in stored
 
     def values(self, files: TensorReader, name: str, rows: slice, columns: slice) -> Tensor:
-        """Dequantised float32 weights [N, K] of a part of a quantised matrix."""
-        code_NK = self._codes(files, name, rows, columns)
-        scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
-        group_K = self._group_of_inputs(files, name, scale_NG.shape[1], columns)
-        return (code_NK - zero_NG[:, group_K]).float() * scale_NG[:, group_K]
+        """Dequantised float32 weights [O, I] of a part of a quantised matrix."""
+        code_OI = self._codes(files, name, rows, columns)
+        scale_OP, zero_OP = self._scales(files, name, rows), self._zeros(files, name, rows)
+        group_I = self._group_of_inputs(files, name, scale_OP.shape[1], columns)
+        return (code_OI - zero_OP[:, group_I]).float() * scale_OP[:, group_I]
 
     def codes(self, files: TensorReader, name: str, rows: slice, columns: slice, group: int) -> Codes:
         """Return part of the matrix as it is stored, in groups of `group` inputs. `group` must divide the checkpoint's
@@ -250,21 +250,21 @@ class Int4Quantisation:
         points that contradict config.json."""
         import torch
 
-        scale_NG, zero_NG = self._scales(files, name, rows), self._zeros(files, name, rows)
-        if self.symmetric and bool((zero_NG != SYMMETRIC_ZERO).any()):
+        scale_OP, zero_OP = self._scales(files, name, rows), self._zeros(files, name, rows)
+        if self.symmetric and bool((zero_OP != SYMMETRIC_ZERO).any()):
             raise ValueError(
                 f"{name} has zero points other than {SYMMETRIC_ZERO}, and config.json calls it symmetric (sym=true); "
                 "the directory is broken, download it again"
             )
         inputs = self._inputs(files, name)
-        of_K = self._group_of_inputs(files, name, scale_NG.shape[1], slice(0, inputs))
-        if not torch.equal(of_K, torch.arange(inputs, device=of_K.device) // (inputs // scale_NG.shape[1])):
+        of_I = self._group_of_inputs(files, name, scale_OP.shape[1], slice(0, inputs))
+        if not torch.equal(of_I, torch.arange(inputs, device=of_I.device) // (inputs // scale_OP.shape[1])):
             raise ValueError(
                 f"{name}: its groups are not of consecutive inputs (GPTQ's act-order), which the kernels of dtype=int4 "
                 "do not support; take dtype=bfloat16, or a checkpoint with desc_act=false"
             )
-        group_G = of_K[columns.start : columns.stop : group]
-        return Codes(self._codes(files, name, rows, columns), scale_NG[:, group_G], zero_NG[:, group_G])
+        group_P = of_I[columns.start : columns.stop : group]
+        return Codes(self._codes(files, name, rows, columns), scale_OP[:, group_P], zero_OP[:, group_P])
 
     def scale_dtype(self, name: str, stored: Mapping[str, StoredTensor]) -> str:
         """Storage type of the scales of a quantised matrix."""
@@ -299,7 +299,7 @@ class Int4Quantisation:
         return self._unpacked(files, self.packing.codes, name, packed, other, self.packing.packs_inputs)
 
     def _zeros(self, files: TensorReader, name: str, rows: slice) -> Tensor:
-        """Zero points [N, G]."""
+        """Zero points [O, P]."""
         if self._name(name, self.packing.zeros) not in files.tensors:
             return self._scales(files, name, rows).int().fill_(SYMMETRIC_ZERO)
         found = self._unpacked(files, self.packing.zeros, name, rows, slice(None), False)
@@ -309,43 +309,43 @@ class Int4Quantisation:
     def _unpacked(
         self, files: TensorReader, part: str, name: str, packed: slice, other: slice, by_inputs: bool
     ) -> Tensor:
-        """Read part of a packed tensor as numbers [N, K] or [N, G]. `packed` and `other`: indices along the packed axis
+        """Read part of a packed tensor as numbers [O, I] or [O, P]. `packed` and `other`: indices along the packed axis
         and along the other one. `by_inputs`: whether the second axis is the packed one."""
         import torch
 
         first, end = packed.start // PER_WORD, -(-packed.stop // PER_WORD)
         words, axis = slice(first, end), int(by_inputs)
         where = (other, words) if by_inputs else (words, other)
-        packed_NK = files.part(self._name(name, part), where[::-1] if self.packing.inputs_first else where)
-        packed_NK = packed_NK.t() if self.packing.inputs_first else packed_NK
+        packed_OI = files.part(self._name(name, part), where[::-1] if self.packing.inputs_first else where)
+        packed_OI = packed_OI.t() if self.packing.inputs_first else packed_OI
         positions = sorted(range(PER_WORD), key=self.packing.order.__getitem__)
-        shift_8 = 4 * torch.tensor(positions, dtype=torch.int32, device=packed_NK.device)
+        shift_8 = 4 * torch.tensor(positions, dtype=torch.int32, device=packed_OI.device)
         shifts = shift_8 if by_inputs else shift_8[:, None]
-        codes = ((packed_NK.unsqueeze(axis + 1) >> shifts) & 15).flatten(axis, axis + 1)
+        codes = ((packed_OI.unsqueeze(axis + 1) >> shifts) & 15).flatten(axis, axis + 1)
         begin = packed.start - first * PER_WORD
         return codes.narrow(axis, begin, packed.stop - packed.start)
 
     def _scales(self, files: TensorReader, name: str, rows: slice) -> Tensor:
-        """Scales [N, G], float32."""
+        """Scales [O, P], float32."""
         where = (slice(None), rows) if self.packing.inputs_first else (rows, slice(None))
         scale = files.part(self._name(name, self.packing.scales), where).float()
         return scale.t() if self.packing.inputs_first else scale
 
     def _group_of_inputs(self, files: TensorReader, name: str, groups: int, columns: slice) -> Tensor:
-        """Return the group [K] of every input in `columns`."""
+        """Return the group [I] of every input in `columns`."""
         import torch
 
         index = self._name(name, self.packing.index)
         if not self.packing.index or index not in files.tensors:
             of_group = self._inputs(files, name) // groups
             return torch.arange(columns.start, columns.stop, device=files.device) // of_group
-        group_K = files.part(index, (columns,)).long()
-        if len(group_K) and not 0 <= int(group_K.min()) <= int(group_K.max()) < groups:
+        group_I = files.part(index, (columns,)).long()
+        if len(group_I) and not 0 <= int(group_I.min()) <= int(group_I.max()) < groups:
             raise ValueError(
-                f"{index} names groups {int(group_K.min())} to {int(group_K.max())}; the matrix has {groups}: the file "
+                f"{index} names groups {int(group_I.min())} to {int(group_I.max())}; the matrix has {groups}: the file "
                 "is broken, download it again"
             )
-        return group_K
+        return group_I
 
 
 def local_group(group: int, inputs: int, step: int) -> int | None:

@@ -2,6 +2,8 @@
 safetensors headers use it.
 
 Knows nothing about values. Does not import torch, so that directories can be checked before torch is loaded.
+
+Local axes: P groups of inputs with a common scale.
 """
 
 from __future__ import annotations
@@ -83,14 +85,14 @@ class WeightSlice:
         assert values.is_floating_point(), self.parameter
         return values[(self._rows(rows), *columns)]
 
-    def write_fp8(self, parameters: Mapping[str, Tensor], rows: slice, weight_NK: Tensor, scale_N: Tensor) -> None:
-        """Write FP8 weights and scales of some of the rows of this band. `weight_NK` has all columns of the published
+    def write_fp8(self, parameters: Mapping[str, Tensor], rows: slice, weight_OI: Tensor, scale_O: Tensor) -> None:
+        """Write FP8 weights and scales of some of the rows of this band. `weight_OI` has all columns of the published
         tensor."""
         outputs = self._rows(slice(self.axes[0].start + rows.start, self.axes[0].start + rows.stop))
         weight = parameters[self.parameter].detach()
         for held, start in self.axes[1].spans:
-            weight[outputs, start : start + len(held)] = weight_NK[:, held.start : held.stop]
-        parameters[f"{self.parameter.removesuffix('weight')}scale"].detach()[outputs] = scale_N
+            weight[outputs, start : start + len(held)] = weight_OI[:, held.start : held.stop]
+        parameters[f"{self.parameter.removesuffix('weight')}scale"].detach()[outputs] = scale_O
 
     def write_int4(self, parameters: Mapping[str, Tensor], rows: slice, codes: Codes) -> None:
         """Write int4 weights of some of the rows of this block; `codes` has its columns."""
@@ -98,13 +100,13 @@ class WeightSlice:
 
         base, (own_rows, columns) = self.parameter.removesuffix("weight"), self.axes
         outputs = self._rows(slice(own_rows.start + rows.start, own_rows.start + rows.stop))
-        words_GNW, groups = parameters[self.parameter].detach(), codes.scale_NG.shape[1]
-        first = columns.start * len(words_GNW) // columns.local_size
-        words_GNW[first : first + groups, outputs] = pack(codes.code_NK, groups)
-        for name, part_NG in (("scale", codes.scale_NG), ("zero", codes.zero_NG)):
+        words_POW, groups = parameters[self.parameter].detach(), codes.scale_OP.shape[1]
+        first = columns.start * len(words_POW) // columns.local_size
+        words_POW[first : first + groups, outputs] = pack(codes.code_OI, groups)
+        for name, part_OP in (("scale", codes.scale_OP), ("zero", codes.zero_OP)):
             if f"{base}{name}" in parameters:
-                values_GN = parameters[f"{base}{name}"].detach()
-                values_GN[first : first + groups, outputs] = part_NG.t().to(values_GN.dtype)
+                values_PO = parameters[f"{base}{name}"].detach()
+                values_PO[first : first + groups, outputs] = part_OP.t().to(values_PO.dtype)
 
     def _rows(self, rows: slice) -> slice:
         """Convert rows of this rank's part to rows of the parameter."""

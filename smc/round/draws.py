@@ -1,6 +1,4 @@
-"""Keys of random draws, and how drafted rows are coupled to the target's draws.
-
-Axes: R rows, D draws of a row, A batch indices, M columns of a draft's own head, V vocabulary."""
+"""Keys of random draws, and how drafted rows are coupled to the target's draws."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ class DrawKeys(NamedTuple):
 
     seed_R: Tensor
     round_R: Tensor
-    stream_RD: Tensor
+    stream_RF: Tensor
     position_R: Tensor
     purpose: Purpose
 
     def words(self) -> np.ndarray:
-        """Return four 32-bit words for every draw, int64 [4, R, D], on the host."""
-        columns = (self.seed_R[:, None], self.round_R[:, None], self.stream_RD, self.position_R[:, None])
+        """Return four 32-bit words for every draw, int64 [4, R, F], on the host."""
+        columns = (self.seed_R[:, None], self.round_R[:, None], self.stream_RF, self.position_R[:, None])
         seed, rounds, stream, position = (column.cpu().numpy() for column in columns)
         return words(seed, rounds, stream, position, self.purpose)
 

@@ -1,7 +1,5 @@
 """Messages from the host to the two models about rounds: the plan of a round, and particles that join. NumPy arrays on
-the host, tensors at the models.
-
-See `smc.round` for axes."""
+the host, tensors at the models."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class SequenceHandoff:
 
     slots_N: np.ndarray
     """int32 slots."""
-    pages_XL: np.ndarray
+    pages_RL: np.ndarray
     """int32 page of every position whose keys and values are stored: [N, L], or [1, L] if all particles have the
     same."""
     base: int
@@ -81,8 +79,8 @@ class SequenceHandoff:
     """Entry of the request in the stop tables."""
     machine: StopMachine | None
     """Stop machine to write to that entry; None: it is already there."""
-    tokens_XL: np.ndarray | None = None
-    """int32 token of every page of `pages_XL`, for a request with penalties or a constraint; None for other
+    tokens_RL: np.ndarray | None = None
+    """int32 token of every page of `pages_RL`, for a request with penalties or a constraint; None for other
     requests."""
 
 
@@ -110,7 +108,7 @@ class UnconditionalRows(NamedTuple, Generic[Array]):
     """int32 number of unconditional rows of each group."""
     shared_U: Array
     """int32 number of leading positions at which the unconditional rows of a group have the same tokens."""
-    pages_UW: Array
+    pages_UB: Array
     """int32 pages of the unconditional row, one for each page that its batch index gets for the round; those for
     pending tokens come first."""
 
@@ -234,13 +232,13 @@ class RoundArrays(NamedTuple, Generic[Array]):
     """int32 `smc.types.Decoding`."""
     scheme_G: Array
     """int32 index of `smc.api.limits.SCHEME_NAMES`."""
-    chain_C: Array
+    chain_P: Array
     """int64 batch indices of groups whose rows are chains, group after group; padded by repeating the first one."""
-    distribution_C: Array
+    distribution_P: Array
     """int64 index at which the draft keeps the distributions of each of these chains."""
     target_pages_AQ: Array
     """int32 pages for the tokens that the target runs."""
-    begin_pages_AP: Array
+    begin_pages_AQ: Array
     """int32 pages for a particle's pending tokens, at the draft or the model that decodes alone."""
     branch_pages_XB: Array
     """int32 pages for those tokens of branches that run within the round, branch after branch."""
@@ -286,7 +284,7 @@ class RoundPlan(Generic[Array]):
             self.kind,
             batch_size=len(arrays.slot_A),
             branches=arrays.branches,
-            chains=len(arrays.chain_C),
+            chains=len(arrays.chain_P),
             unconditional=0 if unconditional is None else len(unconditional.index_U),
             target_processors=self.target_distribution.active,
             draft_processors=self.draft_distribution.active,
@@ -339,10 +337,10 @@ class RoundPlan(Generic[Array]):
         """Return whether a mask holds anywhere in a group, bool [G]."""
         return self.any_of_groups(mask_A[None], self.arrays.group_A)[0]
 
-    def any_of_groups(self: RoundPlan[Tensor], mask_XR: Tensor, group_R: Tensor) -> Tensor:
-        """Return whether masks hold anywhere in a group, bool [X, G]; `group_R` is the group of every entry."""
-        counts_XG = torch.zeros(len(mask_XR), len(self.arrays.first_G), device=mask_XR.device)
-        return counts_XG.index_add(1, group_R, mask_XR.float()) > 0
+    def any_of_groups(self: RoundPlan[Tensor], masks: Tensor, group_R: Tensor) -> Tensor:
+        """Return whether masks hold anywhere in a group, bool [masks, G]; `group_R` is the group of every entry."""
+        counts = torch.zeros(len(masks), len(self.arrays.first_G), device=masks.device)
+        return counts.index_add(1, group_R, masks.float()) > 0
 
     def _of_group(self: RoundPlan[Tensor], values_A: Tensor) -> Tensor:
         return values_A[self.arrays.first_G.long().clamp(max=len(values_A) - 1)]

@@ -1,5 +1,4 @@
-"""What each model keeps for every slot between rounds. See the package's legend for axes; E entries of tables, B tokens
-of an entry, D inner nodes of a block, C candidate tokens of a node."""
+"""What each model keeps for every slot between rounds."""
 
 from __future__ import annotations
 
@@ -84,29 +83,29 @@ class SlotState(NamedTuple):
 
 
 class BiasTables(NamedTuple):
-    """Values that are added to logits on one device, by entry of the stop tables; B tokens of an entry. What an entry
+    """Values that are added to logits on one device, by entry of the stop tables; T tokens of an entry. What an entry
     does not use adds 0 to column 0."""
 
-    column_EB: Tensor
+    column_ZT: Tensor
     """int32 columns of the logits."""
-    early_EB: Tensor
+    early_ZT: Tensor
     """float32 values while the answer must not end."""
-    late_EB: Tensor
+    late_ZT: Tensor
     """float32 values afterwards."""
-    count_E: Tensor
+    count_Z: Tensor
     """int32 number of columns."""
 
 
 class InnerNodes(NamedTuple):
     """The inner nodes of the block in flight, by slot; C candidate tokens of a node."""
 
-    token_SDC: Tensor
+    token_SKC: Tensor
     """int32 candidate tokens."""
-    share_SDC: Tensor
+    share_SKC: Tensor
     """float32 log of the candidate's share of the node's mass; -inf: not an outcome."""
-    mass_SD: Tensor
+    mass_SK: Tensor
     """float64 log mass of the node, on the same scale as the mass of the slot's row."""
-    text_SD: Tensor
+    text_SK: Tensor
     """int64 state of the stop machine at the node."""
     count_S: Tensor
     """int64 number of tokens of the block."""
@@ -116,18 +115,18 @@ class InnerNodes(NamedTuple):
         """`columns`: number of tokens that the draft can propose."""
         shape, most = (slots + 1, block - 1), min(KEPT_CANDIDATES, columns)
         return InnerNodes(
-            token_SDC=torch.zeros(*shape, most, dtype=torch.int32, device=device),
-            share_SDC=torch.full((*shape, most), -torch.inf, device=device),
-            mass_SD=torch.zeros(*shape, dtype=torch.float64, device=device),
-            text_SD=torch.zeros(*shape, dtype=torch.int64, device=device),
+            token_SKC=torch.zeros(*shape, most, dtype=torch.int32, device=device),
+            share_SKC=torch.full((*shape, most), -torch.inf, device=device),
+            mass_SK=torch.zeros(*shape, dtype=torch.float64, device=device),
+            text_SK=torch.zeros(*shape, dtype=torch.int64, device=device),
             count_S=torch.zeros(slots + 1, dtype=torch.int64, device=device),
         )
 
     @property
     def block(self) -> int:
         """K: tokens of a block."""
-        return self.mass_SD.shape[1] + 1
+        return self.mass_SK.shape[1] + 1
 
     def forget(self, slots_N: Tensor) -> None:
         """Remove the outcomes of slots that new particles take."""
-        self.share_SDC[slots_N] = -torch.inf
+        self.share_SKC[slots_N] = -torch.inf

@@ -1,5 +1,4 @@
-"""The tensors that the stages of a round exchange. See the package's legend for axes; S rows of the step before, D
-draws of a row, C candidate tokens of a row, Y rows of groups of chains, V vocabulary."""
+"""The tensors that the stages of a round exchange."""
 
 from __future__ import annotations
 
@@ -143,18 +142,18 @@ class CandidateLayout(NamedTuple):
     """Properties of the rows that propose tokens, as far as reparenting does not change them. There is one row for each
     batch index at the first step, and F later."""
 
-    group_S: Tensor
+    group_R: Tensor
     """int32 group."""
     sources: Spans
     """The rows of each group, int32."""
     rows: Spans
     """The rows of each group that continue them."""
-    rank_S1: Tensor
+    rank_R1: Tensor
     """int64 index of the row in its group."""
-    stream_SD: Tensor
-    """int64 random streams, for independent groups: one for each of the D rows that continue the row."""
-    seed_S: Tensor
-    round_S: Tensor
+    stream_RF: Tensor
+    """int64 random streams, for independent groups: one for each of the F rows that continue the row."""
+    seed_R: Tensor
+    round_R: Tensor
     seed_G: Tensor
     round_G: Tensor
     distribution: DistributionSpec[Tensor]
@@ -180,10 +179,10 @@ class ChainAssignment(NamedTuple):
 class DraftInputs(NamedTuple):
     """The particles with the pending tokens that are to be run."""
 
-    tokens_AP: Tensor
+    tokens_AQ: Tensor
     rows: Rows
     last_A: Tensor
-    """int64 index of each particle's last pending token among the A P tokens."""
+    """int64 index of each particle's last pending token among the A Q tokens."""
     tree: TokenTree
     """The particles as rows."""
     first: CandidateLayout
@@ -212,11 +211,11 @@ class ChosenTokens(NamedTuple):
 
 
 class OwnDraws(NamedTuple):
-    """Tokens that rows draw for themselves: D rows continue each of the S rows."""
+    """Tokens that rows draw for themselves: F rows continue each of the R rows."""
 
-    token_SD: Tensor
+    token_RF: Tensor
     """Integers of any type."""
-    logq_SD: Tensor
+    logq_RF: Tensor
     """float32."""
 
 
@@ -362,7 +361,7 @@ class NextSequences(NamedTuple):
 
     end_A: Tensor
     """int64 number of tokens of the sequence."""
-    tokens_AW: Tensor
+    tokens_AQ: Tensor
     """int64 pending tokens, the last of the sequence; as many columns as tokens may be pending. At the target the next
     block: K in look-ahead; in lockstep one, its seed."""
     pending_A: Tensor
@@ -374,7 +373,7 @@ class NextSequences(NamedTuple):
 class Lineage(NamedTuple, Generic[Array]):
     """Pages by which particles differ from their ancestors, by batch index after the choice."""
 
-    path_AW: Array
+    path_AB: Array
     """int32 new pages, in the order of positions."""
     kept_A: Array
     """int32: how many of the first of these pages hold keys and values of the particle's tokens."""

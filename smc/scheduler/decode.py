@@ -12,9 +12,7 @@ In plain decoding, a round is step 1 by one model, and all of its tokens are kep
 Requests are in micro-batches whose rounds alternate, so that one is drafted or scored while another is selected from.
 If rounds run while the scheduler waits for a result, a micro-batch's next round is launched before the last one is
 read, so that the models never wait for the scheduler. Answers do not depend on this: a request's random numbers depend
-only on its own rounds.
-
-Axes: A rows of a batch, G requests, L tokens, Q tokens of a block, W pages of a row."""
+only on its own rounds."""
 
 from __future__ import annotations
 
@@ -261,9 +259,9 @@ class RoundScheduler:
         """Let particles and unconditional rows continue their ancestors' pages; free pages without descendants."""
         for role, whole in outcome.lineage.items():
             allocator = self.memory.allocators[role]
-            lineage = Lineage(whole.path_AW[index_A], whole.kept_A[index_A], whole.dropped_A[index_A])
-            given_T = np.concatenate([given[Stream(role)] for given in pages])
-            self.slots.descend(role, allocator, population.slot_A, source_A, lineage, given_T)
+            lineage = Lineage(whole.path_AB[index_A], whole.kept_A[index_A], whole.dropped_A[index_A])
+            given_B = np.concatenate([given[Stream(role)] for given in pages])
+            self.slots.descend(role, allocator, population.slot_A, source_A, lineage, given_B)
             remap_unconditional_rows(role, self.slots, allocator, population, source_A, lineage, pages)
 
     def _write_tokens(

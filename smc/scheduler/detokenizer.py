@@ -80,13 +80,13 @@ class StopRules:
 
     def state(self, tokens: Sequence[int]) -> int:
         """Return the state of the stop machine after tokens that did not end the answer."""
-        if self.machine.next_XB is None:
+        if self.machine.next_YP is None:
             return START
         data = b"".join(map(self.tokenizer.bytes_of, tokens))[self._begin(tokens) :]
         state = START
         # Bytes further back than the length of all strings together do not matter to an answer that continues.
         for byte in data[-MAX_STOP_BYTES:]:
-            state = int(self.machine.next_XB[state, byte])
+            state = int(self.machine.next_YP[state, byte])
         return state
 
     def _begin(self, tokens: Sequence[int]) -> int:
@@ -134,13 +134,13 @@ class TextStream:
     def _read_early(self, tokens: Sequence[int]) -> int:
         """Append the bytes of tokens that cannot end the answer. Return the number of held bytes after which effective
         stop strings may begin."""
-        begin, next_XB = 0, self._rules.machine.next_XB
+        begin, next_YP = 0, self._rules.machine.next_YP
         for token in tokens:
             data = self._rules.visible_bytes((token,))
             self._kept += data
             for byte in data:
-                assert next_XB is not None, "nothing is early where there is no string"
-                self._state = int(next_XB[self._state, byte])
+                assert next_YP is not None, "nothing is early where there is no string"
+                self._state = int(next_YP[self._state, byte])
             if self._state == DONE:
                 self._state, begin = START, len(self._kept)
         return begin

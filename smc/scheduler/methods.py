@@ -1,9 +1,7 @@
 """Methods of decoding: what each asks of the models in a round, how many pages it may hold, and how its answer grows.
 
 This file contains every difference between methods on the scheduler's side. Other files of the scheduler call these
-functions and never ask which method a request has.
-
-Axes: N rows of one request."""
+functions and never ask which method a request has."""
 
 from __future__ import annotations
 

@@ -4,9 +4,7 @@ other requests continue; the request itself waits, because its next round depend
 
 If a potential fails or takes too long, only its request ends. A thread cannot be stopped: a call that takes too long
 continues, and if there are many of them, requests with that potential fail at once. Work that grows with the size of a
-prompt or of answers is done in the thread of the call.
-
-Axes: N slots of a request, L answer positions."""
+prompt or of answers is done in the thread of the call."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Preemption:
             pages = self._memory.allocate(group.round_pages(self._config))
         except OutOfPages:
             return None
-        given = {Stream(role): pages_T for role, pages_T in pages.items()}
+        given = {Stream(role): pages_B for role, pages_B in pages.items()}
         for role in set(pages) & set(group.params.guided_roles):
             given[Stream(role)], given[Stream(role, unconditional=True)] = np.split(pages[role], 2)
         return given

@@ -59,21 +59,21 @@ class Handoff:
         assert job.first is not None, "scheduled with the last chunk"
         group, result = job.group, job.first.result()
         n, stop_rules, slots = len(group.slots), group.stop_rules, self._slots
-        tokens_N, logp_N = result.drawn_RD[job.batch_index, :n], result.drawn_logp_RD[job.batch_index, :n]
+        tokens_N, logp_N = result.drawn_RF[job.batch_index, :n], result.drawn_logp_RF[job.batch_index, :n]
         log_z = float(result.log_z_R[job.batch_index])
         if (why := job.first.failures().get(job.batch_index)) is not None:
             group.fail_constraint(why)
         if np.isnan(log_z):
             group.fail(group.rules.first)
-        logw_N = result.logw_RD[job.batch_index, :n]
+        logw_N = result.logw_RF[job.batch_index, :n]
         # Slots without a particle repeat the first one, which has a particle.
         like_N = np.where(group.rules.alive(logw_N), np.arange(n), 0)
         tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
         text_N = stop_rules.machine.after(
             np.full(n, START), tokens_N, self._token_bytes, early=group.params.min_tokens > 0
         )
-        if result.raw_logp_RD.shape[1]:
-            slots.raw_logp_SL[group.slots, 0] = result.raw_logp_RD[job.batch_index, :n][like_N]
+        if result.raw_logp_RF.shape[1]:
+            slots.raw_logp_SL[group.slots, 0] = result.raw_logp_RF[job.batch_index, :n][like_N]
         slots.begin(
             group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1) | (logw_N == -np.inf)
         )
@@ -104,8 +104,8 @@ class Handoff:
             self._executor.join(role, self._particles(group, role, job.rows[Stream(role)]))
         for stream in (stream for stream in group.streams if stream.unconditional):
             slots_N = self._slots.unconditional_slots(group.slots)
-            pages_XL = _of_slots([row.pages_L for row in job.rows[stream]], len(slots_N))
-            self._executor.join(stream.role, _table(slots_N, group, pages_XL, group.negative_size))
+            pages_RL = _of_slots([row.pages_L for row in job.rows[stream]], len(slots_N))
+            self._executor.join(stream.role, _table(slots_N, group, pages_RL, group.negative_size))
 
     def _particles(self, group: SequenceGroup, role: ModelRole, rows: list[PromptRow]) -> SequenceHandoff:
         slots, slots_N, prompt = self._slots, group.slots, group.prompt_size
@@ -119,7 +119,7 @@ class Handoff:
         column_NQ = column_NQ[:, : int(pending_N.max())]
         return SequenceHandoff(
             slots_N=slots_N,
-            pages_XL=_of_slots([row.pages_L for row in rows], len(slots_N)),
+            pages_RL=_of_slots([row.pages_L for row in rows], len(slots_N)),
             base=prompt,
             limit=prompt + group.params.max_tokens,
             least=prompt + group.params.min_tokens,
@@ -133,20 +133,20 @@ class Handoff:
             logw_N=slots.logw_S[slots_N],
             stops=group.stop_entry,
             machine=self._stops.machine_for(role, group.stop_entry),
-            tokens_XL=(
+            tokens_RL=(
                 _of_slots([row.tokens_L for row in rows], len(slots_N)) if group.params.follows_tokens else None
             ),
         )
 
     def add_empty(self, group: SequenceGroup, slots_N: np.ndarray) -> None:
         """Register slots of a group at its models. They hold no particle until the next round fills them."""
-        nothing_XL, unconditional_slots = np.zeros((1, 1), dtype=np.int32), self._slots.unconditional_slots(slots_N)
+        nothing_RL, unconditional_slots = np.zeros((1, 1), dtype=np.int32), self._slots.unconditional_slots(slots_N)
         for stream in group.streams:
             role, there_N = stream.role, unconditional_slots if stream.unconditional else slots_N
             self._slots.head_S[role][there_N] = 0
             self._slots.held_S[role][there_N] = 0
             # The round copies whole sequences there, with the pages of the prompt.
-            self._executor.join(role, _table(there_N, group, nothing_XL, 0))
+            self._executor.join(role, _table(there_N, group, nothing_RL, 0))
 
     def _text(self, group: SequenceGroup, length_N: np.ndarray) -> np.ndarray:
         """States of the stop machine after the first `length` tokens of each particle."""
@@ -159,12 +159,12 @@ class Handoff:
         )
 
 
-def _table(slots_N: np.ndarray, group: SequenceGroup, pages_XL: np.ndarray, base: int) -> SequenceHandoff:
+def _table(slots_N: np.ndarray, group: SequenceGroup, pages_RL: np.ndarray, base: int) -> SequenceHandoff:
     """Make a handoff of slots that only need block tables: slots without particles, and those of unconditional rows."""
     n = len(slots_N)
     return SequenceHandoff(
         slots_N=slots_N,
-        pages_XL=pages_XL,
+        pages_RL=pages_RL,
         base=base,
         limit=group.prompt_size + group.params.max_tokens,
         least=group.prompt_size + group.params.min_tokens,
@@ -186,10 +186,10 @@ def _of_slots(values: list[np.ndarray], size: int) -> np.ndarray:
     row's end; [1, L] if all slots share one row."""
     if len(values) > 1:
         values = [values[row] for row in row_of_batch(len(values), size)]
-    out_XL = np.zeros((len(values), max(map(len, values))), dtype=np.int32)
-    for out_L, values_L in zip(out_XL, values):
+    out_RL = np.zeros((len(values), max(map(len, values))), dtype=np.int32)
+    for out_L, values_L in zip(out_RL, values):
         out_L[: len(values_L)] = values_L
-    return out_XL
+    return out_RL
 
 
 class PrefillBudget:

@@ -3,7 +3,9 @@ after them. They are prompts, answers of resumed requests, and answers and promp
 
 Sequences of a request share the pages of their common beginning. A prompt is run once per model. Its last chunk also
 draws the first tokens of all particles, independently, from the target. Nothing here waits: a chunk is scheduled beside
-the rounds of other requests, and its draws are read after those rounds have been scheduled."""
+the rounds of other requests, and its draws are read after those rounds have been scheduled.
+
+Local axes: Y tokens that are scored."""
 
 from __future__ import annotations
 
@@ -215,12 +217,12 @@ class RescoringJob(PrefillJob):
 
     def _likeliest(self, result: PromptResult[np.ndarray], at: slice, count: int) -> list[Alternatives]:
         """The `count` likeliest tokens at each of these positions."""
-        token_YK, logp_YK = result.top_YK[at, :count], result.top_logp_YK[at, :count]
-        if np.isnan(result.top_logp_YK[at]).any():
+        token_YC, logp_YC = result.top_YC[at, :count], result.top_logp_YC[at, :count]
+        if np.isnan(result.top_logp_YC[at]).any():
             self.group.fail(ModelRole.TARGET)
         # Tokens outside of a truncated distribution come last.
-        count_Y = (logp_YK > -np.inf).sum(1)
-        return [tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YK.tolist(), logp_YK.tolist(), count_Y.tolist())]
+        count_Y = (logp_YC > -np.inf).sum(1)
+        return [tuple(zip(*row[:2]))[: row[2]] for row in zip(token_YC.tolist(), logp_YC.tolist(), count_Y.tolist())]
 
     def prompt_left(self, rows: list[PromptRow]) -> int:
         """Number of tokens still to run that are followed by a token of the prompt to score."""
@@ -370,7 +372,7 @@ def _scored_rows(scored: list[ScoredPart]) -> list[Part]:
 def _batch(parts: list[Part], draws: Draws | None = None, top_logprobs: TopLogprobsSpec | None = None) -> PromptBatch:
     ends = [row.done + count for row, count in parts]
     return PromptBatch(
-        pages_X=np.concatenate([row.pages_L[:end] for (row, _), end in zip(parts, ends)]),
+        pages_B=np.concatenate([row.pages_L[:end] for (row, _), end in zip(parts, ends)]),
         starts_R=np.array([row.done for row, _ in parts], dtype=np.int32),
         counts_R=np.array([count for _, count in parts], dtype=np.int32),
         tokens_T=np.concatenate([row.tokens_L[row.done : end] for (row, _), end in zip(parts, ends)]).astype(np.int64),
@@ -388,7 +390,7 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
         if plain
         else Population(groups).distribution_of(ModelRole.TARGET),
         count=max(1, *(max(g.params.top_logprobs, g.params.prompt_logprobs or 0) for g in groups)),
-        scored_B=np.array(
+        scored_P=np.array(
             [*(part.count for part in scored), *(part.count for part in scored if part.guided)], np.int32
         ),
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
@@ -416,13 +418,13 @@ def _first_draws(jobs: list[PrefillRequest]) -> Draws:
         distribution=population.distribution_of(groups[0].rules.first),
         seed_R=population.seed_G,
         round_R=np.array([group.redraws for group in groups], dtype=np.int64),
-        stream_RD=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
+        stream_RF=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
         purpose=Purpose.TARGET,
         count_R=population.size_G.astype(np.int32),
         decoding_R=np.array([g.rules.decoding for g in groups], dtype=np.int32),
-        biased_row_Y=np.array([row for row, _, _ in biases], dtype=np.int32),
-        biased_token_Y=np.array([token for _, token, _ in biases], dtype=np.int32),
-        bias_Y=np.array([bias for _, _, bias in biases], dtype=np.float32),
+        biased_row_U=np.array([row for row, _, _ in biases], dtype=np.int32),
+        biased_token_U=np.array([token for _, token, _ in biases], dtype=np.int32),
+        bias_U=np.array([bias for _, _, bias in biases], dtype=np.float32),
         seen_row_Z=np.array([row for row, _ in seen], dtype=np.int32),
         seen_token_Z=np.array([token for _, token in seen], dtype=np.int32),
         repetition_Z=np.array([groups[row].params.repetition_penalty for row, _ in seen], dtype=np.float32),

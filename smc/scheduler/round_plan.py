@@ -5,8 +5,7 @@ A guided request has an unconditional row for each of its rows, in a separate sl
 Whenever a round allocates a page for a row, it also allocates one for the unconditional row. The lineage of a row
 therefore applies to the pages of both.
 
-Axes: A rows of a batch, G requests, H guided ones, U unconditional rows of a batch, C chains, Q tokens of a block, W
-pages of a row, T pages."""
+Local axes: P chains, U unconditional rows, Y guided groups."""
 
 from __future__ import annotations
 
@@ -107,15 +106,15 @@ def remap_unconditional_rows(
     if not is_guided_A.any():
         return
     guided = [given for given in pages if stream in given]
-    own_T, theirs_T = (np.concatenate([given[name] for given in guided]) for name in (Stream(role), stream))
-    path_AW, kept_A, dropped_A = (
-        values_A[is_guided_A] for values_A in (lineage.path_AW, lineage.kept_A, lineage.dropped_A)
+    own_B, theirs_B = (np.concatenate([given[name] for given in guided]) for name in (Stream(role), stream))
+    path_AB, kept_A, dropped_A = (
+        values_A[is_guided_A] for values_A in (lineage.path_AB, lineage.kept_A, lineage.dropped_A)
     )
-    order_T = np.argsort(own_T)
+    order_B = np.argsort(own_B)
     # Entries of the path that are not kept may be any page.
-    at_AW = np.searchsorted(own_T, path_AW, sorter=order_T).clip(max=len(own_T) - 1)
+    at_AB = np.searchsorted(own_B, path_AB, sorter=order_B).clip(max=len(own_B) - 1)
     to_A, of_A = (slots.unconditional_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
-    slots.descend(role, allocator, to_A, of_A, Lineage(theirs_T[order_T[at_AW]], kept_A, dropped_A), theirs_T)
+    slots.descend(role, allocator, to_A, of_A, Lineage(theirs_B[order_B[at_AB]], kept_A, dropped_A), theirs_B)
 
 
 def reports_raw(config: EngineConfig, params: Sequence[SamplingParams]) -> bool:
@@ -201,11 +200,11 @@ class RoundPlanner:
         params = population.params
         decoding_G = np.array([g.rules.decoding for g in groups], dtype=np.int32)
         decodings = frozenset(g.rules.decoding for g in groups)
-        chain_C = np.flatnonzero(decoding_G[population.group_A] == Decoding.REJECTION)
-        distribution_C = self.slots.distribution_S[population.slot_A[chain_C]].astype(np.int64)
-        if len(chain_C):
-            chains = min(bucket(len(chain_C)), self.slots.chains)
-            chain_C, distribution_C = (padded(values_C, chains, values_C[0]) for values_C in (chain_C, distribution_C))
+        chain_P = np.flatnonzero(decoding_G[population.group_A] == Decoding.REJECTION)
+        distribution_P = self.slots.distribution_S[population.slot_A[chain_P]].astype(np.int64)
+        if len(chain_P):
+            chains = min(bucket(len(chain_P)), self.slots.chains)
+            chain_P, distribution_P = (padded(values_P, chains, values_P[0]) for values_P in (chain_P, distribution_P))
         schemes = [SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in params]
         row_A = padded(population.group_A, size, 0)
         arrays = RoundArrays(
@@ -223,11 +222,11 @@ class RoundPlanner:
             shared_G=padded(shared_G.astype(np.int32), size, 0),
             threshold_G=padded(np.array([p.ess_threshold or 0.0 for p in params], np.float64), size, 0.0),
             decoding_G=padded(decoding_G, size, int(Decoding.TARGET)),
-            chain_C=chain_C,
-            distribution_C=distribution_C,
+            chain_P=chain_P,
+            distribution_P=distribution_P,
             scheme_G=padded(np.array(schemes, np.int32), size, 0),
             target_pages_AQ=padded(target_pages_AQ, size, 0),
-            begin_pages_AP=padded(begun[:, : shape.begin], size, 0),
+            begin_pages_AQ=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
         )
         constrained = [g for g in groups if g.params.masked]
@@ -265,10 +264,10 @@ class RoundPlanner:
         if not guided_G.any():
             return None
         is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
-        index_U, size_H = np.flatnonzero(is_guided_A), population.size_G[guided_G]
+        index_U, size_Y = np.flatnonzero(is_guided_A), population.size_G[guided_G]
         scale_G = np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
         slot_U = self.slots.unconditional_S[population.slot_A[index_U]].astype(np.int64)
-        pages_T = np.concatenate([given[stream] for given in pages if stream in given])
+        pages_B = np.concatenate([given[stream] for given in pages if stream in given])
         most = room(len(index_U), size)
         return UnconditionalRows(
             scale_A=padded(scale_G[group_A], size, 1.0),
@@ -276,11 +275,11 @@ class RoundPlanner:
             index_U=padded(index_U, most, 0),
             slot_U=padded(slot_U, most, self.config.max_slots),
             shift_U=padded(shift_G[group_A[index_U]], most, 0),
-            group_U=padded(np.repeat(np.arange(len(size_H)), size_H), most, most - 1),
-            first_U=padded((np.cumsum(size_H) - size_H).astype(np.int32), most, 0),
-            size_U=padded(size_H.astype(np.int32), most, 0),
+            group_U=padded(np.repeat(np.arange(len(size_Y)), size_Y), most, most - 1),
+            first_U=padded((np.cumsum(size_Y) - size_Y).astype(np.int32), most, 0),
+            size_U=padded(size_Y.astype(np.int32), most, 0),
             shared_U=padded((shared_G + shift_G)[guided_G].astype(np.int32), most, 0),
-            pages_UW=padded(pages_T.reshape(len(index_U), -1)[:, :width], most, 0),
+            pages_UB=padded(pages_B.reshape(len(index_U), -1)[:, :width], most, 0),
         )
 
     def _weights(self, population: Population, size: int) -> np.ndarray | None:

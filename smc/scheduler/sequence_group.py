@@ -274,8 +274,8 @@ class SequenceGroup:
         assert self.state is RequestState.PREEMPTED, "a request that is preempted"
         assert self.checkpoint is not None, "a preempted request has a checkpoint"
         keys = RandomKeys(self.seed, self.counters.preemptions)
-        self.checkpoint, kept_X, log_z = self.rules.shrink(self.checkpoint, rows, self.params, keys)
-        self.particles = self.particles[kept_X]
+        self.checkpoint, kept_N, log_z = self.rules.shrink(self.checkpoint, rows, self.params, keys)
+        self.particles = self.particles[kept_N]
         self.count = len(self.particles)
         self.most_rows = rows
         self.log_z += log_z

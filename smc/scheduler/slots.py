@@ -11,7 +11,7 @@ whose first token is already counted in its weight:
 A particle of a guided request has a second slot, for its unconditional row, of which only the pages count
 (smc/executor/guidance.py).
 
-Axes: S slots, X chosen slots, L answer positions."""
+Local axes: Y chosen slots."""
 
 from __future__ import annotations
 
@@ -112,71 +112,71 @@ class Slots:
         self.unconditional_S[slots] = -1
         self._free.extend([*unconditional_slots.tolist(), *slots.tolist()])
 
-    def release_distributions(self, slots_X: np.ndarray) -> None:
+    def release_distributions(self, slots_Y: np.ndarray) -> None:
         """Free the room for token distributions: the particles of these slots are no longer draft chains."""
-        distribution_X = self.distribution_S[slots_X]
-        self._free_distributions.extend(distribution_X[distribution_X >= 0].tolist())
-        self.distribution_S[slots_X] = -1
+        distribution_Y = self.distribution_S[slots_Y]
+        self._free_distributions.extend(distribution_Y[distribution_Y >= 0].tolist())
+        self.distribution_S[slots_Y] = -1
 
-    def unconditional_slots(self, slots_X: np.ndarray) -> np.ndarray:
+    def unconditional_slots(self, slots_Y: np.ndarray) -> np.ndarray:
         """Slots of the unconditional rows of these particles: one for each particle of a guided request, none for
         others."""
-        slot_X = self.unconditional_S[slots_X]
-        return slot_X[slot_X >= 0]
+        slot_Y = self.unconditional_S[slots_Y]
+        return slot_Y[slot_Y >= 0]
 
-    def release_pages(self, slots_X: np.ndarray, allocators: dict[ModelRole, PageAllocator]) -> None:
+    def release_pages(self, slots_Y: np.ndarray, allocators: dict[ModelRole, PageAllocator]) -> None:
         """Release the pages that the particles of these slots refer to."""
-        for held_X in (slots_X, self.unconditional_slots(slots_X)):
+        for held_Y in (slots_Y, self.unconditional_slots(slots_Y)):
             for role, allocator in allocators.items():
-                allocator.release(self.head_S[role][held_X])
-                self.head_S[role][held_X] = 0
+                allocator.release(self.head_S[role][held_Y])
+                self.head_S[role][held_Y] = 0
 
     def descend(
         self,
         role: ModelRole,
         allocator: PageAllocator,
-        slot_X: np.ndarray,
-        source_X: np.ndarray,
+        slot_Y: np.ndarray,
+        source_Y: np.ndarray,
         lineage: Lineage[np.ndarray],
-        given_T: np.ndarray,
+        given_B: np.ndarray,
     ) -> None:
-        """At a model, let slots refer to pages that continue those of the slots `source_X`, all at once. Of the pages
-        `given_T`, those that are not kept are freed."""
+        """At a model, let slots refer to pages that continue those of the slots `source_Y`, all at once. Of the pages
+        `given_B`, those that are not kept are freed."""
         head_S, held_S = self.head_S[role], self.held_S[role]
-        path_XW, kept_X, dropped_X = map(np.asarray, (lineage.path_AW, lineage.kept_A, lineage.dropped_A))
-        before_X, after_X = (
-            head_S[slot_X],
-            allocator.grow(allocator.ancestors(head_S[source_X], dropped_X), path_XW, kept_X),
+        path_YB, kept_Y, dropped_Y = map(np.asarray, (lineage.path_AB, lineage.kept_A, lineage.dropped_A))
+        before_Y, after_Y = (
+            head_S[slot_Y],
+            allocator.grow(allocator.ancestors(head_S[source_Y], dropped_Y), path_YB, kept_Y),
         )
-        allocator.hold(after_X)
-        allocator.release(before_X)
-        allocator.settle(given_T, np.where(np.arange(path_XW.shape[1]) < kept_X[:, None], path_XW, 0))
-        held_S[slot_X] = held_S[source_X] - dropped_X + kept_X
-        head_S[slot_X] = after_X
+        allocator.hold(after_Y)
+        allocator.release(before_Y)
+        allocator.settle(given_B, np.where(np.arange(path_YB.shape[1]) < kept_Y[:, None], path_YB, 0))
+        held_S[slot_Y] = held_S[source_Y] - dropped_Y + kept_Y
+        head_S[slot_Y] = after_Y
 
-    def vacate(self, slots_X: np.ndarray) -> None:
+    def vacate(self, slots_Y: np.ndarray) -> None:
         """Mark slots as holding no particle: no tokens are added there, and the weight is zero."""
-        self.ended_S[slots_X] = True
-        self.block_S[slots_X] = self.length_S[slots_X] - 1
-        self.logw_S[slots_X] = -np.inf
+        self.ended_S[slots_Y] = True
+        self.block_S[slots_Y] = self.length_S[slots_Y] - 1
+        self.logw_S[slots_Y] = -np.inf
 
-    def unscored(self, slots_X: np.ndarray) -> np.ndarray:
-        """Number of tokens of the block in flight that the target has not scored yet [X]."""
-        return self.length_S[slots_X] - 1 - self.block_S[slots_X]
+    def unscored(self, slots_Y: np.ndarray) -> np.ndarray:
+        """Number of tokens of the block in flight that the target has not scored yet [Y]."""
+        return self.length_S[slots_Y] - 1 - self.block_S[slots_Y]
 
-    def begin(self, slots_X: np.ndarray, tokens_X: np.ndarray, logp_X: np.ndarray, ended_X: np.ndarray) -> None:
+    def begin(self, slots_Y: np.ndarray, tokens_Y: np.ndarray, logp_Y: np.ndarray, ended_Y: np.ndarray) -> None:
         """Set first tokens, and whether they end the answers."""
-        self.tokens_SL[slots_X, 0], self.logp_SL[slots_X, 0] = tokens_X, logp_X
-        self.length_S[slots_X], self.ended_S[slots_X] = 1, ended_X
+        self.tokens_SL[slots_Y, 0], self.logp_SL[slots_Y, 0] = tokens_Y, logp_Y
+        self.length_S[slots_Y], self.ended_S[slots_Y] = 1, ended_Y
 
-    def copy(self, dst_X: np.ndarray, src_X: np.ndarray) -> None:
-        """Copy the particles of slots `src_X` to `dst_X`, all at once. Ownership stays; weights and pages are set
+    def copy(self, dst_Y: np.ndarray, src_Y: np.ndarray) -> None:
+        """Copy the particles of slots `src_Y` to `dst_Y`, all at once. Ownership stays; weights and pages are set
         elsewhere."""
-        width = int(self.length_S[src_X].max(initial=0))
+        width = int(self.length_S[src_Y].max(initial=0))
         for array in (self.tokens_SL, self.logp_SL, self.raw_logp_SL, self.logq_SL):
-            array[dst_X, :width] = array[src_X, :width]
+            array[dst_Y, :width] = array[src_Y, :width]
         for of_slots in (self.length_S, self.block_S, self.logphi_S, self.weighed_S, self.ended_S):
-            of_slots[dst_X] = of_slots[src_X]
+            of_slots[dst_Y] = of_slots[src_Y]
 
 
 @dataclass(eq=False)
@@ -222,8 +222,8 @@ class Checkpoint:
                 there[slots_N, : values.shape[1]] = values[row_N]
             else:
                 there[slots_N] = values[row_N]
-        rest_X = slots_N[len(self) :]
-        slots.ended_S[rest_X], slots.logw_S[rest_X] = True, -np.inf
+        rest_Y = slots_N[len(self) :]
+        slots.ended_S[rest_Y], slots.logw_S[rest_Y] = True, -np.inf
 
 
 def row_of_batch(rows: int, size: int) -> np.ndarray:
@@ -242,7 +242,7 @@ class RandomKeys(NamedTuple):
 
 class ShrunkCheckpoint(NamedTuple):
     checkpoint: Checkpoint
-    kept_X: np.ndarray
+    kept_N: np.ndarray
     """Indices of the particles that stay."""
     log_z: float
     """Increment of the request's log Z-hat."""
@@ -278,7 +278,7 @@ def select_rows(checkpoint: Checkpoint, rows: int, scheme: str | None, keys: Ran
         torch.tensor([SHRINK_ROUND + keys.choice]),
     )
     alive_N = chosen.alive_A.numpy()
-    ancestor_X = chosen.ancestor_A.numpy()[alive_N]
-    arrays = {name: values[ancestor_X] for name, values in checkpoint.arrays.items()}
+    ancestor_N = chosen.ancestor_A.numpy()[alive_N]
+    arrays = {name: values[ancestor_N] for name, values in checkpoint.arrays.items()}
     arrays["logw_S"] = chosen.logw_A.numpy()[alive_N]
     return ShrunkCheckpoint(Checkpoint(arrays), np.flatnonzero(alive_N), float(chosen.log_z_G[0]))

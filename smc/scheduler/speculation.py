@@ -10,7 +10,7 @@ how often the draft's first token is wrong, and how often its first four are. Ex
 (`smc.algorithm.coupling`) are learnt from the same draws: one for each temperature, fitted to all requests, and one for
 each request, which starts from that of its temperature.
 
-Axes: G requests, L numbers of rows, D depths."""
+In rates and numbers of tokens, F are numbers of rows and K depths of a tree."""
 
 from __future__ import annotations
 
@@ -182,9 +182,9 @@ class Acceptance:
 
     memory: float
     """Weight that earlier rounds keep after every round."""
-    misses_D: list[float] = field(default_factory=list)
+    misses_K: list[float] = field(default_factory=list)
     """Missing tokens at each depth that was tried."""
-    tried_D: list[dict[int, float]] = field(default_factory=list)
+    tried_K: list[dict[int, float]] = field(default_factory=list)
     """Tried tokens at each depth, by the number of rows of their tree, rounded up to a power of two."""
     missed_first: float = 0.0
     """Draws of the target that were not the draft's first token."""
@@ -199,12 +199,12 @@ class Acceptance:
         """Count a round whose tree had `rows` rows and in which `tried` tokens were tried. `missed`: whether the last
         of them was missing; the ones before were not."""
         width = 1 << (rows - 1).bit_length()
-        for depth in range(max(tried, len(self.misses_D))):
-            if depth == len(self.misses_D):
-                self.misses_D.append(0.0)
-                self.tried_D.append({})
-            kept, of_depth = self.memory if depth < tried else self.memory**UNTRIED, self.tried_D[depth]
-            self.misses_D[depth] *= kept
+        for depth in range(max(tried, len(self.misses_K))):
+            if depth == len(self.misses_K):
+                self.misses_K.append(0.0)
+                self.tried_K.append({})
+            kept, of_depth = self.memory if depth < tried else self.memory**UNTRIED, self.tried_K[depth]
+            self.misses_K[depth] *= kept
             for each, weight in list(of_depth.items()):
                 if weight * kept > FORGOTTEN:
                     of_depth[each] = weight * kept
@@ -213,7 +213,7 @@ class Acceptance:
             if depth < tried:
                 of_depth[width] = of_depth.get(width, 0.0) + 1
         if tried:
-            self.misses_D[tried - 1] += missed
+            self.misses_K[tried - 1] += missed
 
     def count_rank(self, rank: float) -> None:
         """Count a draw of the target. `rank`: number of tokens that the draft ranked above it."""
@@ -233,27 +233,27 @@ class Acceptance:
 
     def fade(self, share: float) -> None:
         """Keep only this share of all counts."""
-        self.misses_D = [share * value for value in self.misses_D] if share else []
-        self.tried_D = (
-            [{rows: share * tried for rows, tried in of_depth.items()} for of_depth in self.tried_D] if share else []
+        self.misses_K = [share * value for value in self.misses_K] if share else []
+        self.tried_K = (
+            [{rows: share * tried for rows, tried in of_depth.items()} for of_depth in self.tried_K] if share else []
         )
         self.missed_first *= share
         self.missed_wide *= share
         self.broken *= share
         self.recovered *= share
 
-    def miss_rates(self, prior_D: Sequence[float] = (PRIOR_MISS_RATE,), gain: float = WIDTH_GAIN) -> tuple[float, ...]:
+    def miss_rates(self, prior_K: Sequence[float] = (PRIOR_MISS_RATE,), gain: float = WIDTH_GAIN) -> tuple[float, ...]:
         """Return the probabilities, by depth, that a token is missing from one row; at greater depths the last one
-        applies. `prior_D`: likewise, the values where little was observed. If a depth is better or worse than its
+        applies. `prior_K`: likewise, the values where little was observed. If a depth is better or worse than its
         prior, so are greater depths until they are observed. `gain`: that of trees with more rows."""
         rates: list[float] = []
         ratio, share = 1.0, cache(lambda rows: rows**-gain)
-        for depth in range(max(len(self.misses_D), len(prior_D))):
-            is_known = depth < len(self.misses_D)
-            misses, of_depth = (self.misses_D[depth], self.tried_D[depth]) if is_known else (0.0, {})
+        for depth in range(max(len(self.misses_K), len(prior_K))):
+            is_known = depth < len(self.misses_K)
+            misses, of_depth = (self.misses_K[depth], self.tried_K[depth]) if is_known else (0.0, {})
             # Number of tokens of one row with the same expected number of misses.
             exposure = sum(tried * share(rows) for rows, tried in of_depth.items())
-            prior = prior_D[min(depth, len(prior_D) - 1)]
+            prior = prior_K[min(depth, len(prior_K) - 1)]
             rate = (misses + ratio * prior * PRIOR_WEIGHT) / (exposure + PRIOR_WEIGHT)
             rates.append(rate)
             ratio = rate / prior if prior else 1.0
@@ -265,26 +265,26 @@ class Acceptance:
 
 
 def tokens_a_round(
-    miss_rate_GD: np.ndarray,
-    rows_GL: np.ndarray,
+    miss_rate_GK: np.ndarray,
+    rows_GF: np.ndarray,
     block: int,
     lookahead: bool,
     recovery_G: np.ndarray | float = 0.0,
     gain_G: np.ndarray | float = WIDTH_GAIN,
 ) -> np.ndarray:
-    """Return the average number of tokens that a round confirms [G, L]. `miss_rate_GD`: miss rates of each request by
-    depth; `rows_GL`: rows of its tree; `block`: drafted tokens of a row; recoveries and gains as in `Acceptance`."""
-    gain_G1 = np.broadcast_to(gain_G, len(miss_rate_GD))[:, None]
-    right_GLD = 1 - np.minimum(miss_rate_GD[:, None, :block] / (rows_GL**gain_G1)[:, :, None], 1.0)
-    all_right_GLD = np.cumprod(right_GLD, axis=2)
+    """Return the average number of tokens that a round confirms [G, F]. `miss_rate_GK`: miss rates of each request by
+    depth; `rows_GF`: rows of its tree; `block`: drafted tokens of a row; recoveries and gains as in `Acceptance`."""
+    gain_G1 = np.broadcast_to(gain_G, len(miss_rate_GK))[:, None]
+    right_GFK = 1 - np.minimum(miss_rate_GK[:, None, :block] / (rows_GF**gain_G1)[:, :, None], 1.0)
+    all_right_GFK = np.cumprod(right_GFK, axis=2)
     if not lookahead:
-        return 1 + all_right_GLD.sum(2)
+        return 1 + all_right_GFK.sum(2)
     # After a miss, rounds confirm one token each until the target's next token is among the drafted ones.
-    recovery_G1 = np.broadcast_to(recovery_G, len(miss_rate_GD))[:, None]
-    before_last_GL = all_right_GLD[:, :, -2] if block > 1 else 1.0
-    hits_GL = all_right_GLD[:, :, -1] + (1 - before_last_GL) * recovery_G1
-    restarts_GL = (1 - hits_GL) / np.maximum(right_GLD[:, :, 0], 1e-9)
-    return (1 + all_right_GLD[:, :, :-1].sum(2) + restarts_GL) / (1 + restarts_GL)
+    recovery_G1 = np.broadcast_to(recovery_G, len(miss_rate_GK))[:, None]
+    before_last_GF = all_right_GFK[:, :, -2] if block > 1 else 1.0
+    hits_GF = all_right_GFK[:, :, -1] + (1 - before_last_GF) * recovery_G1
+    restarts_GF = (1 - hits_GF) / np.maximum(right_GFK[:, :, 0], 1e-9)
+    return (1 + all_right_GFK[:, :, :-1].sum(2) + restarts_GF) / (1 + restarts_GF)
 
 
 class DraftExponents:

@@ -4,7 +4,7 @@ The policy compares the latency model with the miss rate of the draft and choose
 drafting. It is a pure function of its arguments; it knows nothing about slots, rounds or answers. `TreeController`
 calls the policy, and `DraftFallback` carries out the switches between the draft-target pair and the target alone.
 
-Axes: G requests, L numbers of rows, M rows added one after another."""
+Local axes: Y rows that are added one after another. F are numbers of rows."""
 
 from __future__ import annotations
 
@@ -191,13 +191,13 @@ class ThroughputForecast:
         block."""
         return self._config.block_levels[:1] if beside.pair else self._config.block_levels
 
-    def _confirmed(self, trees: Sequence[TreeRequest], rows_GL: np.ndarray, steps: int) -> np.ndarray:
-        """Tokens that a round confirms for each request [G, L], with trees of `rows_GL` rows and `steps` tokens."""
+    def _confirmed(self, trees: Sequence[TreeRequest], rows_GF: np.ndarray, steps: int) -> np.ndarray:
+        """Tokens that a round confirms for each request [G, F], with trees of `rows_GF` rows and `steps` tokens."""
         if not trees:
-            return np.zeros(rows_GL.shape)
+            return np.zeros(rows_GF.shape)
         rates = [(*tree.miss_rates, *tree.miss_rates[-1:] * steps)[:steps] for tree in trees]
         recovery_G, gain_G = np.array([(tree.recovery, tree.gain) for tree in trees]).T
-        return tokens_a_round(np.array(rates), rows_GL, steps, self._config.lookahead, recovery_G, gain_G)
+        return tokens_a_round(np.array(rates), rows_GF, steps, self._config.lookahead, recovery_G, gain_G)
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
         """Return the rows of each tree: at least one, and together at most as many as there are slots. Rows are given
@@ -208,35 +208,35 @@ class ThroughputForecast:
 
     def _best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int, steps: int) -> tuple[float, list[int]]:
         """Tokens per second and the rows of each tree, if `steps` tokens are drafted for each row."""
-        config, level_L = self._config, np.array(_levels(max(tree.most for tree in trees)))
+        config, level_F = self._config, np.array(_levels(max(tree.most for tree in trees)))
         most_G1 = np.array([[tree.most] for tree in trees])
-        rows_GL = np.minimum(level_L, most_G1)
-        tokens_GL = self._confirmed(trees, rows_GL, steps)
-        added_GL, gain_GL = np.diff(rows_GL), np.diff(tokens_GL)
+        rows_GF = np.minimum(level_F, most_G1)
+        tokens_GF = self._confirmed(trees, rows_GF, steps)
+        added_GF, gain_GF = np.diff(rows_GF), np.diff(tokens_GF)
         # A tree grows level by level.
-        worth_GL = np.minimum.accumulate(gain_GL / np.maximum(added_GL, 1), axis=1)
-        order_M = np.argsort(-np.where(added_GL > 0, worth_GL, 0.0), axis=None, kind="stable")
-        order_M = order_M[added_GL.flat[order_M] > 0]
-        rows_M = len(trees) + np.concatenate(([0], np.cumsum(added_GL.flat[order_M])))
-        rows_M = rows_M[: max(1, np.searchsorted(rows_M, slots, side="right"))]
-        tokens_M = tokens_GL[:, 0].sum() + np.concatenate(([0.0], np.cumsum(gain_GL.flat[order_M])))[: len(rows_M)]
-        tokens_M += beside.pair * config.target_tokens + beside.target * config.block
-        speed_M = tokens_M / self._seconds_of_pair(rows_M + beside.pair_rows, trees, beside, steps)
-        taken_GL = np.zeros(added_GL.shape, dtype=bool)
-        taken_GL.flat[order_M[: int(speed_M.argmax())]] = True
-        return float(speed_M.max()), (rows_GL[:, 0] + (added_GL * taken_GL).sum(1)).tolist()
+        worth_GF = np.minimum.accumulate(gain_GF / np.maximum(added_GF, 1), axis=1)
+        order_Y = np.argsort(-np.where(added_GF > 0, worth_GF, 0.0), axis=None, kind="stable")
+        order_Y = order_Y[added_GF.flat[order_Y] > 0]
+        rows_Y = len(trees) + np.concatenate(([0], np.cumsum(added_GF.flat[order_Y])))
+        rows_Y = rows_Y[: max(1, np.searchsorted(rows_Y, slots, side="right"))]
+        tokens_Y = tokens_GF[:, 0].sum() + np.concatenate(([0.0], np.cumsum(gain_GF.flat[order_Y])))[: len(rows_Y)]
+        tokens_Y += beside.pair * config.target_tokens + beside.target * config.block
+        speed_Y = tokens_Y / self._seconds_of_pair(rows_Y + beside.pair_rows, trees, beside, steps)
+        taken_GF = np.zeros(added_GF.shape, dtype=bool)
+        taken_GF.flat[order_Y[: int(speed_Y.argmax())]] = True
+        return float(speed_Y.max()), (rows_GF[:, 0] + (added_GF * taken_GF).sum(1)).tolist()
 
     def _seconds_of_pair(
-        self, rows_M: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, steps: int
+        self, rows_Y: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, steps: int
     ) -> np.ndarray:
-        """Seconds of a round that drafts for all trees, by the pair's number of rows [M]."""
+        """Seconds of a round that drafts for all trees, by the pair's number of rows [Y]."""
         by_itself = self._by_itself(beside.target, beside.target_context)
         context, mixed = sum(tree.context for tree in trees) + beside.pair_context, beside.pair > 0
-        padded_M = [self._padded(rows) for rows in rows_M.tolist()]
+        padded_Y = [self._padded(rows) for rows in rows_Y.tolist()]
         seconds = {
-            batch_size: self._seconds(batch_size, context, by_itself, steps, mixed) for batch_size in set(padded_M)
+            batch_size: self._seconds(batch_size, context, by_itself, steps, mixed) for batch_size in set(padded_Y)
         }
-        return np.array([seconds[batch_size] for batch_size in padded_M])
+        return np.array([seconds[batch_size] for batch_size in padded_Y])
 
     def _by_itself(self, sequences: int, context: int) -> float:
         """Seconds of the target's passes over sequences that it decodes alone, one pass for each token of a block."""

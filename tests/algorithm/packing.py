@@ -1,5 +1,4 @@
-"""Populations packed side by side, as `select` takes them. Axes: A batch indices, G groups, N batch indices of a group,
-F branches."""
+"""Populations packed side by side, as `select` takes them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Coupled drafting: the probabilities that a token wins the target's draw, and the exponent fitted to those draws.
-
-Axes: R rows, V vocabulary."""
+"""Coupled drafting: the probabilities that a token wins the target's draw, and the exponent fitted to those draws."""
 
 from __future__ import annotations
 

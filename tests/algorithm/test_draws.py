@@ -1,6 +1,4 @@
-"""Draws next to a round's selection: a particle's own branch, and the final answer.
-
-Axes: A batch indices, G groups, N particles, F branches."""
+"""Draws next to a round's selection: a particle's own branch, and the final answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Expansion of rows: distinct rows drawn without replacement, or the best rows; which are chosen, how often, and at
 which indices.
 
-Axes: R source rows, C candidate tokens, X chosen rows, G groups."""
+Local axes: Y = N * F candidates of a group."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def expanded(share_RC, mass_R, sizes, most, kind, *, seeds=None, there_R=None, l
 @given(MASSES, st.integers(1, 12))
 def test_inclusion_probabilities(masses, most):
     """They are min(1, c m) for one c and sum to `most`; all are 1 if there are at most `most` candidates."""
-    mass_1M = torch.tensor([masses], dtype=torch.float64)
-    pi_M = inclusion(mass_1M, torch.tensor([most]), torch.tensor([False])).exp()[0]
-    assert pi_M.max() <= 1
+    mass_1Y = torch.tensor([masses], dtype=torch.float64)
+    pi_Y = inclusion(mass_1Y, torch.tensor([most]), torch.tensor([False])).exp()[0]
+    assert pi_Y.max() <= 1
     if len(masses) <= most:
-        assert (pi_M == 1).all()
+        assert (pi_Y == 1).all()
         return
-    assert pi_M.sum().item() == pytest.approx(most)
-    scale_M = pi_M / mass_1M[0].exp()
-    below = pi_M < 1 - 1e-9
+    assert pi_Y.sum().item() == pytest.approx(most)
+    scale_Y = pi_Y / mass_1Y[0].exp()
+    below = pi_Y < 1 - 1e-9
     if below.any():
-        assert scale_M[below].max().item() == pytest.approx(scale_M[below].min().item(), rel=1e-6)
-        assert (scale_M[~below] <= scale_M[below].max() * (1 + 1e-6)).all()
+        assert scale_Y[below].max().item() == pytest.approx(scale_Y[below].min().item(), rel=1e-6)
+        assert (scale_Y[~below] <= scale_Y[below].max() * (1 + 1e-6)).all()
 
 
 def test_the_best():

@@ -1,7 +1,9 @@
 """Verification by rejection of many groups at once takes the tokens that `smc.reference` takes. Answers of the latter
 follow the target's distribution (tests/test_reference.py).
 
-Target and draft are tables: a distribution after every sequence. Axes as in `smc.algorithm.verification`."""
+Target and draft are tables: a distribution after every sequence.
+
+Local axes: Z non-empty groups."""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ def one_round(p: Table, q: Table, n: int, k: int, groups: int) -> tuple[list[tup
     tokens_AQ, bounds = torch.tensor(tokens), Spans(torch.arange(groups) * n, torch.full((groups,), n))
     count_A, alive_A = torch.full((groups * n,), k + 1), torch.ones(groups * n, dtype=torch.bool)
     chains = Chains(tokens_AQ, count_A, alive_A, packed(p, tokens_AQ).float(), packed(q, tokens_AQ).float()[:, :-1])
-    uniform_AQ, noise_HQV = torch.tensor(uniforms, dtype=torch.float64), torch.stack(noise)
-    said_AQ, _ = verify_by_rejection(chains, bounds, uniform_AQ, noise_HQV)
+    uniform_AQ, noise_ZQV = torch.tensor(uniforms, dtype=torch.float64), torch.stack(noise)
+    said_AQ, _ = verify_by_rejection(chains, bounds, uniform_AQ, noise_ZQV)
     best_A, right_A = match_samples(tokens_AQ, count_A, said_AQ, alive_A, bounds)
     best_G, right_G = best_A[bounds.first_G], right_A[bounds.first_G]
     taken = [(*said_AQ[best, :right].tolist(),) for best, right in zip(best_G.tolist(), right_G.tolist())]

@@ -1,6 +1,6 @@
 """Resampling schemes and the placement of copies in slots.
 
-Axes: G groups, M candidates, U uniforms, N particles, F branches."""
+Local axes: U uniforms, Y = N * F candidates of a group."""
 
 from __future__ import annotations
 
@@ -93,15 +93,15 @@ def test_expected_offspring_is_n_times_the_weight(scheme, weights, draws):
     grid."""
     grid = 1024
     uniforms_GU = ((torch.arange(grid, dtype=torch.float64) + 0.5) / grid)[:, None].expand(-1, MOST)
-    counts_GM = offspring(
+    counts_GY = offspring(
         indices(scheme).expand(grid),
         normalised(weights).expand(grid, -1),
         torch.full((grid,), draws),
         draws,
         uniforms_GU,
     )
-    error_M = counts_GM.double().mean(0) - normalised(weights)[0] * draws
-    assert error_M.abs().max() <= draws / grid + 1e-9
+    error_Y = counts_GY.double().mean(0) - normalised(weights)[0] * draws
+    assert error_Y.abs().max() <= draws / grid + 1e-9
 
 
 SSP_CASES = [
@@ -121,16 +121,16 @@ def test_expected_offspring_of_ssp_is_n_times_the_weight(weights, draws):
     rows = 8192
     generator = torch.Generator().manual_seed(1)
     uniforms_GU = torch.rand(rows, MOST, dtype=torch.float64, generator=generator)
-    counts_GM = offspring(
+    counts_GY = offspring(
         indices("ssp").expand(rows),
         normalised(weights).expand(rows, -1),
         torch.full((rows,), draws),
         draws,
         uniforms_GU,
     ).double()
-    expected_M = normalised(weights)[0] * draws
-    part_M = expected_M - expected_M.floor()
-    assert ((counts_GM.mean(0) - expected_M).abs() <= 4.5 * (part_M * (1 - part_M) / rows).sqrt() + 1e-9).all()
+    expected_Y = normalised(weights)[0] * draws
+    part_Y = expected_Y - expected_Y.floor()
+    assert ((counts_GY.mean(0) - expected_Y).abs() <= 4.5 * (part_Y * (1 - part_Y) / rows).sqrt() + 1e-9).all()
 
 
 def test_schemes_differ_in_variance_as_the_theory_says():
@@ -148,12 +148,12 @@ def test_schemes_differ_in_variance_as_the_theory_says():
         .sum()
         for name in SCHEMES
     }
-    weights_M = normalised(row)[0]
-    torch.testing.assert_close(variance["multinomial"], (draws * weights_M * (1 - weights_M)).sum(), atol=0, rtol=0.02)
+    weights_Y = normalised(row)[0]
+    torch.testing.assert_close(variance["multinomial"], (draws * weights_Y * (1 - weights_Y)).sum(), atol=0, rtol=0.02)
     assert variance["residual"] < 0.9 * variance["multinomial"]
     assert variance["stratified"] < 0.9 * variance["multinomial"]
-    expected_M = weights_M * draws
-    least = ((expected_M - expected_M.floor()) * (expected_M.ceil() - expected_M)).sum()
+    expected_Y = weights_Y * draws
+    least = ((expected_Y - expected_Y.floor()) * (expected_Y.ceil() - expected_Y)).sum()
     for name in ("systematic", "ssp"):
         torch.testing.assert_close(variance[name], least, atol=0, rtol=0.02)
 
@@ -163,13 +163,13 @@ def test_schemes_differ_in_variance_as_the_theory_says():
 def test_groups_in_one_call_equal_each_group_alone(groups):
     """Groups of different sizes, draws and schemes do not influence each other, and padding is never chosen."""
     width = max(len(weights) for weights, *_ in groups)
-    weights_GM = torch.zeros(len(groups), width, dtype=torch.float64)
+    weights_GY = torch.zeros(len(groups), width, dtype=torch.float64)
     for g, (weights, *_) in enumerate(groups):
-        weights_GM[g, : len(weights)] = normalised(weights)[0]
+        weights_GY[g, : len(weights)] = normalised(weights)[0]
     draws_G = torch.tensor([draws for _, draws, _, _ in groups])
     uniforms_GU = torch.tensor([uniforms for *_, uniforms, _ in groups], dtype=torch.float64)
     together = offspring(
-        indices(*(scheme for *_, scheme in groups)), weights_GM, draws_G, int(draws_G.max()), uniforms_GU
+        indices(*(scheme for *_, scheme in groups)), weights_GY, draws_G, int(draws_G.max()), uniforms_GU
     ).tolist()
     for counts, (weights, draws, uniforms, scheme) in zip(together, groups):
         assert counts == resample(scheme, weights, draws, uniforms) + [0] * (width - len(weights))

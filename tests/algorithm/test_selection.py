@@ -1,6 +1,6 @@
 """One round's selection: what is preserved in expectation, when a group resamples, and that padding has no effect.
 
-Axes: A batch indices, G groups, N particles, F branches, M = N * F candidates of a group."""
+Local axes: U uniforms, Y = N * F candidates of a group."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_expected_weight_of_every_candidate_is_preserved(path, change, branches,
     repeats = 2048 if path == "ssp" else 512
     if path != "ssp":
         monkeypatch.setattr(
-            selection, "uniforms", lambda seed_X, _, at_P, __: ((seed_X[:, None] + 0.5) / repeats).repeat(len(at_P), 1)
+            selection, "uniforms", lambda seed_R, _, at_N, __: ((seed_R[:, None] + 0.5) / repeats).repeat(len(at_N), 1)
         )
     threshold, scheme = (0.0, "systematic") if path == "own branch" else (2.0, path)
     groups = [
@@ -62,15 +62,15 @@ def test_expected_weight_of_every_candidate_is_preserved(path, change, branches,
     assert chosen.resampled_G[:-1].all() == (path != "own branch")
     begin = 0
     for g, group in enumerate(groups):
-        mean_M = mean_on_candidates(chosen, begin, slice(g * repeats, (g + 1) * repeats), group)
+        mean_Y = mean_on_candidates(chosen, begin, slice(g * repeats, (g + 1) * repeats), group)
         begin += repeats * group.size
-        exact_M = group.candidates_NF.exp().masked_fill(~group.alive_N[:, None], 0.0).flatten()
-        total = exact_M.sum()
-        part_M = exact_M / total * group.draws % 1
-        tolerance_M = (
-            total / group.draws * 4.5 * (part_M * (1 - part_M) / repeats).sqrt() if path == "ssp" else total / repeats
+        exact_Y = group.candidates_NF.exp().masked_fill(~group.alive_N[:, None], 0.0).flatten()
+        total = exact_Y.sum()
+        part_Y = exact_Y / total * group.draws % 1
+        tolerance_Y = (
+            total / group.draws * 4.5 * (part_Y * (1 - part_Y) / repeats).sqrt() if path == "ssp" else total / repeats
         )
-        assert ((mean_M * group.count - exact_M).abs() <= tolerance_M + 1e-9).all()
+        assert ((mean_Y * group.count - exact_Y).abs() <= tolerance_Y + 1e-9).all()
 
 
 def mean_on_candidates(chosen: Selection, begin: int, groups: slice, population: Population) -> Tensor:
@@ -86,8 +86,8 @@ def mean_on_candidates(chosen: Selection, begin: int, groups: slice, population:
     assert (alive_A.view(repeats, size).sum(-1) == population.draws).all()
     weight_A = (chosen.log_z_G[groups].repeat_interleave(size) + chosen.logw_A[places]).exp()
     index_A = ancestor_A % size * branches + chosen.branch_A[places]
-    on_M = torch.zeros(size * branches, dtype=torch.float64).index_add(0, index_A[alive_A], weight_A[alive_A])
-    return on_M / (repeats * population.draws)
+    on_Y = torch.zeros(size * branches, dtype=torch.float64).index_add(0, index_A[alive_A], weight_A[alive_A])
+    return on_Y / (repeats * population.draws)
 
 
 @examples
@@ -184,11 +184,11 @@ def test_uniforms_are_those_of_the_seed_and_round(n, branches, seed, rounds, sch
     chosen = select(**pack([other, *groups]))
     positions = np.concatenate((np.arange(n * branches), BRANCH_POSITION + np.arange(n)))
     drawn_GU = torch.from_numpy(uniforms(np.array([seed]), np.array([rounds]), positions, Purpose.SELECTION))
-    weights_GM, _ = normalise(candidates_NF.view(1, -1))
-    counts_GM = offspring(
-        torch.tensor([SCHEME_NAMES.index(scheme)]), weights_GM, torch.tensor([n]), n, drawn_GU[:, : n * branches]
+    weights_GY, _ = normalise(candidates_NF.view(1, -1))
+    counts_GY = offspring(
+        torch.tensor([SCHEME_NAMES.index(scheme)]), weights_GY, torch.tensor([n]), n, drawn_GU[:, : n * branches]
     )
-    ancestor_GN, branch_GN, _ = assign_slots(counts_GM.view(1, n, branches), torch.tensor([n]))
+    ancestor_GN, branch_GN, _ = assign_slots(counts_GY.view(1, n, branches), torch.tensor([n]))
     assert torch.equal(chosen.ancestor_A[7 : 7 + n], 7 + ancestor_GN[0])
     assert torch.equal(chosen.branch_A[7 : 7 + n], branch_GN[0])
     assert torch.equal(chosen.branch_A[7 + n :], draw_branch(candidates_NF[None], drawn_GU[:, n * branches :])[0])

@@ -19,14 +19,14 @@ from smc.attention.specialized import REGISTERS, WARPS, prefix_kernel
 from smc.kernels.packed_rows import Pieces
 
 POINTERS = {"q": "*bf16", "keys": "*bf16", "values": "*bf16", "part": "*fp32", "lse": "*fp32"}
-NUMBERS = ("q_stride", "table_stride", "E")
+NUMBERS = ("q_stride", "table_stride", "entries")
 ALIGNED = ("q", "keys", "values", "part", "table_SL", "q_stride", "table_stride")
 
 
 def compile_for(rows: int, queries: int, dim: int) -> dict:
     tuning = Tuning.choose(rows, rows, queries, (32, 8), dim, torch.bfloat16)
     constants = {
-        "N": 4,
+        "EACH": 4,
         "J": 8,
         "D": dim,
         "BLOCK_P": tuning.block_p,

@@ -1,8 +1,7 @@
 """Packed rows with random keys and values, and a float64 reference that computes attention for one query at a time,
 over the pages that the row's block table and tail name.
 
-Axes: G groups, R rows, Q queries of a row, T = R * Q tokens, J key/value heads, H query heads, D head dimension, S
-slots, L positions of a table, B positions of a tail, X positions that one query sees."""
+Local axes: U entries of the workspace."""
 
 from __future__ import annotations
 
@@ -143,22 +142,22 @@ class Built:
         out_THD = torch.zeros(self.q_THD.shape, dtype=torch.float64)
         for r, pages in self.pages.items():
             for i in range(int(self.count_R[r])):
-                pages_X = pages[: int(self.start_R[r]) + i + 1]
-                k_HXD, v_HXD = (
-                    x[pages_X].double().transpose(0, 1).repeat_interleave(h // j, 0) for x in (self.keys, self.values)
+                pages_L = pages[: int(self.start_R[r]) + i + 1]
+                k_HLD, v_HLD = (
+                    x[pages_L].double().transpose(0, 1).repeat_interleave(h // j, 0) for x in (self.keys, self.values)
                 )
-                weights_HX = torch.softmax(
-                    (k_HXD @ self.q_THD[r * q + i].double()[..., None]).squeeze(-1) * self.case.dim**-0.5, -1
+                weights_HL = torch.softmax(
+                    (k_HLD @ self.q_THD[r * q + i].double()[..., None]).squeeze(-1) * self.case.dim**-0.5, -1
                 )
-                out_THD[r * q + i] = (weights_HX[:, None] @ v_HXD).squeeze(1)
+                out_THD[r * q + i] = (weights_HL[:, None] @ v_HLD).squeeze(1)
         return out_THD
 
     def attention(self, **tuning: object) -> SharedPrefixAttention:
         """Attention whose workspace is filled with NaN."""
         case, shape = self.case, (len(self.first_G), self.rows, self.together, self.case.queries)
         made = SharedPrefixAttention(*shape, case.heads, case.dim, case.dtype, DEVICE, 2000, **(case.tuning | tuning))
-        made.part_JED.fill_(torch.nan)
-        made.lse_JE.fill_(torch.nan)
+        made.part_JUD.fill_(torch.nan)
+        made.lse_JU.fill_(torch.nan)
         return made
 
     def run(self, short: bool = False, attention: SharedPrefixAttention | None = None) -> Tensor:

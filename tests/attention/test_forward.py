@@ -1,7 +1,5 @@
 """Whole decoders over packed rows: the pass with kernels equals the reference pass, which equals running every row
-alone.
-
-Axes: R rows, Q tokens of a row, T = R * Q, E hidden size."""
+alone."""
 
 from __future__ import annotations
 

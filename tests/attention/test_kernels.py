@@ -1,7 +1,5 @@
 """The Triton kernels of attention against a float64 reference of one query at a time. Without a GPU they run in
-Triton's interpreter.
-
-Axes: as in `tests.attention.packed`."""
+Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The preparation of a pass over packed rows: the pages of new tokens, and pieces that cover every prefix exactly once.
 
-Axes: as in `smc.kernels.packed_rows`."""
+Local axes: P pieces."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def assert_cover(built: Built, shape: PieceShape, prepared: Prepared, expected: 
     """Check that the pieces cover each shared prefix once. `expected` maps a group's first live row to the number of
     rows from it on, and to the number of positions that they share."""
     count, width = int(prepared.pieces.count_1), built.case.queries * shape.heads
-    assert count <= len(prepared.pieces.slot_W)
+    assert count <= len(prepared.pieces.slot_P)
     seen = np.zeros((built.rows * width, 100), dtype=int)
     entry_of, slots = {}, {int(built.slot_R[lead]): lead for lead in expected}
-    for x, queries, slot, begin, end, entry in zip(*(field_W[:count].tolist() for field_W in prepared.pieces[:-1])):
+    for x, queries, slot, begin, end, entry in zip(*(field_P[:count].tolist() for field_P in prepared.pieces[:-1])):
         lead = slots[slot]
         assert 0 < queries <= shape.block_x and begin % shape.block_p == 0
         assert lead * width <= x and x + queries <= (lead + expected[lead][0]) * width, "a tile is of one group"

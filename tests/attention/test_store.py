@@ -1,6 +1,6 @@
-"""The Triton kernel that runs before attention: it normalises and rotates queries and keys, and writes keys and values.
-
-Axes: as in `smc.kernels.packed_rows`."""
+"""The Triton kernel that runs before attention: it normalises and rotates queries and keys, and writes keys
+and values.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The attention backends in torch against a float64 reference of one query at a time over its row's own table.
 
-Axes: R rows, T new tokens, L layers, J key/value heads, H query heads, D head dimension, S segments, P pages, X
-positions."""
+Local axes: U segments."""
 
 from __future__ import annotations
 
@@ -44,17 +43,17 @@ class Case:
             store.normal_(generator=self.generator)
             store[:, DUMMY_PAGE] = dummy
         held_R, counts_R = np.array([part for _, members in segments for part in members], dtype=np.int32).T
-        shared_S, sizes_S = np.array([shared for shared, _ in segments]), [len(members) for _, members in segments]
-        shared_R = np.repeat(shared_S, sizes_S).astype(np.int32)
+        shared_U, sizes_U = np.array([shared for shared, _ in segments]), [len(members) for _, members in segments]
+        shared_R = np.repeat(shared_U, sizes_U).astype(np.int32)
         starts_R = shared_R + held_R
         row_T = np.repeat(np.arange(len(held_R)), counts_R)
         positions_T = starts_R[row_T] + np.arange(len(row_T)) - np.repeat(np.cumsum(counts_R) - counts_R, counts_R)
-        self.table_RL = self._tables(shared_R, np.cumsum([0, *sizes_S]))
+        self.table_RL = self._tables(shared_R, np.cumsum([0, *sizes_U]))
         self.unheld = np.setdiff1d(self.table_RL, self.table_RL[np.arange(WIDTH) < (starts_R + counts_R)[:, None]])
         pages_T = self.table_RL[row_T, positions_T]
         self.row_T = row_T
         self.batch = ForwardBatch(
-            self.table_RL, starts_R, counts_R, pages_T, positions_T, np.cumsum([0, *sizes_S]), shared_S
+            self.table_RL, starts_R, counts_R, pages_T, positions_T, np.cumsum([0, *sizes_U]), shared_U
         )
         tokens = len(pages_T)
         self.q_THD = self._random(tokens, kv_heads * group).to(dtype)
@@ -63,12 +62,12 @@ class Case:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, DIM, generator=self.generator)
 
-    def _tables(self, shared_R: np.ndarray, bounds_S: np.ndarray) -> np.ndarray:
+    def _tables(self, shared_R: np.ndarray, bounds_U: np.ndarray) -> np.ndarray:
         """Tables with pages in random order. The rows of a segment share the pages of its prefix. Past a row's end,
         tables name pages too."""
         pages = 1 + np.random.default_rng(0).permutation(CAPACITY)[: len(shared_R) * WIDTH]
         table_RL = pages.reshape(-1, WIDTH).astype(np.int32)
-        for begin, end in pairwise(bounds_S):
+        for begin, end in pairwise(bounds_U):
             table_RL[begin:end, : shared_R[begin]] = table_RL[begin, : shared_R[begin]]
         return table_RL
 
@@ -82,10 +81,10 @@ class Case:
         group = self.config.num_heads // self.config.num_kv_heads
         out_THD = torch.zeros(self.q_THD.shape, dtype=torch.float64)
         for t, (row, position) in enumerate(zip(self.row_T, self.batch.positions_T)):
-            pages_X = torch.from_numpy(self.table_RL[row, : position + 1]).long()
+            pages_L = torch.from_numpy(self.table_RL[row, : position + 1]).long()
             for h in range(self.config.num_heads):
-                scores_X = keys[pages_X, h // group] @ self.q_THD[t, h].double() / DIM**0.5
-                out_THD[t, h] = scores_X.softmax(0) @ values[pages_X, h // group]
+                scores_L = keys[pages_L, h // group] @ self.q_THD[t, h].double() / DIM**0.5
+                out_THD[t, h] = scores_L.softmax(0) @ values[pages_L, h // group]
         return out_THD
 
 
@@ -164,7 +163,7 @@ def test_recomputed_tokens_are_not_stored(segments, data):
 @given(segments=st.lists(segment, min_size=1, max_size=4), data=st.data())
 def test_how_much_of_a_common_past_is_declared_shared_does_not_matter(segments, data):
     declared, less = Case(segments, 2, 2), Case(segments, 2, 2)
-    less.batch.shared_S[:] = [data.draw(st.integers(0, shared)) for shared, _ in segments]
+    less.batch.shared_U[:] = [data.draw(st.integers(0, shared)) for shared, _ in segments]
     torch.testing.assert_close(less.attend(), declared.attend(), atol=2e-6, rtol=2e-5)
 
 

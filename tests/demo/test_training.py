@@ -35,9 +35,9 @@ def data(learned):
 def test_labels_are_the_solutions(learned, data):
     solutions = {problem.question: problem.solution for problem in generate(corpus.FIRST_SEED, 60, "train")}
     parts = list(data.sample(90, torch.Generator().manual_seed(0)))
-    assert [part.tokens_BS.shape for part in parts] == [(30, width) for width in data.widths]
+    assert [part.tokens_RL.shape for part in parts] == [(30, width) for width in data.widths]
     for part in parts:
-        for tokens, labels in zip(part.tokens_BS.tolist(), part.labels_BS.tolist()):
+        for tokens, labels in zip(part.tokens_RL.tolist(), part.labels_RL.tolist()):
             answer = [label for label in labels if label != corpus.IGNORED]
             begin = labels.index(answer[0])
             question = learned.decode(tokens[2:begin], skip_special_tokens=False)
@@ -78,11 +78,11 @@ def test_samples_end_at_eos_whatever_else_is_in_the_batch(learned):
     nothing."""
     eos = learned.token_to_id(corpus.EOS)
     model = initial_model(TINY, seed=0)
-    rope_SD = RopeTable(TINY, TINY.max_context).table
+    rope_LD = RopeTable(TINY, TINY.max_context).table
     torch.nn.init.zeros_(model.embed.weight)
     model.embed.weight.data[:, 0] = 1.0
     model.embed.weight.data[eos, 0] = 100.0
-    assert train.sample_answers(model, rope_SD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[], []]
+    assert train.sample_answers(model, rope_LD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[], []]
     model.embed.weight.data[eos, 0] = 1.0
     model.embed.weight.data[11, 0] = 100.0
-    assert train.sample_answers(model, rope_SD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[11] * train.MAX_ANSWER] * 2
+    assert train.sample_answers(model, rope_LD, [[5, 6], [7, 8, 9, 10]], eos, seed=0) == [[11] * train.MAX_ANSWER] * 2

@@ -1,4 +1,6 @@
-"""Runs of distill and steps of its trainer, also for subprocesses: this module imports no more than they need."""
+"""Runs of distill and steps of its trainer, also for subprocesses: this module imports no more than they need.
+
+Local axes: Z conversations."""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ def student(target: Decoder) -> Decoder:
     return model
 
 
-def gradients(rank: int, count: int, folder: Path, rows_N: np.ndarray) -> None:
+def gradients(rank: int, count: int, folder: Path, rows_Z: np.ndarray) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.join(rank, count, folder / f"rendezvous-{count}", on_gpu=False)
     target = tiny_target()
-    trainer = Trainer(target, student(target), VOCAB, 24, TrainingSettings(batch=len(rows_N)), ranks)
-    own = rows_N[rank::count]
+    trainer = Trainer(target, student(target), VOCAB, 24, TrainingSettings(batch=len(rows_Z)), ranks)
+    own = rows_Z[rank::count]
     trainer.step(own, 0, 0.5)
     result = trainer.gradients(own, 0.5)
     if rank == 0:

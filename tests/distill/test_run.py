@@ -1,5 +1,7 @@
 """Training: overlap follows its definition and rises, two processes have the gradients of one, a killed run resumes
-with the same bits, and every command accepts the draft."""
+with the same bits, and every command accepts the draft.
+
+Local axes: Z conversations."""
 
 from __future__ import annotations
 
@@ -71,12 +73,12 @@ def random_rows(folder: Path, count: int, seed: int = 0) -> np.ndarray:
     return store.rows(range(count))
 
 
-def overlap_by_definition(target: Decoder, draft: Decoder, rows_N: np.ndarray) -> float:
+def overlap_by_definition(target: Decoder, draft: Decoder, rows_Z: np.ndarray) -> float:
     found = []
-    for row in rows_N:
-        tokens_S = torch.tensor(row["tokens"][: row["length"]].astype(np.int64))
-        p_SV, q_SV = (dense_logits(model, tokens_S).softmax(-1) for model in (target, draft))
-        found += torch.minimum(p_SV, q_SV).sum(-1)[2:-1].tolist()
+    for row in rows_Z:
+        tokens_L = torch.tensor(row["tokens"][: row["length"]].astype(np.int64))
+        p_LV, q_LV = (dense_logits(model, tokens_L).softmax(-1) for model in (target, draft))
+        found += torch.minimum(p_LV, q_LV).sum(-1)[2:-1].tolist()
     return float(np.mean(found))
 
 
@@ -259,9 +261,9 @@ def test_layers_are_chosen_by_answers(tmp_path):
     def kl(layers: tuple[int, ...]) -> float:
         model, found = cut(target, layers), []
         for row in rows:
-            tokens_S = torch.tensor(row["tokens"][: row["length"]].astype(np.int64))
-            logp_SV, logq_SV = (dense_logits(each, tokens_S).log_softmax(-1) for each in (target, model))
-            found += (logp_SV.exp() * (logp_SV - logq_SV)).sum(-1)[2:-1].tolist()
+            tokens_L = torch.tensor(row["tokens"][: row["length"]].astype(np.int64))
+            logp_LV, logq_LV = (dense_logits(each, tokens_L).log_softmax(-1) for each in (target, model))
+            found += (logp_LV.exp() * (logp_LV - logq_LV)).sum(-1)[2:-1].tolist()
         return float(np.mean(found))
 
     for count in (1, 2):

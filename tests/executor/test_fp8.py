@@ -1,7 +1,5 @@
 """Models in FP8 through the fused kernels, in Triton's interpreter where there is no GPU: hidden states and logits
-equal the reference's.
-
-Axes: T tokens, E hidden size."""
+equal the reference's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Models in int4 through the fused kernels, in Triton's interpreter where there is no GPU: hidden states and logits
-equal the reference's, in passes of few rows and in passes of prompts.
-
-Axes: T tokens, E hidden size."""
+equal the reference's, in passes of few rows and in passes of prompts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Prompts through a worker: kernels equal the reference, and chunks of any size give the same result.
-
-Axes: R rows, T tokens, E hidden size."""
+"""Prompts through a worker: kernels equal the reference, and chunks of any size give the same result."""
 
 from __future__ import annotations
 
@@ -58,13 +56,13 @@ def batch(parts: list[tuple[int, int, int]], draws: bool, top_logprobs: TopLogpr
 
 def first_draws(rows: int) -> Draws:
     one, wide = np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.int64)
-    streams_RD = np.arange(3)[None].repeat(rows, 0)
+    streams_RF = np.arange(3)[None].repeat(rows, 0)
     law = DistributionSpec.of(one, wide, one, one * 0, one)
     return Draws(
         law,
         wide + 5,
         wide,
-        streams_RD,
+        streams_RF,
         Purpose.TARGET,
         np.full(rows, 3, np.int32),
         np.zeros(rows, np.int32),
@@ -73,9 +71,9 @@ def first_draws(rows: int) -> Draws:
 
 
 def assert_close(one: PromptResult, other: PromptResult) -> None:
-    assert np.array_equal(one.drawn_RD, other.drawn_RD)
-    assert np.array_equal(one.top_YK, other.top_YK)
-    for name in ("drawn_logp_RD", "logw_RD", "log_z_R", "top_logp_YK"):
+    assert np.array_equal(one.drawn_RF, other.drawn_RF)
+    assert np.array_equal(one.top_YC, other.top_YC)
+    for name in ("drawn_logp_RF", "logw_RF", "log_z_R", "top_logp_YC"):
         np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-4)
 
 

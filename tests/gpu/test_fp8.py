@@ -1,7 +1,5 @@
 """FP8 on a GPU: our kernels and the library's products against float64, peak memory while models are loaded, and
-answers.
-
-Axes: T tokens, K inputs, N outputs."""
+answers."""
 
 from __future__ import annotations
 
@@ -34,19 +32,19 @@ def matrix(inputs: int, outputs: int, bias: bool = False) -> Linear:
     """A matrix whose rows have very different sizes."""
     generator = torch.Generator("cuda").manual_seed(inputs + outputs)
     made = Linear(inputs, outputs, bias).to("cuda", torch.bfloat16).requires_grad_(False)
-    weight_NK = torch.randn(outputs, inputs, generator=generator, device="cuda") * inputs**-0.5
+    weight_OI = torch.randn(outputs, inputs, generator=generator, device="cuda") * inputs**-0.5
     made.to_fp8()
     made.quantise_from(
-        weight_NK * torch.logspace(-2, 2, outputs, device="cuda")[torch.randperm(outputs, device="cuda")][:, None]
+        weight_OI * torch.logspace(-2, 2, outputs, device="cuda")[torch.randperm(outputs, device="cuda")][:, None]
     )
     return made
 
 
 def errors(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> torch.Tensor:
-    """Return the error [N] of every output over all tokens, relative to the output's norm or, where that happens to be
+    """Return the error [O] of every output over all tokens, relative to the output's norm or, where that happens to be
     small, to the norm that activations of size 1 give."""
-    usual_N = (made.weight.double() * made.scale[:, None].double()).norm(dim=1) * len(found) ** 0.5
-    return (found.double() - expected).norm(dim=0) / torch.maximum(expected.norm(dim=0), usual_N)
+    usual_O = (made.weight.double() * made.scale[:, None].double()).norm(dim=1) * len(found) ** 0.5
+    return (found.double() - expected).norm(dim=0) / torch.maximum(expected.norm(dim=0), usual_O)
 
 
 def off(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> float:
@@ -58,16 +56,16 @@ def off(found: torch.Tensor, expected: torch.Tensor, made: Linear) -> float:
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_our_products(tokens, inputs, outputs):
     made, x = matrix(inputs, outputs), round_rows(torch.randn(tokens, inputs, device="cuda").bfloat16())
-    expected_TN = (x.value_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
+    expected_TO = (x.value_TI.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
     for splits in (None, 1):
-        out = linear(x, made.weight, splits, scale_N=made.scale)
+        out = linear(x, made.weight, splits, scale_O=made.scale)
         if out.dim() == 3:
             out = reduce(out, torch.empty_like(out[0], dtype=torch.bfloat16))
         # Tensor cores keep about 14 bits of a sum of FP8 products.
-        assert off(out, expected_TN, made) < 2e-2
+        assert off(out, expected_TO, made) < 2e-2
     act_TI = gate_up_silu(x, made.weight, scale=made.scale)
-    gate, up = expected_TN.chunk(2, 1)
-    gate_off, up_off = (2e-2 * torch.maximum(expected_TN.abs(), usual(x, made.weight, made.scale).double())).chunk(2, 1)
+    gate, up = expected_TO.chunk(2, 1)
+    gate_off, up_off = (2e-2 * torch.maximum(expected_TO.abs(), usual(x, made.weight, made.scale).double())).chunk(2, 1)
     bound_TI = 1.1 * gate_off * (up.abs() + up_off) + F.silu(gate).abs() * up_off + 1e-2 * (F.silu(gate) * up).abs()
     assert ((act_TI.double() - F.silu(gate) * up).abs() <= bound_TI).all()
 
@@ -77,24 +75,24 @@ def test_our_products(tokens, inputs, outputs):
 def test_products_of_the_library(tokens, inputs, outputs):
     """Products with a bias equal those of rounded activations and are close to those of the activations themselves. A
     row has the same result alone."""
-    made, x_TK = matrix(inputs, outputs, bias=True), torch.randn(tokens, inputs, device="cuda").bfloat16()
-    x = round_rows(x_TK)
-    weight_NK, bias_N = made.weight.double() * made.scale[:, None].double(), made.bias.double()
-    found_TN = made.multiply_quantised(x)
-    assert found_TN.dtype == torch.bfloat16
-    assert off(found_TN, x.value_TK.double() * x.scale_T1.double() @ weight_NK.T + bias_N, made) < 6e-3
-    assert errors(made(x_TK), x_TK.double() @ weight_NK.T + bias_N, made).mean() < 4e-2
-    room_TN = torch.full_like(found_TN, torch.nan)
-    assert made.multiply_quantised(x, room_TN) is room_TN and torch.equal(room_TN, found_TN)
-    alone_TN = made.multiply_quantised(round_rows(x_TK[:1]))
-    assert off(alone_TN, found_TN[:1].double(), made) < 6e-3
+    made, x_TI = matrix(inputs, outputs, bias=True), torch.randn(tokens, inputs, device="cuda").bfloat16()
+    x = round_rows(x_TI)
+    weight_OI, bias_O = made.weight.double() * made.scale[:, None].double(), made.bias.double()
+    found_TO = made.multiply_quantised(x)
+    assert found_TO.dtype == torch.bfloat16
+    assert off(found_TO, x.value_TI.double() * x.scale_T1.double() @ weight_OI.T + bias_O, made) < 6e-3
+    assert errors(made(x_TI), x_TI.double() @ weight_OI.T + bias_O, made).mean() < 4e-2
+    room_TO = torch.full_like(found_TO, torch.nan)
+    assert made.multiply_quantised(x, room_TO) is room_TO and torch.equal(room_TO, found_TO)
+    alone_TO = made.multiply_quantised(round_rows(x_TI[:1]))
+    assert off(alone_TO, found_TO[:1].double(), made) < 6e-3
 
 
 def test_a_product_that_the_library_cannot_do():
-    made, x_TK = matrix(100, 40), torch.randn(5, 100, device="cuda").bfloat16()
-    x = round_rows(x_TK)
-    expected_TN = (x.value_TK.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
-    assert off(made.multiply_quantised(x), expected_TN, made) < 6e-3
+    made, x_TI = matrix(100, 40), torch.randn(5, 100, device="cuda").bfloat16()
+    x = round_rows(x_TI)
+    expected_TO = (x.value_TI.double() * x.scale_T1.double()) @ (made.weight.double() * made.scale[:, None].double()).T
+    assert off(made.multiply_quantised(x), expected_TO, made) < 6e-3
 
 
 @pytest.mark.parametrize("load", ["random", "grown", "files"])
@@ -154,6 +152,6 @@ def test_fp8_solves_as_many_problems():
 
 
 def test_rounding_on_the_gpu_is_that_on_the_cpu():
-    weight_NK = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1))
-    for one, other in zip(quantise(weight_NK), quantise(weight_NK.cuda())):
+    weight_OI = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1))
+    for one, other in zip(quantise(weight_OI), quantise(weight_OI.cuda())):
         assert torch.equal(one.float(), other.float().cpu())

@@ -1,6 +1,4 @@
-"""Prompts on a GPU: flashinfer's attention against the reference, and the fused pass against the decoder's own pass.
-
-Axes: R rows, T new tokens, J key/value heads, H query heads, D head dimension, L positions of a table."""
+"""Prompts on a GPU: flashinfer's attention against the reference, and the fused pass against the decoder's own pass."""
 
 from __future__ import annotations
 
@@ -218,8 +216,8 @@ def _hidden(worker: ModelWorker, parts: list[tuple[int, int]]) -> Tensor:
     """Return hidden states after the last token of each row. `parts`: (positions held, new tokens); row r has the pages
     from 1 + 4096 r on."""
     starts_R, counts_R = (np.array(column, dtype=np.int32) for column in zip(*parts))
-    pages_X = np.concatenate([1 + 4096 * r + np.arange(held + new) for r, (held, new) in enumerate(parts)]).astype(
+    pages_B = np.concatenate([1 + 4096 * r + np.arange(held + new) for r, (held, new) in enumerate(parts)]).astype(
         np.int32
     )
     tokens_T = np.concatenate([(np.arange(held, held + new) * 7 + r) % 300 for r, (held, new) in enumerate(parts)])
-    return worker._forward(PromptBatch(pages_X, starts_R, counts_R, tokens_T), np.cumsum(counts_R) - 1)
+    return worker._forward(PromptBatch(pages_B, starts_R, counts_R, tokens_T), np.cumsum(counts_R) - 1)

@@ -1,7 +1,5 @@
 """The warp-specialised prefix kernel against a float64 reference of one query at a time, and against the kernel for any
-GPU.
-
-Axes: as in `tests.attention.packed`."""
+GPU."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     plan, places = made.plan, len(made.plan.arrays.slot_A)
     ids_M = torch.arange(vocab) * 2 if has_head else None
     coupling = Coupling(plan.arrays.exponent_A, plan.target_distribution.temperature_R, plan.arrays.seed_A, ids_M)
-    kept_BV, one_R, long_R = torch.zeros(5, vocab), torch.ones(places), torch.zeros(places, dtype=torch.int64)
+    kept_RV, one_R, long_R = torch.zeros(5, vocab), torch.ones(places), torch.zeros(places, dtype=torch.int64)
     distribution = DistributionSpec(one_R, long_R + 35, one_R, one_R * 0, one_R, Processors.TEMPERATURE)
     if cut:
         distribution = distribution._replace(active=distribution.active | Processors.TOP_K)
@@ -203,12 +203,12 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     logits_RV = torch.from_numpy(np.random.default_rng(0).normal(size=(places, vocab))).to(dtype)
     mask_RW = torch.zeros(places, vocab // 16 + 1, dtype=torch.int32)
     apply_mask(logits_RV, mask_RW, vocab, ids_M, fails=not cut)
-    for kept in (None, kept_BV):
+    for kept in (None, kept_RV):
         TritonOps().sampling(vocab).propose_candidates(
-            logits_RV, distribution, 0.2, keys, has_rest=True, coupling=coupling, kept_BV=kept
+            logits_RV, distribution, 0.2, keys, has_rest=True, coupling=coupling, kept_RV=kept
         )
     choice = choice_of(made)
-    TritonOps().observe_draws(made.state, plan, made.tree(), choice, kept_BV, coupling)
+    TritonOps().observe_draws(made.state, plan, made.tree(), choice, kept_RV, coupling)
     nodes, grown = InnerNodes.allocate(made.slots, made.k, vocab, CPU), grown_rows(made)
     TritonOps().keep_nodes(nodes, made.state, plan, grown, choice)
     for ahead in (True, False):
@@ -263,21 +263,21 @@ def int4_passes() -> None:
         *built.tables(), built.start_R, built.count_R, *built.groups(), queries=case.queries, contexts=Contexts.SHORT
     )
     forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
-    x_TK = torch.zeros(64, 256, dtype=torch.bfloat16)
+    x_TI = torch.zeros(64, 256, dtype=torch.bfloat16)
     for group, with_zeros in ((32, 16), (64, 1), (128, 64)):
         for tokens in (1, 16, 64):
             matrix = Linear(256, 256)
             matrix.to_int4(Int4Format(group, tokens == with_zeros, "F16"))
-            linear_int4(x_TK[:tokens], matrix, 1, pdl=True)
-        linear_int4(x_TK.half(), matrix, pdl=True)
-        gate_up_int4(x_TK, matrix, pdl=True)
+            linear_int4(x_TI[:tokens], matrix, 1, pdl=True)
+        linear_int4(x_TI.half(), matrix, pdl=True)
+        gate_up_int4(x_TI, matrix, pdl=True)
         widened(matrix, slice(0, 256), torch.bfloat16)
     for chosen, zeros in ((2, True), (1, False)):
         config = tiny_config("mixtral", hidden_size=256, intermediate_size=256, experts_per_token=chosen)
         made = Experts(config).bfloat16()
         made.gate_up.to_int4(Int4Format(64, zeros, "BF16"))
         made.down.to_int4(Int4Format(64, zeros, "BF16"))
-        experts(made, x_TK, pdl=True)
+        experts(made, x_TI, pdl=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Random rounds of all kinds, with the special cases that a round may contain: dead and ended particles, NaN, particles
-without weight, padding. A seed gives the same round on every device.
-
-Axes: see smc/round/__init__.py; V vocabulary, C candidate tokens of a batch index."""
+without weight, padding. A seed gives the same round on every device."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ class Round:
         )
         slot_A = np.concatenate((rng.permutation(self.slots)[: self.used], np.full(self.padding, self.slots)))
         kinds = rng.choice(sorted(self.kinds), len(self.sizes))
-        chain_C = np.flatnonzero(
+        chain_P = np.flatnonzero(
             np.array([*kinds, Decoding.INDEPENDENT])[np.minimum(group_A, len(kinds))] == Decoding.REJECTION
         )
         arrays = RoundArrays(
@@ -105,11 +103,11 @@ class Round:
             shared_G=padded([0] * len(self.sizes)),
             threshold_G=self.here(rng.choice([0.0, 0.5, 1.0], groups)),
             decoding_G=padded(kinds, int(Decoding.INDEPENDENT)),
-            chain_C=self.here(chain_C),
-            distribution_C=self.here(chain_C),
+            chain_P=self.here(chain_P),
+            distribution_P=self.here(chain_P),
             scheme_G=padded(rng.integers(0, 5, len(self.sizes))),
             target_pages_AQ=self.here(rng.integers(1, 999, (self.places, self.q)).astype(np.int32)),
-            begin_pages_AP=self.here(np.zeros((self.places, 1), np.int32)),
+            begin_pages_AQ=self.here(np.zeros((self.places, 1), np.int32)),
             branch_pages_XB=self.here(np.zeros((self.places * self.f, self.k - 1), np.int32)),
         )
         kind = RoundKind(Contexts.SHORT, self.kinds)

@@ -70,4 +70,4 @@ def test_rounds_look_at_as_many_tokens_as_an_entry_has():
     biases = LogitBiases(len(MACHINES) + 1, VOCAB, torch.device("cpu"))
     for entry, machine in enumerate(MACHINES, 1):
         biases.set(entry, machine)
-        assert int(biases.tables.count_E[entry]) <= width_of(machine)
+        assert int(biases.tables.count_Z[entry]) <= width_of(machine)

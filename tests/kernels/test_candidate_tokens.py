@@ -1,7 +1,5 @@
 """Candidate tokens of rows against the torch distributions: tokens, log-probabilities, share of the rest, and the token
-that stands for the rest.
-
-Axes: R rows, V vocabulary, C candidate tokens."""
+that stands for the rest."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def made(
     """Run the kernel and return its candidates on the CPU."""
     key, on_device = keys(len(logits_RV)), spec.to(DEVICE)
     cut = truncate(logits_RV, vocab, on_device, share) if spec.active & Processors.TRUNCATION else None
-    random = (key.seed_R, key.round_R, key.stream_RD[:, 0], key.position_R, int(key.purpose))
+    random = (key.seed_R, key.round_R, key.stream_RF[:, 0], key.position_R, int(key.purpose))
     offers = propose_candidates(logits_RV, vocab, on_device.temperature_R, *random, cut, block=block)
     return CandidateTokens(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
 
@@ -69,7 +67,7 @@ def assert_offers(
     rest_R1 = rest_RV.logsumexp(-1, keepdim=True)
     torch.testing.assert_close(offers.share_RC[:, most], rest_R1[:, 0], **tolerance)
     key = keys(rows, torch.device("cpu"))
-    columns = (key.seed_R[:, None], key.round_R[:, None], key.stream_RD, key.position_R[:, None])
+    columns = (key.seed_R[:, None], key.round_R[:, None], key.stream_RF, key.position_R[:, None])
     word0_R1, word1_R1, _, _ = (
         torch.from_numpy(word) for word in words(*(column.numpy() for column in columns), key.purpose)
     )

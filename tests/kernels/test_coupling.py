@@ -1,7 +1,5 @@
 """Kernels of coupled drafting against torch: candidate tokens, and the statistics of the target's draws from which the
-exponent is fitted.
-
-Axes: R rows, V vocabulary, M columns of a draft head, A batch indices."""
+exponent is fitted."""
 
 from __future__ import annotations
 
@@ -69,16 +67,16 @@ def test_candidate_tokens_are_the_torch_ones(shape, cut, has_head):
         sampling = ops.head_sampling(head, device) if has_head else ops.sampling(vocab)
         of = moved(coupling) if isinstance(ops, TritonOps) else coupling
         of = of._replace(ids_M=sampling.ids_M)
-        kept_BV = torch.zeros(2 * width, vocab, device=device)
+        kept_RV = torch.zeros(2 * width, vocab, device=device)
         spec, key = (moved(distribution), moved(keys)) if isinstance(ops, TritonOps) else (distribution, keys)
         candidates = sampling.propose_candidates(
-            logits_RV.to(device), spec, 0.2, key, has_rest=True, coupling=of, kept_BV=kept_BV
+            logits_RV.to(device), spec, 0.2, key, has_rest=True, coupling=of, kept_RV=kept_RV
         )
-        found.append((candidates, kept_BV.cpu()))
+        found.append((candidates, kept_RV.cpu()))
     (one, kept_one), (other, kept_other) = found
     is_coupled_R = (coupling.exponent_A > 0).repeat_interleave(width)
-    is_finite_BV = torch.isfinite(kept_one)
-    shift_B1 = (kept_other - kept_one).where(is_finite_BV, torch.zeros(())).amax(-1, keepdim=True)
+    is_finite_RV = torch.isfinite(kept_one)
+    shift_B1 = (kept_other - kept_one).where(is_finite_RV, torch.zeros(())).amax(-1, keepdim=True)
     torch.testing.assert_close(kept_other, kept_one + shift_B1, atol=1e-4, rtol=1e-4)
     # The last candidate stands for the rest; coupled rows ignore it.
     if dtype is torch.float32:  # without noise, equal logits in bfloat16 have equal scores
@@ -114,13 +112,13 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
             tree, choice = made.tree(), choice_of(made)
             ids_M = torch.arange(0, VOCAB, 2, device=device) if has_head else None
             columns = VOCAB if ids_M is None else len(ids_M)
-            kept_BV = made.here(made.rng.normal(size=(5, columns)).astype(np.float32))
-            kept_BV[:, :: 2 + seed] = -torch.inf
+            kept_RV = made.here(made.rng.normal(size=(5, columns)).astype(np.float32))
+            kept_RV[:, :: 2 + seed] = -torch.inf
             coupling = Coupling(
                 made.plan.arrays.exponent_A, made.plan.target_distribution.temperature_R, made.plan.arrays.seed_A, ids_M
             )
             choice.cut_A[choice.cut_A <= 1] = 0
-            given = (made.state, made.plan, tree, choice, kept_BV, coupling)
+            given = (made.state, made.plan, tree, choice, kept_RV, coupling)
             found.append(torch.stack(ops.observe_draws(*given)).cpu())
         torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4, equal_nan=True)
         seen += int(torch.isfinite(found[0][:2]).all(0).sum())
@@ -131,10 +129,10 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
 def test_ranked_positions_for_all_round_lengths():
     """Whatever the length of a round, a fair share of the visited positions is ranked. Rounds of n tokens visit every
     n-th position."""
-    ranked_P = is_ranked(torch.arange(4096))
+    ranked_R = is_ranked(torch.arange(4096))
     for length in range(1, 20):
         for begin in range(length):
-            assert 0.1 < ranked_P[begin::length].float().mean() < 0.45
+            assert 0.1 < ranked_R[begin::length].float().mean() < 0.45
 
 
 def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
@@ -144,16 +142,16 @@ def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
     for seed in range(40):
         made = DraftRound(seed, frozenset({Decoding.WALK}), False, CPU, largest=6)
         plan, tree, choice = made.plan, made.tree(), choice_of(made)
-        kept_BV = made.here(made.rng.normal(size=(made.places, VOCAB)).astype(np.float32))
+        kept_RV = made.here(made.rng.normal(size=(made.places, VOCAB)).astype(np.float32))
         if seed % 2:  # like a token mask
-            kept_BV[:, ::3] = -torch.inf
+            kept_RV[:, ::3] = -torch.inf
         coupled = partial(Coupling, plan.arrays.exponent_A, plan.target_distribution.temperature_R, plan.arrays.seed_A)
         root_A = choice.ancestor_A
         position_A = made.state.end_S[plan.arrays.slot_A[root_A]]
-        score_AV = plan.arrays.exponent_A[root_A, None] * kept_BV[root_A] + coupled().noise(root_A, position_A, VOCAB)
+        score_AV = plan.arrays.exponent_A[root_A, None] * kept_RV[root_A] + coupled().noise(root_A, position_A, VOCAB)
         token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
         for ids_M in (torch.arange(VOCAB), torch.arange(0, VOCAB, 2)):
-            rank_A = observe_draws(made.state, plan, tree, choice, kept_BV[:, ids_M], coupled(ids_M)).rank_A
+            rank_A = observe_draws(made.state, plan, tree, choice, kept_RV[:, ids_M], coupled(ids_M)).rank_A
             for index in torch.isfinite(rank_A).nonzero()[:, 0].tolist():
                 score_V, token = score_AV[index], int(token_A[index])
                 is_there = token in ids_M and bool(score_V[token] > -torch.inf)

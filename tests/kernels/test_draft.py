@@ -44,14 +44,14 @@ class DraftRound(Round):
             rng.integers(1, 999, shape).astype(np.int32)
             for shape in ((self.places, pending), (self.places * self.f, self.k - 1))
         )
-        begin_AP, branch_XB = map(self.here, pages)
+        begin_AQ, branch_XB = map(self.here, pages)
         self.law = DistributionSpec(
             self.here(rng.random(self.places).astype(np.float32)),
             self.here(rng.integers(0, 9, self.places)),
             *(self.here(rng.random(self.places).astype(np.float32)) for _ in range(3)),
             Processors.TEMPERATURE | Processors.TOP_K,
         )
-        arrays = self.plan.arrays._replace(begin_pages_AP=begin_AP, branch_pages_XB=branch_XB)
+        arrays = self.plan.arrays._replace(begin_pages_AQ=begin_AQ, branch_pages_XB=branch_XB)
         self.plan = replace(self.plan, arrays=arrays, draft_distribution=self.law).sized()
 
     def shape(self, by_round: bool) -> DraftShape:
@@ -95,7 +95,7 @@ def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
         rows.shared_G,
         rows.queries,
     )
-    return of.tokens_AP, run, of.last_A, of.tree, of.first, of.later, made.state.table_SL[:-1]
+    return of.tokens_AQ, run, of.last_A, of.tree, of.first, of.later, made.state.table_SL[:-1]
 
 
 @in_both

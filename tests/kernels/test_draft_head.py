@@ -1,7 +1,5 @@
 """Conversion of a draft head's columns to tokens: the kernels against torch, and the torch code against the
-distribution that it reports.
-
-Axes: R rows, D draws per row, C candidate tokens, M columns."""
+distribution that it reports."""
 
 from __future__ import annotations
 
@@ -53,12 +51,12 @@ def test_kernels_are_the_torch_ones(share):
             logq[2][rng.random(rows) < 0.3, -1] = -np.inf
             for values in logq:
                 values[rng.random(rows) < 0.2] = np.nan
-            logq_RD, logq_RC, share_RC = (torch.from_numpy(values).to(device) for values in logq)
-            column_RD, column_RC = (
+            logq_RF, logq_RC, share_RC = (torch.from_numpy(values).to(device) for values in logq)
+            column_RF, column_RC = (
                 torch.from_numpy(rng.integers(0, 100, values.shape)).to(device) for values in logq[:2]
             )
             keys = keys_of(rng, rows, draws, device)
-            own = head._spread(column_RD.int() if device == DEVICE else column_RD, logq_RD, keys)
+            own = head._spread(column_RF.int() if device == DEVICE else column_RF, logq_RF, keys)
             keys = keys_of(rng, rows, 1, device)
             offers = CandidateTokens(column_RC, logq_RC, share_RC)
             made.append((own, *(head._spread_rest(offers, keys, has_rest) for has_rest in (True, False))))
@@ -87,11 +85,11 @@ def test_draws_follow_reported_logq(truncated, monkeypatch):
     spec = DistributionSpec.of(one_R * 0.8, (one_R * (2 if truncated else 0)).astype(np.int64), one_R, one_R * 0, one_R)
     law = spec.to(CPU)
     logits_RM = torch.tensor([[1.0, -1.0, 0.5, 0.0, 2.0, -2.0]]).expand(rows, -1).contiguous()
-    token_RD, logq_RD = sampling.propose(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
+    token_RF, logq_RF = sampling.propose(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
     offers = sampling.propose_candidates(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
-    logq_of = dict(zip(token_RD.flatten().tolist(), logq_RD.flatten().tolist()))
+    logq_of = dict(zip(token_RF.flatten().tolist(), logq_RF.flatten().tolist()))
     assert len(logq_of) == vocab + 1 and sum(map(math.exp, logq_of.values())) == pytest.approx(1, abs=1e-5)
-    own_V = token_RD.flatten().bincount(minlength=vocab + 1) / rows
+    own_V = token_RF.flatten().bincount(minlength=vocab + 1) / rows
     offered = offers.token_RC[0, :-1].tolist()
     rest_V = offers.token_RC[:, -1].bincount(minlength=vocab + 1) / rows
     rest = sum(math.exp(logq) for token, logq in logq_of.items() if token not in offered)

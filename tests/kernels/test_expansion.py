@@ -1,7 +1,6 @@
-"""Kernels that choose continuations, roots to keep, and the block that agrees longest with the target, against torch.
-
-Axes: R source rows, C candidate tokens of a row, X chosen rows, A batch indices, G groups, N batch indices of a group,
-Q tokens of a block."""
+"""Kernels that choose continuations, roots to keep, and the block that agrees longest with the target, against
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The kernels of mixture-of-experts layers equal the reference for any number of tokens, experts and features."""
+"""The kernels of mixture-of-experts layers equal the reference for any number of tokens, experts and features.
+
+Local axes: Z experts."""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_only_chosen_experts_are_read():
     made.router.weight[:2] = 100 * x_TE.sign().mean(0)
     x_TE = x_TE.abs() * made.router.weight[0].sign()
     expected_TE = experts(made, x_TE).sum(0)
-    assert made.choose(x_TE).expert_TC.unique().tolist() == [0, 1]
+    assert made.choose(x_TE).expert_TP.unique().tolist() == [0, 1]
     for matrix in (made.gate_up, made.down):
         matrix.scale.view(len(matrix.scale), 4, -1)[:, 2:] = torch.nan
     assert torch.equal(experts(made, x_TE).sum(0), expected_TE)
@@ -85,10 +87,10 @@ def test_only_chosen_experts_are_read():
 
 def test_choice_of_extreme_logits():
     """Among equal logits the first experts are chosen; one logit may exceed all others by far."""
-    logits_TX = torch.tensor([[0.0, 0.0, 0.0], [-1e5, 1e5, 0.0], [-1e30, -1e30, -1e30]], device=DEVICE)
-    found = choose(logits_TX, 2, True)
-    assert found.expert_TC.tolist() == [[0, 1], [1, 0], [0, 1]]
-    torch.testing.assert_close(found.weight_TC.cpu(), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.5, 0.5]]))
+    logits_TZ = torch.tensor([[0.0, 0.0, 0.0], [-1e5, 1e5, 0.0], [-1e30, -1e30, -1e30]], device=DEVICE)
+    found = choose(logits_TZ, 2, True)
+    assert found.expert_TP.tolist() == [[0, 1], [1, 0], [0, 1]]
+    torch.testing.assert_close(found.weight_TP.cpu(), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.5, 0.5]]))
 
 
 def test_prompts_of_a_gpu_take_one_product_of_all_experts():
@@ -97,6 +99,6 @@ def test_prompts_of_a_gpu_take_one_product_of_all_experts():
     made = module(num_experts=6, experts_per_token=2, intermediate_size=16).bfloat16()
     x_TE = torch.randn(40, 32, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
     choice = made.choose(x_TE)
-    choice = choice._replace(expert_TC=torch.where(choice.expert_TC == 3, 4, choice.expert_TC))
+    choice = choice._replace(expert_TP=torch.where(choice.expert_TP == 3, 4, choice.expert_TP))
     expected_TE = made.expert_by_expert(x_TE, choice)
     torch.testing.assert_close(made.grouped(x_TE, choice), expected_TE, atol=0.05, rtol=0.05)

@@ -1,7 +1,7 @@
 """Every kernel that normalises a distribution against torch and against the slow reference: logits far from 0, all
 tokens but one forbidden, equal logits, vocabularies of one entry, of one block, and of one entry more.
 
-Axes: R rows, V vocabulary, D draws, F extra tokens."""
+Local axes: Y more tokens of a row that are scored."""
 
 from __future__ import annotations
 
@@ -78,18 +78,18 @@ def assert_draws_are_of(
         np.full(rows, 9),
     )
     temperature_R, *on_device = (to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
-    token_RD, logq_RD, _ = sampling.draw(
+    token_RF, logq_RF, _ = sampling.draw(
         logits_RV, vocab, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=BLOCK
     )
-    token_RD = token_RD.cpu().long()
-    word0_RD, word1_RD, _, _ = words(*(array.reshape(rows, -1) for array in keys), Purpose.PROPOSAL)
-    race_RDV = (
-        exponentials(torch.from_numpy(word0_RD), torch.from_numpy(word1_RD), vocab) / log_law_RV.float().exp()[:, None]
+    token_RF = token_RF.cpu().long()
+    word0_RF, word1_RF, _, _ = words(*(array.reshape(rows, -1) for array in keys), Purpose.PROPOSAL)
+    race_RFV = (
+        exponentials(torch.from_numpy(word0_RF), torch.from_numpy(word1_RF), vocab) / log_law_RV.float().exp()[:, None]
     )
-    won_RD = race_RDV.gather(2, token_RD[..., None])[..., 0]
-    assert (won_RD <= race_RDV.amin(-1) * (1 + 1e-5 + 2 * slack)).all()
+    won_RF = race_RFV.gather(2, token_RF[..., None])[..., 0]
+    assert (won_RF <= race_RFV.amin(-1) * (1 + 1e-5 + 2 * slack)).all()
     torch.testing.assert_close(
-        logq_RD.cpu().double(), log_law_RV.gather(1, token_RD), atol=TOLERANCE + slack, rtol=TOLERANCE
+        logq_RF.cpu().double(), log_law_RV.gather(1, token_RF), atol=TOLERANCE + slack, rtol=TOLERANCE
     )
 
 
@@ -98,10 +98,10 @@ def scored(logits_RV: torch.Tensor, spec: distributions.DistributionSpec, cut: C
     tokens."""
     rows, vocab = logits_RV.shape
     last_R = torch.full((rows,), vocab - 1, dtype=torch.int32, device=DEVICE)
-    other_RF = torch.arange(vocab - 1, dtype=torch.int32, device=DEVICE).expand(rows, -1) if vocab > 1 else None
+    other_RY = torch.arange(vocab - 1, dtype=torch.int32, device=DEVICE).expand(rows, -1) if vocab > 1 else None
     temperature_R = to_device(spec.temperature_R, DEVICE)
-    logp_R, logp_RF = sampling.score(logits_RV, vocab, temperature_R, last_R, other_RF, cut, block=BLOCK)
-    return torch.cat(([] if logp_RF is None else [logp_RF]) + [logp_R[:, None]], dim=1).cpu()
+    logp_R, logp_RY = sampling.score(logits_RV, vocab, temperature_R, last_R, other_RY, cut, block=BLOCK)
+    return torch.cat(([] if logp_RY is None else [logp_RY]) + [logp_R[:, None]], dim=1).cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

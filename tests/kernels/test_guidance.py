@@ -1,4 +1,6 @@
-"""Kernels of guidance against torch."""
+"""Kernels of guidance against torch.
+
+Local axes: Y unconditional rows."""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ def test_guided_logits_are_those_of_the_torch_one(dtype, shape):
     rows, in any order. Where a row has no scale, NaN in its unconditional row does no harm."""
     torch.manual_seed(shape[1])
     tokens, width = shape
-    own_TV, unconditional_XV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
+    own_TV, unconditional_YV = (torch.randn(2, tokens, width + 5) * 30).to(dtype)[..., :width]
     scale_T, of_T = torch.tensor([1.0, 1.5, 1000.0, 7.5, 1.0])[:tokens], torch.tensor([0, 1, 2, 1, 0])[:tokens]
-    own_TV[-1, 0], unconditional_XV[0] = -1e5, torch.nan
-    expected_TV = Sampling(width).guide(own_TV, unconditional_XV, of_T, scale_T)
-    here = [values.to(DEVICE) for values in (unconditional_XV[:3], of_T, scale_T)]
+    own_TV[-1, 0], unconditional_YV[0] = -1e5, torch.nan
+    expected_TV = Sampling(width).guide(own_TV, unconditional_YV, of_T, scale_T)
+    here = [values.to(DEVICE) for values in (unconditional_YV[:3], of_T, scale_T)]
     found_TV = sampling.guide(own_TV.to(DEVICE), *here, block=1024)
     assert found_TV.dtype == torch.float32 and not found_TV.isnan().any()
     assert torch.equal(found_TV.cpu(), expected_TV)

@@ -1,4 +1,6 @@
-"""Kernels that keep inner nodes of a block and grow rows from them, against torch. See tests/kernels/rounds.py."""
+"""Kernels that keep inner nodes of a block and grow rows from them, against torch. See tests/kernels/rounds.py.
+
+Local axes: P nodes from which rows may begin."""
 
 from __future__ import annotations
 
@@ -78,22 +80,22 @@ def test_nodes_are_the_torch_ones(kinds):
             candidates, rows, bounds = ops.with_inner_nodes(
                 nodes, made.plan, begun, CandidateTokens(token_AC, shares_AC, shares_AC)
             )
-            has_mass_HC = candidates.share_RC > -torch.inf
-            seen += int(has_mass_HC.sum())
+            has_mass_PC = candidates.share_RC > -torch.inf
+            seen += int(has_mass_PC.sum())
             slots = made.plan.arrays.slot_A
             # Of a candidate without a share, and of a node without candidates, no other field is compared.
-            is_there_H = has_mass_HC.any(-1) | (rows.cut_X == 0)
+            is_there_P = has_mass_PC.any(-1) | (rows.cut_X == 0)
             # All padding writes to the dummy slot.
-            is_there_H = is_there_H & (slots < made.slots).repeat_interleave(made.k)
-            has_mass_HC = has_mass_HC & is_there_H[:, None]
+            is_there_P = is_there_P & (slots < made.slots).repeat_interleave(made.k)
+            has_mass_PC = has_mass_PC & is_there_P[:, None]
             kept.append(
                 (
-                    candidates.share_RC.masked_fill(~has_mass_HC, -torch.inf),
-                    candidates.logq_RC.masked_fill(~has_mass_HC, 0),
-                    candidates.token_RC.masked_fill(~has_mass_HC, 0),
+                    candidates.share_RC.masked_fill(~has_mass_PC, -torch.inf),
+                    candidates.logq_RC.masked_fill(~has_mass_PC, 0),
+                    candidates.token_RC.masked_fill(~has_mass_PC, 0),
                     *(
-                        values_H.masked_fill(~is_there_H, 0)
-                        for values_H in (rows.root_X, rows.alive_X, rows.ended_X, rows.text_X, rows.mass_X, rows.cut_X)
+                        values_P.masked_fill(~is_there_P, 0)
+                        for values_P in (rows.root_X, rows.alive_X, rows.ended_X, rows.text_X, rows.mass_X, rows.cut_X)
                     ),
                     *(bound.long() for bound in bounds),
                     nodes.count_S[slots[slots < made.slots]],
@@ -187,10 +189,10 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
             alive = [a for a in range(first, first + size) if choice.alive_A[a]]
             paths = {tuple(tokens_AK[a, : d + 1].tolist()) for a in alive for d in range(int(choice.count_A[a]))}
             found = [
-                (*tokens_AK[a, : d + 1].tolist(), int(nodes.token_SDC[slot_A[a], d, c]))
+                (*tokens_AK[a, : d + 1].tolist(), int(nodes.token_SKC[slot_A[a], d, c]))
                 for a in range(first, first + size)
                 for d in range(made.k - 1)
-                for c in (nodes.share_SDC[slot_A[a], d] > -torch.inf).nonzero()[:, 0].tolist()
+                for c in (nodes.share_SKC[slot_A[a], d] > -torch.inf).nonzero()[:, 0].tolist()
             ]
             assert len(set(found)) == len(found) and not paths & set(found)
             # Every node of a row that continues has outcomes, because each row has as many candidates as there are

@@ -1,6 +1,4 @@
-"""Products with int4 weights against products with the widened matrix.
-
-Axes: T tokens, K inputs, N outputs."""
+"""Products with int4 weights against products with the widened matrix."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ def matrix_of(device, outputs: int, inputs: int, group: int, zeros: bool, bias: 
     matrix = Linear(inputs, outputs, bias).requires_grad_(False)
     matrix.to_int4(Int4Format(group, zeros, "F16"))
     matrix.weight.random_(-(1 << 31), 1 << 31, generator=generator)
-    size_N = torch.logspace(-2, 1, outputs)
-    matrix.scale.copy_((0.5 + torch.rand(matrix.scale.shape, generator=generator)) * size_N / inputs**0.5)
+    size_O = torch.logspace(-2, 1, outputs)
+    matrix.scale.copy_((0.5 + torch.rand(matrix.scale.shape, generator=generator)) * size_O / inputs**0.5)
     if matrix.zero is not None:
         matrix.zero.random_(0, 16, generator=generator)
     if bias:
@@ -35,8 +33,8 @@ def matrix_of(device, outputs: int, inputs: int, group: int, zeros: bool, bias: 
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert that the error of every output, over all tokens, is at most 1e-2 of that output's norm."""
-    error_N, size_N = (found.float() - expected).norm(dim=0), expected.norm(dim=0)
-    assert (error_N <= 1e-2 * size_N).all(), (error_N / size_N).max()
+    error_O, size_O = (found.float() - expected).norm(dim=0), expected.norm(dim=0)
+    assert (error_O <= 1e-2 * size_O).all(), (error_O / size_O).max()
 
 
 @pytest.mark.parametrize(
@@ -45,19 +43,19 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 )
 def test_linear(device, tokens, group, zeros, splits, outputs):
     matrix = matrix_of(device, outputs, 512, group, zeros, bias=True)
-    x_TK = torch.randn(tokens, 512, device=device).to(KIND)
-    values_NK = matrix.values(slice(0, outputs), torch.float32)
-    expected_TN = F.linear(x_TK.float(), values_NK, matrix.bias.float())
-    out = linear_int4(x_TK, matrix, splits, torch.float32)
+    x_TI = torch.randn(tokens, 512, device=device).to(KIND)
+    values_OI = matrix.values(slice(0, outputs), torch.float32)
+    expected_TO = F.linear(x_TI.float(), values_OI, matrix.bias.float())
+    out = linear_int4(x_TI, matrix, splits, torch.float32)
     if out.dim() == 3:
         assert out.dtype == torch.float32 and out.shape[0] == (
             splits or choose_int4(tokens, outputs, 512, group, zeros=zeros).splits
         )
-        near(reduce(out, torch.empty_like(out[0], dtype=KIND)), expected_TN)
-        torch.testing.assert_close(out.sum(0), expected_TN, atol=1e-3, rtol=1e-3)
+        near(reduce(out, torch.empty_like(out[0], dtype=KIND)), expected_TO)
+        torch.testing.assert_close(out.sum(0), expected_TO, atol=1e-3, rtol=1e-3)
     else:
-        torch.testing.assert_close(out, expected_TN, atol=1e-3, rtol=1e-3)
-        near(linear_int4(x_TK, matrix, splits), expected_TN)
+        torch.testing.assert_close(out, expected_TO, atol=1e-3, rtol=1e-3)
+        near(linear_int4(x_TI, matrix, splits), expected_TO)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +64,10 @@ def test_linear(device, tokens, group, zeros, splits, outputs):
 )
 def test_gate_up(device, tokens, inner, zeros, gelu):
     matrix = matrix_of(device, 2 * inner, 256, 64, zeros)
-    x_TK = torch.randn(tokens, 256, device=device).to(KIND)
-    gate, up = (x_TK.float() @ matrix.values(slice(0, 2 * inner), torch.float32).T).chunk(2, -1)
+    x_TI = torch.randn(tokens, 256, device=device).to(KIND)
+    gate, up = (x_TI.float() @ matrix.values(slice(0, 2 * inner), torch.float32).T).chunk(2, -1)
     expected_TI = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
-    found_TI = gate_up_int4(x_TK, matrix, gelu, torch.float32)
+    found_TI = gate_up_int4(x_TI, matrix, gelu, torch.float32)
     torch.testing.assert_close(found_TI, expected_TI, atol=2e-3, rtol=2e-3)
 
 
@@ -81,19 +79,19 @@ def test_weights_are_widened(device, zeros, dtype):
     for rows in (slice(0, 200), slice(70, 135)):
         assert torch.equal(widened(matrix, rows, dtype), matrix.values(rows, dtype))
     matrix.bias = torch.nn.Parameter(matrix.bias.to(dtype), requires_grad=False)
-    x_TK = torch.randn(70, 384, device=device).to(dtype)
-    expected_TN = F.linear(x_TK.float(), matrix.values(slice(0, 200), torch.float32), matrix.bias.float())
-    near(multiply_widened(x_TK, matrix), expected_TN)
-    out_TN = x_TK.new_empty(70, 200)
-    assert multiply_widened(x_TK, matrix, out_TN) is out_TN
-    near(out_TN, expected_TN)
+    x_TI = torch.randn(70, 384, device=device).to(dtype)
+    expected_TO = F.linear(x_TI.float(), matrix.values(slice(0, 200), torch.float32), matrix.bias.float())
+    near(multiply_widened(x_TI, matrix), expected_TO)
+    out_TO = x_TI.new_empty(70, 200)
+    assert multiply_widened(x_TI, matrix, out_TO) is out_TO
+    near(out_TO, expected_TO)
 
 
 def test_widening_in_pieces(device, monkeypatch):
     monkeypatch.setattr("smc.kernels.int4._WIDENED", 64 * 128)
-    matrix, x_TK = matrix_of(device, 200, 128, 64, True), torch.randn(5, 128, device=device)
-    expected_TN = x_TK @ matrix.values(slice(0, 200), torch.float32).T
-    torch.testing.assert_close(multiply_widened(x_TK, matrix), expected_TN, atol=1e-4, rtol=1e-4)
+    matrix, x_TI = matrix_of(device, 200, 128, 64, True), torch.randn(5, 128, device=device)
+    expected_TO = x_TI @ matrix.values(slice(0, 200), torch.float32).T
+    torch.testing.assert_close(multiply_widened(x_TI, matrix), expected_TO, atol=1e-4, rtol=1e-4)
 
 
 def test_every_code_and_zero_point_is_exact(device):
@@ -102,12 +100,12 @@ def test_every_code_and_zero_point_is_exact(device):
     matrix.to_int4(Int4Format(32, True, "F32"))
     matrix.scale.fill_(1.0)
     matrix.zero.copy_((torch.arange(256, device=device) // 16)[None])
-    code_N = torch.arange(256, device=device) % 16
-    word_N = sum(code_N.long() << (4 * i) for i in range(8))
-    matrix.weight.copy_(torch.where(word_N >= 1 << 31, word_N - (1 << 32), word_N).int()[None, :, None])
-    expected_N = (code_N - torch.arange(256, device=device) // 16).float()
-    found_TN = linear_int4(torch.eye(32, device=device).to(KIND), matrix, 1, torch.float32)
-    assert torch.equal(found_TN, expected_N.expand(32, -1))
+    code_O = torch.arange(256, device=device) % 16
+    word_O = sum(code_O.long() << (4 * i) for i in range(8))
+    matrix.weight.copy_(torch.where(word_O >= 1 << 31, word_O - (1 << 32), word_O).int()[None, :, None])
+    expected_O = (code_O - torch.arange(256, device=device) // 16).float()
+    found_TO = linear_int4(torch.eye(32, device=device).to(KIND), matrix, 1, torch.float32)
+    assert torch.equal(found_TO, expected_O.expand(32, -1))
 
 
 @pytest.mark.parametrize(

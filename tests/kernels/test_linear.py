@@ -1,6 +1,6 @@
 """Products of few rows against torch, for every tiling.
 
-Axes: T tokens, K inputs, N outputs, S splits."""
+Local axes: P splits of the inputs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ close_rounded = partial(torch.testing.assert_close, atol=1e-2, rtol=1e-2)
 
 
 def operands(device, tokens: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x_TK = torch.randn(tokens, inputs, device=device).to(KIND)
-    return x_TK, (torch.randn(outputs, inputs, device=device) / inputs**0.5).to(KIND)
+    x_TI = torch.randn(tokens, inputs, device=device).to(KIND)
+    return x_TI, (torch.randn(outputs, inputs, device=device) / inputs**0.5).to(KIND)
 
 
 @pytest.mark.parametrize(
@@ -33,54 +33,54 @@ def operands(device, tokens: int, outputs: int, inputs: int) -> tuple[torch.Tens
     [(1, 1, 64), (8, 1, 200), (33, 2, 64), (64, 2, 200), (1, 4, 200), (64, 4, 64), (8, None, 64), (33, None, 200)],
 )
 def test_linear(device, tokens, splits, outputs):
-    x_TK, weight_NK = operands(device, tokens, outputs, 512)
-    out = linear(x_TK, weight_NK, splits=splits)
-    expected_TN = x_TK.float() @ weight_NK.float().T
+    x_TI, weight_OI = operands(device, tokens, outputs, 512)
+    out = linear(x_TI, weight_OI, splits=splits)
+    expected_TO = x_TI.float() @ weight_OI.float().T
     if out.dim() == 3:
         assert out.dtype == torch.float32 and out.shape[0] == (splits or choose(tokens, outputs, 512).splits)
-        close(out.sum(0), expected_TN)
-        close_rounded(reduce(out, torch.empty_like(out[0], dtype=KIND)), expected_TN.to(KIND))
+        close(out.sum(0), expected_TO)
+        close_rounded(reduce(out, torch.empty_like(out[0], dtype=KIND)), expected_TO.to(KIND))
     else:
         assert splits == 1
-        close_rounded(out, expected_TN.to(KIND))
+        close_rounded(out, expected_TO.to(KIND))
 
 
 def test_partials_are_those_of_their_inputs(device):
-    x_TK, weight_NK = operands(device, 8, 64, 256)
-    parts_STN = linear(x_TK, weight_NK, splits=4, block_k=64)
-    for part_TN, x, weight in zip(parts_STN, x_TK.chunk(4, 1), weight_NK.chunk(4, 1)):
-        close(part_TN, x.float() @ weight.float().T)
+    x_TI, weight_OI = operands(device, 8, 64, 256)
+    parts_PTO = linear(x_TI, weight_OI, splits=4, block_k=64)
+    for part_TO, x, weight in zip(parts_PTO, x_TI.chunk(4, 1), weight_OI.chunk(4, 1)):
+        close(part_TO, x.float() @ weight.float().T)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_bias_is_added_once(device, splits):
-    x_TK, weight_NK = operands(device, 3, 96, 128)
-    bias_N = torch.randn(96, device=device).to(KIND)
-    out = linear(x_TK, weight_NK, splits=splits, bias_N=bias_N, block_k=64, dtype=torch.float32)
-    total_TN = out if splits == 1 else out.sum(0)
-    close(total_TN, F.linear(x_TK.float(), weight_NK.float(), bias_N.float()))
+    x_TI, weight_OI = operands(device, 3, 96, 128)
+    bias_O = torch.randn(96, device=device).to(KIND)
+    out = linear(x_TI, weight_OI, splits=splits, bias_O=bias_O, block_k=64, dtype=torch.float32)
+    total_TO = out if splits == 1 else out.sum(0)
+    close(total_TO, F.linear(x_TI.float(), weight_OI.float(), bias_O.float()))
 
 
 def test_rows_of_a_wider_matrix(device):
-    x_TK, weight_NK = operands(device, 4, 64, 128)
-    wide = torch.cat((x_TK, torch.full_like(x_TK, torch.nan)), 1)
-    close(linear(wide[:, :128], weight_NK, splits=1), linear(x_TK, weight_NK, splits=1))
+    x_TI, weight_OI = operands(device, 4, 64, 128)
+    wide = torch.cat((x_TI, torch.full_like(x_TI, torch.nan)), 1)
+    close(linear(wide[:, :128], weight_OI, splits=1), linear(x_TI, weight_OI, splits=1))
 
 
 @pytest.mark.parametrize(
     ("tokens", "inner", "block_n"), [(1, 64, 64), (8, 72, 64), (8, 64, 128), (64, 72, 128), (1, 72, 128), (64, 64, 64)]
 )
 def test_gate_up_silu(device, tokens, inner, block_n):
-    x_TK, weight = operands(device, tokens, 2 * inner, 256)
-    gate, up = (x_TK.float() @ weight.float().T).chunk(2, -1)
-    act_TI = gate_up_silu(x_TK, weight, block_n=block_n)
+    x_TI, weight = operands(device, tokens, 2 * inner, 256)
+    gate, up = (x_TI.float() @ weight.float().T).chunk(2, -1)
+    act_TI = gate_up_silu(x_TI, weight, block_n=block_n)
     close_rounded(act_TI, (F.silu(gate) * up).to(KIND))
 
 
-def usual(x: QuantisedRows, weight8_NK: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
-    """Return the expected size of products [T, N] of unrelated vectors with these norms."""
-    row_T, row_N = x.value_TK.float().norm(dim=1), weight8_NK.float().norm(dim=1)
-    return (row_T[:, None] * x.scale_T1) * (row_N * scale_N) / weight8_NK.shape[1] ** 0.5
+def usual(x: QuantisedRows, weight8_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
+    """Return the expected size of products [T, O] of unrelated vectors with these norms."""
+    row_T, row_O = x.value_TI.float().norm(dim=1), weight8_OI.float().norm(dim=1)
+    return (row_T[:, None] * x.scale_T1) * (row_O * scale_O) / weight8_OI.shape[1] ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -100,30 +100,30 @@ def usual(x: QuantisedRows, weight8_NK: torch.Tensor, scale_N: torch.Tensor) -> 
 )
 def test_fp8(device, tokens, outputs, inputs, splits):
     """Weights and tokens of very different sizes; a row of zeros in each; a bias."""
-    x_TK, weight_NK = operands(device, tokens, outputs, inputs)
-    weight_NK[0] = 0.0
-    weight8_NK, scale_N = quantise(weight_NK * torch.logspace(-3, 3, outputs, device=device)[:, None])
+    x_TI, weight_OI = operands(device, tokens, outputs, inputs)
+    weight_OI[0] = 0.0
+    weight8_OI, scale_O = quantise(weight_OI * torch.logspace(-3, 3, outputs, device=device)[:, None])
     x = quantise_rows(
-        x_TK
+        x_TI
         * torch.logspace(2, -2, tokens, device=device)[:, None]
         * (torch.arange(tokens, device=device) != 1)[:, None]
     )
-    bias_N = torch.randn(outputs, device=device).to(KIND)
-    out = linear(x, weight8_NK, splits, bias_N, torch.float32, scale_N=scale_N)
-    total_TN = out if out.dim() == 2 else out.sum(0)
-    expected_TN = x.value_TK.float() @ weight8_NK.float().T * x.scale_T1 * scale_N + bias_N.float()
+    bias_O = torch.randn(outputs, device=device).to(KIND)
+    out = linear(x, weight8_OI, splits, bias_O, torch.float32, scale_O=scale_O)
+    total_TO = out if out.dim() == 2 else out.sum(0)
+    expected_TO = x.value_TI.float() @ weight8_OI.float().T * x.scale_T1 * scale_O + bias_O.float()
     # Tensor cores keep about 14 bits of a sum of FP8 products.
-    bound_TN = (1e-5 if device.type == "cpu" else 2e-2) * usual(x, weight8_NK, scale_N) + 1e-5 * bias_N.float().abs()
-    assert ((total_TN - expected_TN).abs() <= bound_TN).all()
+    bound_TO = (1e-5 if device.type == "cpu" else 2e-2) * usual(x, weight8_OI, scale_O) + 1e-5 * bias_O.float().abs()
+    assert ((total_TO - expected_TO).abs() <= bound_TO).all()
 
 
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (40, 72), (96, 64), (200, 72)])
 def test_fp8_gate_up_silu(device, tokens, inner):
     """Every row of the gate and of the up matrix has its own scale."""
-    x_TK, weight = operands(device, tokens, 2 * inner, 256)
+    x_TI, weight = operands(device, tokens, 2 * inner, 256)
     weight8, scale = quantise(weight * torch.logspace(-1, 1, 2 * inner, device=device).flip(0)[:, None])
-    x = quantise_rows(x_TK)
-    gate, up = (x.value_TK.float() @ weight8.float().T * x.scale_T1 * scale).chunk(2, -1)
+    x = quantise_rows(x_TI)
+    gate, up = (x.value_TI.float() @ weight8.float().T * x.scale_T1 * scale).chunk(2, -1)
     found_TI = gate_up_silu(x, weight8, scale=scale)
     assert found_TI.dtype == torch.bfloat16
     torch.testing.assert_close(found_TI.float(), F.silu(gate) * up, atol=3e-2, rtol=1e-2)
@@ -132,13 +132,13 @@ def test_fp8_gate_up_silu(device, tokens, inner):
 @pytest.mark.parametrize("of_weights", [True, False])
 def test_every_fp8_number_is_read_as_it_is(device, of_weights):
     """Multiplies all 256 FP8 numbers, except the two NaN, by the unit matrix."""
-    number_K = torch.arange(256, dtype=torch.uint8, device=device).view(FP8)
-    number_K = torch.where(number_K.float().isnan(), 0.0, number_K.float()).to(FP8)
-    numbers_KK, unit_KK = number_K.expand(16, -1).contiguous(), torch.eye(256, device=device)[64:128].to(FP8)
-    weight, x = (numbers_KK, unit_KK) if of_weights else (unit_KK, numbers_KK)
+    number_I = torch.arange(256, dtype=torch.uint8, device=device).view(FP8)
+    number_I = torch.where(number_I.float().isnan(), 0.0, number_I.float()).to(FP8)
+    numbers_II, unit_II = number_I.expand(16, -1).contiguous(), torch.eye(256, device=device)[64:128].to(FP8)
+    weight, x = (numbers_II, unit_II) if of_weights else (unit_II, numbers_II)
     ones = torch.ones(len(x), 1, device=device), torch.ones(len(weight), device=device)
-    found = linear(QuantisedRows(x, ones[0]), weight, 1, dtype=torch.float32, scale_N=ones[1])
-    expected = number_K[64:128].float()[:, None].expand(-1, 16)
+    found = linear(QuantisedRows(x, ones[0]), weight, 1, dtype=torch.float32, scale_O=ones[1])
+    expected = number_I[64:128].float()[:, None].expand(-1, 16)
     assert torch.equal(found, expected if of_weights else expected.T)
 
 
@@ -204,17 +204,17 @@ def test_warm_up_covers_tilings_of_unconditional_rows(fp8):
 
 
 def test_what_does_not_divide_is_refused(device):
-    x_TK, weight_NK = operands(device, 2, 64, 96)
+    x_TI, weight_OI = operands(device, 2, 64, 96)
     with pytest.raises(ValueError, match="must divide K=96"):
-        linear(x_TK, weight_NK, splits=5)
+        linear(x_TI, weight_OI, splits=5)
     with pytest.raises(ValueError, match="must divide K=48"):
-        linear(quantise_rows(x_TK[:, :48]), quantise(weight_NK[:, :48])[0], scale_N=torch.ones(64, device=device))
+        linear(quantise_rows(x_TI[:, :48]), quantise(weight_OI[:, :48])[0], scale_O=torch.ones(64, device=device))
     with pytest.raises(ValueError, match="weight"):
-        linear(x_TK, weight_NK.T)
+        linear(x_TI, weight_OI.T)
 
 
 def test_gate_up_gelu(device):
-    x_TK, weight = torch.randn(5, 64, device=device).bfloat16(), torch.randn(80, 64, device=device).bfloat16() / 8
-    gate, up = (x_TK.float() @ weight.float().T).chunk(2, -1)
-    found_TI = gate_up_silu(x_TK, weight, gelu=True, dtype=torch.float32)
+    x_TI, weight = torch.randn(5, 64, device=device).bfloat16(), torch.randn(80, 64, device=device).bfloat16() / 8
+    gate, up = (x_TI.float() @ weight.float().T).chunk(2, -1)
+    found_TI = gate_up_silu(x_TI, weight, gelu=True, dtype=torch.float32)
     torch.testing.assert_close(found_TI, F.gelu(gate, approximate="tanh") * up, atol=1e-3, rtol=1e-3)

@@ -1,6 +1,4 @@
-"""Residual add, RMSNorm and gated activation against torch.
-
-Axes: T tokens, E features, I inner features, S splits."""
+"""Residual add, RMSNorm and gated activation against torch."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def test_add_norm_fp8_equals_rounding_after_norm(device, features, splits):
         add_norm_rounded(other_TE, parts, weight_E, 1e-5),
     )
     assert torch.equal(other_TE, x_TE)
-    assert torch.equal(found.value_TK.float(), expected.value_TK.float()) and torch.equal(
+    assert torch.equal(found.value_TI.float(), expected.value_TI.float()) and torch.equal(
         found.scale_T1, expected.scale_T1
     )
 

@@ -1,5 +1,7 @@
 """Kernels of rejection sampling against torch, with extreme inputs: the chains' distributions, and the target's
-verdict."""
+verdict.
+
+Local axes: P chains."""
 
 from __future__ import annotations
 
@@ -47,11 +49,11 @@ def said(
     asked = lay_out(
         made.state, made.here(made.floats(made.slots + 1, made.q)), made.plan, None if lookahead else made.drafted()
     )
-    rng, count = np.random.default_rng(seed), len(made.plan.arrays.chain_C)
-    logp_CQV, logq_CLV = laws(rng, (count, made.q), vocab), laws(rng, (count, made.q - 1), vocab)
+    rng, count = np.random.default_rng(seed), len(made.plan.arrays.chain_P)
+    logp_PQV, logq_PKV = laws(rng, (count, made.q), vocab), laws(rng, (count, made.q - 1), vocab)
     if alike:
-        logq_CLV = logp_CQV[:, :-1].clone()
-    return ops.verify_chains(made.plan, asked, logp_CQV.to(device), logq_CLV.to(device), chain_groups(made.plan))
+        logq_PKV = logp_PQV[:, :-1].clone()
+    return ops.verify_chains(made.plan, asked, logp_PQV.to(device), logq_PKV.to(device), chain_groups(made.plan))
 
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])

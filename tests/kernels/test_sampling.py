@@ -1,6 +1,6 @@
 """Draws and scores against the torch distributions: equal keys give equal tokens and log-probabilities.
 
-Axes: R rows, V vocabulary, D draws, F extra tokens."""
+Local axes: Y more tokens of a row that are scored."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ def to(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
 def reference(
     logits_RV: torch.Tensor, temperature_R: torch.Tensor, key: tuple, purpose: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return tokens, their log-probabilities and the race keys [R, D, V], by the torch distributions."""
-    seed_R, round_R, stream_RD, position_R = key
-    bits = words(seed_R[:, None], round_R[:, None], stream_RD, position_R[:, None], purpose)
-    w0_RD, w1_RD = to(logits_RV.device, bits[0], bits[1])
+    """Return tokens, their log-probabilities and the race keys [R, F, V], by the torch distributions."""
+    seed_R, round_R, stream_RF, position_R = key
+    bits = words(seed_R[:, None], round_R[:, None], stream_RF, position_R[:, None], purpose)
+    w0_RF, w1_RF = to(logits_RV.device, bits[0], bits[1])
     neutral_R = np.zeros(len(seed_R))
     spec = distributions.DistributionSpec.of(
         temperature_R.cpu().numpy(), neutral_R, neutral_R + 1, neutral_R, neutral_R + 1
     )
     logq_RV = distributions.Distributions(spec, logits_RV.device).target(logits_RV.float())
-    variate_RDV = exponentials(w0_RD, w1_RD, logits_RV.shape[-1])
-    token_RD = distributions.draw(logq_RV, variate_RDV)
-    return token_RD, logq_RV.gather(1, token_RD), variate_RDV / logq_RV.exp()[:, None]
+    variate_RFV = exponentials(w0_RF, w1_RF, logits_RV.shape[-1])
+    token_RF = distributions.draw(logq_RV, variate_RFV)
+    return token_RF, logq_RV.gather(1, token_RF), variate_RFV / logq_RV.exp()[:, None]
 
 
 def assert_same_draws(logits_RV, vocab, temperature_R, key, **options) -> None:
     """Tokens must be equal, unless two race keys are within 1e-6 of each other; where tokens are equal,
     log-probabilities must be too."""
-    token_RD, logq_RD, lse_R = sampling.draw(
+    token_RF, logq_RF, lse_R = sampling.draw(
         logits_RV, vocab, temperature_R, *to(logits_RV.device, *key), purpose=Purpose.PROPOSAL, **options
     )
     law_RV = logits_RV[:, :vocab]
-    expected_RD, expected_logq_RD, race_RDV = reference(law_RV, temperature_R, key, Purpose.PROPOSAL)
-    same_RD = token_RD == expected_RD
-    won_RD, lowest_RD = race_RDV.gather(2, token_RD.long()[..., None])[..., 0], race_RDV.amin(-1)
-    assert ((won_RD / lowest_RD)[~same_RD] < 1 + 1e-6).all()
-    assert (~same_RD).sum() <= 1
-    torch.testing.assert_close(logq_RD[same_RD], expected_logq_RD[same_RD], atol=1e-5, rtol=0)
+    expected_RF, expected_logq_RF, race_RFV = reference(law_RV, temperature_R, key, Purpose.PROPOSAL)
+    same_RF = token_RF == expected_RF
+    won_RF, lowest_RF = race_RFV.gather(2, token_RF.long()[..., None])[..., 0], race_RFV.amin(-1)
+    assert ((won_RF / lowest_RF)[~same_RF] < 1 + 1e-6).all()
+    assert (~same_RF).sum() <= 1
+    torch.testing.assert_close(logq_RF[same_RF], expected_logq_RF[same_RF], atol=1e-5, rtol=0)
     scale_R1 = torch.where(temperature_R == 0, 1.0, temperature_R)[:, None]
     torch.testing.assert_close(lse_R, (law_RV.float() / scale_R1).logsumexp(-1), atol=1e-5, rtol=1e-6)
 
@@ -99,9 +99,9 @@ def test_greedy_takes_the_first_of_equal_logits(device):
     logits_RV[2, 699] = 2.0
     logits_RV[3] = -1e30
     zeros = torch.zeros(4, device=device)
-    token_RD, logq_RD, _ = sampling.draw(logits_RV, 700, zeros, *to(device, *keys(4, 2)), purpose=1, block=256)
-    assert token_RD.tolist() == [[0, 0], [300, 300], [699, 699], [0, 0]]
-    assert (logq_RD == 0).all()
+    token_RF, logq_RF, _ = sampling.draw(logits_RV, 700, zeros, *to(device, *keys(4, 2)), purpose=1, block=256)
+    assert token_RF.tolist() == [[0, 0], [300, 300], [699, 699], [0, 0]]
+    assert (logq_RF == 0).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -111,9 +111,9 @@ def test_rows_without_a_law_give_nan(device, bad, temperature):
     logits_RV[1] = bad
     logits_RV[2, 300] = bad if bad != -torch.inf else torch.nan
     temperature_R = torch.full((3,), temperature, device=device)
-    token_RD, logq_RD, _ = sampling.draw(logits_RV, 700, temperature_R, *to(device, *keys(3, 2)), purpose=1, block=256)
-    assert logq_RD[0].isfinite().all() and logq_RD[1:].isnan().all()
-    assert ((token_RD >= 0) & (token_RD < 700)).all()
+    token_RF, logq_RF, _ = sampling.draw(logits_RV, 700, temperature_R, *to(device, *keys(3, 2)), purpose=1, block=256)
+    assert logq_RF[0].isfinite().all() and logq_RF[1:].isnan().all()
+    assert ((token_RF >= 0) & (token_RF < 700)).all()
     logp_T, _ = sampling.score(
         logits_RV, 700, temperature_R, torch.zeros(3, dtype=torch.int32, device=device), block=256
     )
@@ -123,17 +123,17 @@ def test_rows_without_a_law_give_nan(device, bad, temperature):
 def test_draws_follow_the_law(device):
     """Chi-square test with 39 degrees of freedom; its 1e-6 quantile is 100. The seed is fixed."""
     logits_V = torch.randn(40, generator=torch.Generator().manual_seed(3)).to(device)
-    stream_RD = np.arange(32 * 8).reshape(8, 32)
+    stream_RF = np.arange(32 * 8).reshape(8, 32)
     constant = np.full(8, 5)
-    token_RD, _, _ = sampling.draw(
+    token_RF, _, _ = sampling.draw(
         logits_V.expand(8, 40),
         40,
         torch.ones(8, device=device),
-        *to(device, constant, constant, stream_RD, constant),
+        *to(device, constant, constant, stream_RF, constant),
         purpose=2,
     )
-    expected_V = logits_V.softmax(0).cpu() * stream_RD.size
-    counts_V = torch.bincount(token_RD.flatten().cpu(), minlength=40)
+    expected_V = logits_V.softmax(0).cpu() * stream_RF.size
+    counts_V = torch.bincount(token_RF.flatten().cpu(), minlength=40)
     assert ((counts_V - expected_V).square() / expected_V).sum() < 100
 
 
@@ -144,20 +144,20 @@ def test_scores_equal_log_softmax(device, dtype, extra):
     logits_TV = (torch.randn(rows, 1100, device=device) * 4).to(dtype)
     temperature_T = torch.tensor([1.0, 0.6, 0.0], device=device).repeat(4)
     label_T = torch.randint(0, vocab, (rows,), device=device, dtype=torch.int32)
-    extra_TF = torch.randint(0, vocab, (rows, extra), device=device, dtype=torch.int32)
+    extra_TY = torch.randint(0, vocab, (rows, extra), device=device, dtype=torch.int32)
     best_T = logits_TV[:, :vocab].float().argmax(-1).int()
     label_T[2], label_T[3] = best_T[2], -1
-    logp_T, extra_logp_TF = sampling.score(
-        logits_TV, vocab, temperature_T, label_T, extra_TF if extra else None, block=256
+    logp_T, extra_logp_TY = sampling.score(
+        logits_TV, vocab, temperature_T, label_T, extra_TY if extra else None, block=256
     )
     neutral = np.zeros(rows)
     spec = distributions.DistributionSpec.of(temperature_T.cpu().numpy(), neutral, neutral + 1, neutral, neutral + 1)
     expected_TV = distributions.Distributions(spec, device).target(logits_TV[:, :vocab].float())
     expected_T = torch.where(label_T < 0, 0.0, expected_TV.gather(1, label_T.clamp(min=0).long()[:, None])[:, 0])
     torch.testing.assert_close(logp_T, expected_T, atol=1e-5, rtol=0)
-    assert (extra_logp_TF is None) == (extra == 0)
+    assert (extra_logp_TY is None) == (extra == 0)
     if extra:
-        torch.testing.assert_close(extra_logp_TF, expected_TV.gather(1, extra_TF.long()), atol=1e-5, rtol=0)
+        torch.testing.assert_close(extra_logp_TY, expected_TV.gather(1, extra_TY.long()), atol=1e-5, rtol=0)
 
 
 def test_unusable_logits_are_refused(device):

@@ -1,6 +1,4 @@
-"""The kernel that selects candidates against torch.
-
-Axes: A batch indices, G groups, N particles, F branches."""
+"""The kernel that selects candidates against torch."""
 
 from __future__ import annotations
 

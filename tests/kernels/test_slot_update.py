@@ -84,8 +84,8 @@ def test_tokens_of_a_slice_are_kept():
             made.drafted()
             choice, a = choice_of(made), made.places
             end_A, pending_A, text_A = (made.here(made.rng.integers(1, 30, a)) for _ in range(3))
-            tokens_AW = made.here(made.rng.integers(0, VOCAB, (a, 2)))[:, :1]
-            next_ = NextSequences(end_A, tokens_AW, pending_A, text_A)
+            tokens_AQ = made.here(made.rng.integers(0, VOCAB, (a, 2)))[:, :1]
+            next_ = NextSequences(end_A, tokens_AQ, pending_A, text_A)
             ops.advance(made.state, made.plan.arrays.slot_A, choice, next_)
             kept.append(contents(made.state))
         assert_equal(kept[1], kept[0])

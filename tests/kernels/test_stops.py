@@ -1,6 +1,4 @@
-"""The kernel that advances answers and detects their end, against torch.
-
-Axes: A batch indices, K tokens."""
+"""The kernel that advances answers and detects their end, against torch."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ def draw(generator: np.random.Generator, entries: int, places: int, k: int, wild
     """Random entries, states, tokens, room and numbers of early tokens. States lie anywhere in the machines; a share
     `wild` of the tokens does not exist."""
     entry_A = generator.integers(0, entries, places)
-    states_A = np.array([2, *(2 if m.next_XB is None else len(m.next_XB) for m in MACHINES)])[entry_A]
+    states_A = np.array([2, *(2 if m.next_YP is None else len(m.next_YP) for m in MACHINES)])[entry_A]
     text_A = np.where(generator.random(places) < 0.3, generator.integers(0, states_A), START)
     tokens_AK = generator.integers(0, VOCAB, (places, k))
     tokens_AK = np.where(generator.random((places, k)) < wild, generator.choice(NO_TOKENS, (places, k)), tokens_AK)
@@ -170,7 +168,7 @@ def test_nothing_is_read_beyond_the_vocabulary(device, vocab):
     """Data after the end of the tables would end every answer: bytes of tokens outside the vocabulary, and stop tokens
     of further entries."""
     tables = tables_on(device, [StopMachine.of([], [b"a"]), StopMachine.of(range(vocab), [])], vocab)
-    size = len(tables.data_B)
+    size = len(tables.data_P)
     more_V = torch.tensor([0, size] * 8, dtype=torch.int32, device=device)
     tables = tables._replace(offset_V=torch.cat((tables.offset_V, more_V))[: len(TOKENS) + 1])
     for token in range(len(TOKENS), len(TOKENS) + 8):

@@ -1,7 +1,5 @@
 """Truncation by top-k, top-p and min-p: scores and draws after a cut, against the slow reference and the torch
-distributions.
-
-Axes: R rows, V vocabulary, D draws."""
+distributions."""
 
 from __future__ import annotations
 
@@ -172,12 +170,12 @@ def test_draws_equal_those_from_the_torch_laws():
     )
     temperature_R, *on_device = (to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
     cut = cut_of(logits_RV, spec, 0.3, block=64)
-    token_RD, logq_RD, _ = sampling.draw(logits_RV, 150, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
+    token_RF, logq_RF, _ = sampling.draw(logits_RV, 150, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
     word0, word1, _, _ = words(*(array.reshape(len(MIXED), -1) for array in keys), Purpose.PROPOSAL)
     expected_RV = distributions.Distributions(spec).proposal(logits_RV.cpu(), 0.3)
-    expected_RD = distributions.draw(expected_RV, exponentials(torch.from_numpy(word0), torch.from_numpy(word1), 150))
-    assert torch.equal(token_RD.cpu().long(), expected_RD)
-    torch.testing.assert_close(logq_RD.cpu(), expected_RV.gather(1, expected_RD), atol=1e-5, rtol=0)
+    expected_RF = distributions.draw(expected_RV, exponentials(torch.from_numpy(word0), torch.from_numpy(word1), 150))
+    assert torch.equal(token_RF.cpu().long(), expected_RF)
+    torch.testing.assert_close(logq_RF.cpu(), expected_RV.gather(1, expected_RF), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])

@@ -192,7 +192,7 @@ def test_a_group_joins(drawn, shared, stopping):
 
     join = SequenceHandoff(
         slots_N=ints(n),
-        pages_XL=ints(1 if shared else n, 7),
+        pages_RL=ints(1 if shared else n, 7),
         base=5,
         limit=99,
         least=7,
@@ -208,12 +208,12 @@ def test_a_group_joins(drawn, shared, stopping):
         machine=StopMachine.of([7, 2**17], [b"ab", "ü".encode()], ((1, -0.7), (2**17, 100.0)) if shared else ())
         if stopping
         else None,
-        tokens_XL=ints(1 if shared else n, 7) if stopping else None,
+        tokens_RL=ints(1 if shared else n, 7) if stopping else None,
     )
     found = received(join)
     assert equal(found, join)
     if stopping:
-        assert np.array_equal(found.machine.next_XB, join.machine.next_XB)
+        assert np.array_equal(found.machine.next_YP, join.machine.next_YP)
 
 
 @examples
@@ -229,7 +229,7 @@ def test_a_round(drawn, flag, contexts, f, b):
         of_A=ints(a),
         **{name: ints(q) - 2**30 for name in ("index_U", "slot_U", "shift_U", "group_U")},
         **{name: ints(q, dtype=np.int32) for name in ("first_U", "size_U", "shared_U")},
-        pages_UW=ints(q, b, dtype=np.int32),
+        pages_UB=ints(q, b, dtype=np.int32),
     )
     constrained = ConstrainedRows(ints(a, dtype=np.int32), ints(a), rng.random(a) < 0.5) if rng.random() < 0.5 else None
     of_group = {
@@ -254,11 +254,11 @@ def test_a_round(drawn, flag, contexts, f, b):
         alpha_A=rng.random(a),
         exponent_A=rng.random(a, dtype=np.float32),
         **of_group,
-        chain_C=ints(q if flag else 0),
-        distribution_C=ints(q if flag else 0),
+        chain_P=ints(q if flag else 0),
+        distribution_P=ints(q if flag else 0),
         threshold_G=rng.random(a),
         target_pages_AQ=ints(a, 0 if flag else q, dtype=np.int32),
-        begin_pages_AP=ints(a, 1 + flag, dtype=np.int32),
+        begin_pages_AQ=ints(a, 1 + flag, dtype=np.int32),
         branch_pages_XB=ints(a * f, b, dtype=np.int32),
     )
     plan = RoundPlan(
@@ -308,7 +308,7 @@ def test_round_result(drawn, w, raw):
 def test_arrays_can_be_written_to():
     """With a read-only view of the message torch would warn, and in-place writes would fail."""
     numbers = np.arange(3, dtype=np.int32)
-    pages = received(PromptBatch(numbers, numbers, numbers, numbers.astype(np.int64))).pages_X
+    pages = received(PromptBatch(numbers, numbers, numbers, numbers.astype(np.int64))).pages_B
     pages[0] = 5
     assert pages.tolist() == [5, 1, 2] and numbers[0] == 0
 

@@ -34,10 +34,10 @@ def state(allocator: PageAllocator) -> tuple:
 
 def chained(allocator: PageAllocator, length: int, parent: int = DUMMY_PAGE) -> np.ndarray:
     """A chain of new pages below `parent`; its last page is held once."""
-    pages_T = allocator.allocate(length)
-    allocator.chain(parent, pages_T)
-    allocator.hold(pages_T[-1:])
-    return pages_T
+    pages_B = allocator.allocate(length)
+    allocator.chain(parent, pages_B)
+    allocator.hold(pages_B[-1:])
+    return pages_B
 
 
 class Model:
@@ -124,17 +124,17 @@ class Ledger(RuleBasedStateMachine):
         allocated = [*self.model.loose, *self.allocator.allocate(min(wanted, self.allocator.num_free)).tolist()]
         rows = self.branches(data, ancestors, list(allocated))
         width = max((len(row) for row in rows), default=0)
-        paths_NW = np.array([row + [0] * (width - len(row)) for row in rows], dtype=np.int32).reshape(len(rows), width)
-        new_N = self.allocator.grow(ints(*ancestors), paths_NW, ints(*(len(row) for row in rows)))
-        assert new_N.dtype == np.int32
-        assert new_N.tolist() == [row[-1] if row else head for row, head in zip(rows, ancestors)]
-        self.allocator.hold(new_N)
+        paths_RB = np.array([row + [0] * (width - len(row)) for row in rows], dtype=np.int32).reshape(len(rows), width)
+        new_R = self.allocator.grow(ints(*ancestors), paths_RB, ints(*(len(row) for row in rows)))
+        assert new_R.dtype == np.int32
+        assert new_R.tolist() == [row[-1] if row else head for row, head in zip(rows, ancestors)]
+        self.allocator.hold(new_R)
         self.allocator.release(ints(*old))
-        self.allocator.settle(allocated, paths_NW)
+        self.allocator.settle(allocated, paths_RB)
         for row, head in zip(rows, ancestors):
             self.model.parent.update(zip(row, [head, *row]))
         self.model.loose = []
-        self.model.heads.update(new_N.tolist())
+        self.model.heads.update(new_R.tolist())
         self.model.heads.subtract(old)
         self.model.sweep()
 
@@ -198,33 +198,33 @@ def test_capacity_is_checked():
 
 def test_shared_branches_are_one_child():
     allocator = PageAllocator(20)
-    prompt_T = chained(allocator, 4)
-    head = int(prompt_T[-1])
+    prompt_B = chained(allocator, 4)
+    head = int(prompt_B[-1])
     a, b, c, d, unused = allocator.allocate(5).tolist()
-    paths_NW = np.array([[a, b, 0], [a, b, c], [a, d, unused]], dtype=np.int32)
-    new_N = allocator.grow(ints(head, head, head), paths_NW, ints(2, 3, 2))
-    assert new_N.tolist() == [b, c, d]
-    allocator.hold(new_N)
+    paths_RB = np.array([[a, b, 0], [a, b, c], [a, d, unused]], dtype=np.int32)
+    new_R = allocator.grow(ints(head, head, head), paths_RB, ints(2, 3, 2))
+    assert new_R.tolist() == [b, c, d]
+    allocator.hold(new_R)
     allocator.release(ints(head))
-    allocator.settle(ints(a, b, c, d, unused), new_N.tolist() + [a])
+    allocator.settle(ints(a, b, c, d, unused), new_R.tolist() + [a])
     allocator.check()
     assert allocator.num_held == 8
     allocator.release(ints(b, c))
     allocator.check()
     assert allocator.num_held == 6
-    assert allocator.path(d, 6).tolist() == [*prompt_T.tolist(), a, d]
+    assert allocator.path(d, 6).tolist() == [*prompt_B.tolist(), a, d]
     allocator.release(ints(d))
     assert allocator.num_free == 20
 
 
 def test_a_row_without_new_pages_keeps_its_head():
     allocator = PageAllocator(3)
-    head_N = chained(allocator, 2)[-1:]
-    new_N = allocator.grow(head_N, np.zeros((1, 0), dtype=np.int32), ints(0))
-    allocator.hold(new_N)
-    allocator.release(head_N)
+    head_R = chained(allocator, 2)[-1:]
+    new_R = allocator.grow(head_R, np.zeros((1, 0), dtype=np.int32), ints(0))
+    allocator.hold(new_R)
+    allocator.release(head_R)
     allocator.check()
-    assert new_N.tolist() == head_N.tolist()
+    assert new_R.tolist() == head_R.tolist()
     assert allocator.num_held == 2
 
 
@@ -235,8 +235,8 @@ def misuses():
 
     def consistent(*rows, heads=None):
         def grow(allocator, held, loose):
-            paths_NW = np.array([[loose[i] for i in row] for row in rows])
-            allocator.grow(heads or [held[-1]] * len(rows), paths_NW, np.full(len(rows), paths_NW.shape[1]))
+            paths_RB = np.array([[loose[i] for i in row] for row in rows])
+            allocator.grow(heads or [held[-1]] * len(rows), paths_RB, np.full(len(rows), paths_RB.shape[1]))
 
         return grow
 
@@ -269,10 +269,10 @@ def misuses():
 @pytest.mark.parametrize("what", misuses())
 def test_misuse_is_caught(what):
     allocator = PageAllocator(12)
-    held_T = chained(allocator, 4)
-    loose_T = allocator.allocate(3)
+    held_B = chained(allocator, 4)
+    loose_B = allocator.allocate(3)
     with pytest.raises(AssertionError):
-        misuses()[what](allocator, held_T, loose_T)
+        misuses()[what](allocator, held_B, loose_B)
 
 
 def test_check_finds_broken_books():
@@ -298,15 +298,15 @@ def test_many_particles_share_a_past():
     """64 particles end one after another, in random order; the shared past is freed with the last of them."""
     rng = np.random.default_rng(0)
     allocator = PageAllocator(4096)
-    prompt_T = chained(allocator, 1000)
-    heads_N = np.repeat(prompt_T[-1], 64)
-    allocator.hold(heads_N)
-    allocator.release(prompt_T[-1:])
+    prompt_B = chained(allocator, 1000)
+    heads_R = np.repeat(prompt_B[-1], 64)
+    allocator.hold(heads_R)
+    allocator.release(prompt_B[-1:])
     for _ in range(3):
-        heads_N = one_round(allocator, heads_N, allocator.allocate(64 * 5).reshape(64, 5))
+        heads_R = one_round(allocator, heads_R, allocator.allocate(64 * 5).reshape(64, 5))
     for left, n in enumerate(rng.permutation(64)):
         assert allocator.num_held == 1000 + 15 * (64 - left)
-        allocator.release(heads_N[n : n + 1])
+        allocator.release(heads_R[n : n + 1])
         allocator.check()
     assert allocator.num_free == 4096
 
@@ -336,20 +336,20 @@ def test_a_long_chain_goes_at_once():
     allocator.free(rng.permutation(allocator.allocate(4096)))
     fastest = np.inf
     for _ in range(5):
-        tip_N = chained(allocator, 2048)[-1:]
+        tip_R = chained(allocator, 2048)[-1:]
         start = time.perf_counter()
-        allocator.release(tip_N)
+        allocator.release(tip_R)
         fastest = min(fastest, time.perf_counter() - start)
     assert allocator.num_free == 4096
     assert fastest < 0.020
 
 
-def one_round(allocator: PageAllocator, heads_N: np.ndarray, paths_NW: np.ndarray) -> np.ndarray:
-    new_N = allocator.grow(heads_N, paths_NW, np.full(len(heads_N), paths_NW.shape[1]))
-    allocator.hold(new_N)
-    allocator.release(heads_N)
-    allocator.settle(paths_NW.ravel(), paths_NW)
-    return new_N
+def one_round(allocator: PageAllocator, heads_R: np.ndarray, paths_RB: np.ndarray) -> np.ndarray:
+    new_R = allocator.grow(heads_R, paths_RB, np.full(len(heads_R), paths_RB.shape[1]))
+    allocator.hold(new_R)
+    allocator.release(heads_R)
+    allocator.settle(paths_RB.ravel(), paths_RB)
+    return new_R
 
 
 def test_rounds_of_a_population_conserve_pages():
@@ -359,25 +359,25 @@ def test_rounds_of_a_population_conserve_pages():
     allocator = PageAllocator(20_000)
     requests, particles, width = 24, 8, 5
     prompts = [chained(allocator, 10 + 3 * r)[-1] for r in range(requests)]
-    heads_N = np.repeat(prompts, particles)
-    allocator.hold(heads_N)
+    heads_R = np.repeat(prompts, particles)
+    allocator.hold(heads_R)
     allocator.release(prompts)
     lengths = 10 + 3 * np.repeat(np.arange(requests), particles)
     for _ in range(30):
-        allocated_NW = allocator.allocate(len(heads_N) * width).reshape(-1, width)
-        ancestor_N = np.arange(len(heads_N)) // particles * particles + rng.integers(0, particles, len(heads_N))
-        counts_N = rng.integers(0, width + 1, len(heads_N))[ancestor_N]
-        paths_NW = np.where(np.arange(width) < counts_N[:, None], allocated_NW[ancestor_N], DUMMY_PAGE)
-        new_N = allocator.grow(heads_N[ancestor_N], paths_NW, counts_N)
-        allocator.hold(new_N)
-        allocator.release(heads_N)
-        allocator.settle(allocated_NW.ravel(), paths_NW)
-        heads_N = new_N
-        lengths = lengths[ancestor_N] + counts_N
+        allocated_RB = allocator.allocate(len(heads_R) * width).reshape(-1, width)
+        ancestor_R = np.arange(len(heads_R)) // particles * particles + rng.integers(0, particles, len(heads_R))
+        counts_R = rng.integers(0, width + 1, len(heads_R))[ancestor_R]
+        paths_RB = np.where(np.arange(width) < counts_R[:, None], allocated_RB[ancestor_R], DUMMY_PAGE)
+        new_R = allocator.grow(heads_R[ancestor_R], paths_RB, counts_R)
+        allocator.hold(new_R)
+        allocator.release(heads_R)
+        allocator.settle(allocated_RB.ravel(), paths_RB)
+        heads_R = new_R
+        lengths = lengths[ancestor_R] + counts_R
         allocator.check()
-        alive = {page for head, length in zip(heads_N, lengths) for page in allocator.path(head, length).tolist()}
+        alive = {page for head, length in zip(heads_R, lengths) for page in allocator.path(head, length).tolist()}
         assert allocator.num_held == len(alive)
-    allocator.release(heads_N)
+    allocator.release(heads_R)
     allocator.check()
     assert allocator.num_free == 20_000
 
@@ -386,20 +386,20 @@ def test_grown_pages_are_counted():
     """Pages added by `grow` are counted while they are held, those of `chain` are not; `count_grown` includes or
     excludes any page of the forest."""
     allocator = PageAllocator(40)
-    prompt_T = chained(allocator, 5)
-    pages_T = allocator.allocate(6)
-    ends = allocator.grow(prompt_T[[-1, -1]], pages_T.reshape(2, 3), np.array([3, 2]))
+    prompt_B = chained(allocator, 5)
+    pages_B = allocator.allocate(6)
+    ends = allocator.grow(prompt_B[[-1, -1]], pages_B.reshape(2, 3), np.array([3, 2]))
     allocator.hold(ends)
-    allocator.settle(pages_T, [*pages_T[:5]])
+    allocator.settle(pages_B, [*pages_B[:5]])
     assert allocator.num_grown == 5
-    allocator.count_grown(prompt_T[:2], True)
-    allocator.count_grown(pages_T[:1], False)
+    allocator.count_grown(prompt_B[:2], True)
+    allocator.count_grown(pages_B[:1], False)
     allocator.count_grown([DUMMY_PAGE], True)
     assert allocator.num_grown == 6
     allocator.release(ends[1:])
     assert allocator.num_grown == 4
     allocator.check()
     with pytest.raises(AssertionError, match="counted that is not in the forest"):
-        allocator.count_grown(pages_T[3:4], True)
-    allocator.release([ends[0], prompt_T[-1]])
+        allocator.count_grown(pages_B[3:4], True)
+    allocator.release([ends[0], prompt_B[-1]])
     assert allocator.num_grown == 0 and allocator.num_free == 40

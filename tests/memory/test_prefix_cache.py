@@ -21,10 +21,10 @@ salts = st.sampled_from(["", "a"])
 
 def written(allocator: PageAllocator, count: int, parent: int = 0) -> np.ndarray:
     """Pages of a new sequence below `parent`; the last one is held once."""
-    pages_T = allocator.allocate(count)
-    allocator.chain(parent, pages_T)
-    allocator.hold(pages_T[-1:])
-    return pages_T
+    pages_B = allocator.allocate(count)
+    allocator.chain(parent, pages_B)
+    allocator.hold(pages_B[-1:])
+    return pages_B
 
 
 def match(cache: PrefixCache, tokens, salt: str = "", most: int | None = None) -> tuple[int, int]:
@@ -34,17 +34,17 @@ def match(cache: PrefixCache, tokens, salt: str = "", most: int | None = None) -
     return found, page
 
 
-def insert(cache: PrefixCache, tokens, pages_T, salt: str = "") -> None:
+def insert(cache: PrefixCache, tokens, pages_B, salt: str = "") -> None:
     """Cache every whole block of `tokens`."""
-    cache.keep(cache.keys(tokens, salt), pages_T)
+    cache.keep(cache.keys(tokens, salt), pages_B)
 
 
 def cached(cache: PrefixCache, text: list[int], salt: str = "") -> np.ndarray:
     """Run a text that is not cached yet, insert it into the cache, and end the request. Returns its pages."""
-    pages_T = written(cache.allocator, len(text))
-    insert(cache, text, pages_T, salt)
-    cache.allocator.release(pages_T[-1:])
-    return pages_T
+    pages_B = written(cache.allocator, len(text))
+    insert(cache, text, pages_B, salt)
+    cache.allocator.release(pages_B[-1:])
+    return pages_B
 
 
 class Cache(RuleBasedStateMachine):
@@ -164,12 +164,12 @@ def test_block_is_checked():
 
 def test_whole_blocks_only():
     cache = PrefixCache(PageAllocator(100))
-    pages_T = cached(cache, list(range(40)))
+    pages_B = cached(cache, list(range(40)))
     assert cache.entries == 2
     assert cache.allocator.num_held == 32
-    assert match(cache, list(range(40))) == (32, pages_T[31])
-    assert match(cache, list(range(31))) == (16, pages_T[15])
-    assert match(cache, list(range(40)), most=31) == (16, pages_T[15])
+    assert match(cache, list(range(40))) == (32, pages_B[31])
+    assert match(cache, list(range(31))) == (16, pages_B[15])
+    assert match(cache, list(range(40)), most=31) == (16, pages_B[15])
     assert match(cache, list(range(15))) == (0, 0)
     assert match(cache, list(range(40)), most=0) == (0, 0)
     assert match(cache, list(range(40)), most=-1) == (0, 0)
@@ -184,11 +184,11 @@ def test_equal_text_after_other_beginnings_differs():
 
 def test_salts_share_nothing():
     cache = PrefixCache(PageAllocator(100), 4)
-    ours_T = cached(cache, [1] * 8, "ours")
-    theirs_T = cached(cache, [1] * 8, "theirs")
+    ours_B = cached(cache, [1] * 8, "ours")
+    theirs_B = cached(cache, [1] * 8, "theirs")
     assert match(cache, [1] * 8) == (0, 0)
-    assert match(cache, [1] * 8, "ours") == (8, ours_T[-1])
-    assert match(cache, [1] * 8, "theirs") == (8, theirs_T[-1])
+    assert match(cache, [1] * 8, "ours") == (8, ours_B[-1])
+    assert match(cache, [1] * 8, "theirs") == (8, theirs_B[-1])
     assert cache.allocator.num_held == 16
 
 
@@ -224,13 +224,13 @@ def key_of(cache: PrefixCache, text: list[int]) -> bytes:
 def test_eviction_frees_nothing_that_somebody_holds():
     allocator = PageAllocator(100)
     cache = PrefixCache(allocator, 4)
-    pages_T = written(allocator, 12)
-    insert(cache, [1] * 12, pages_T)
+    pages_B = written(allocator, 12)
+    insert(cache, [1] * 12, pages_B)
     assert cache.evict(1) == 0
     assert cache.entries == 0
-    assert allocator.path(pages_T[-1], 12).tolist() == pages_T.tolist()
+    assert allocator.path(pages_B[-1], 12).tolist() == pages_B.tolist()
     allocator.check()
-    allocator.release(pages_T[-1:])
+    allocator.release(pages_B[-1:])
     assert allocator.num_free == 100
 
 
@@ -239,18 +239,18 @@ def test_computed_twice_at_once():
     stay as long as they are needed."""
     allocator = PageAllocator(100)
     cache = PrefixCache(allocator, 4)
-    first_T = written(allocator, 4)
-    second_T = written(allocator, 8)
-    insert(cache, [1] * 4, first_T)
-    insert(cache, [1] * 8, second_T)
-    allocator.release([first_T[-1], second_T[-1]])
-    assert match(cache, [1] * 4) == (4, first_T[-1])
+    first_B = written(allocator, 4)
+    second_B = written(allocator, 8)
+    insert(cache, [1] * 4, first_B)
+    insert(cache, [1] * 8, second_B)
+    allocator.release([first_B[-1], second_B[-1]])
+    assert match(cache, [1] * 4) == (4, first_B[-1])
     length, page = match(cache, [1] * 8)
-    assert (length, page) == (8, second_T[-1])
-    assert allocator.path(page, length).tolist() == second_T.tolist()
+    assert (length, page) == (8, second_B[-1])
+    assert allocator.path(page, length).tolist() == second_B.tolist()
     assert allocator.num_held == 12
     assert cache.evict(1) == 8
-    assert match(cache, [1] * 8) == (4, first_T[-1])
+    assert match(cache, [1] * 8) == (4, first_B[-1])
     cache.clear()
     allocator.check()
     assert allocator.num_free == 100
@@ -258,13 +258,13 @@ def test_computed_twice_at_once():
 
 def test_a_long_prompt_is_matched_in_time():
     cache = PrefixCache(PageAllocator(100_000))
-    text_T = np.random.default_rng(0).integers(0, 128_000, 100_000)
-    pages_T = cached(cache, text_T)
+    text_B = np.random.default_rng(0).integers(0, 128_000, 100_000)
+    pages_B = cached(cache, text_B)
     start = time.process_time()
-    assert match(cache, text_T) == (100_000, pages_T[-1])
+    assert match(cache, text_B) == (100_000, pages_B[-1])
     assert time.process_time() - start < 0.050
     assert cache.evict(500) == 512
-    assert match(cache, text_T)[0] == 100_000 - 512
+    assert match(cache, text_B)[0] == 100_000 - 512
     cache.clear()
     cache.allocator.check()
     assert cache.allocator.num_free == 100_000
@@ -274,17 +274,17 @@ def test_what_is_forgotten_is_not_found():
     """Nor are its continuations, until it is inserted again. Held pages stay, and a text with another beginning is not
     affected."""
     cache = PrefixCache(PageAllocator(100), 4)
-    held_T = written(cache.allocator, 8)
-    insert(cache, [1] * 8, held_T)
+    held_B = written(cache.allocator, 8)
+    insert(cache, [1] * 8, held_B)
     cached(cache, [2] * 8)
     cache.forget(cache.keys([1] * 4))
     assert cache.find(cache.keys([1] * 8)) == (0, 0) and cache.entries == 3
-    cache.keep(cache.keys([1] * 4), held_T[:4])
-    assert cache.find(cache.keys([1] * 8)) == (8, held_T[-1])
+    cache.keep(cache.keys([1] * 4), held_B[:4])
+    assert cache.find(cache.keys([1] * 8)) == (8, held_B[-1])
     cache.forget([*cache.keys([1] * 8), *cache.keys([3] * 4)])
     assert match(cache, [1] * 8) == (0, 0) and match(cache, [2] * 8)[0] == 8
-    assert cache.allocator.path(held_T[-1], 8).tolist() == held_T.tolist()
-    cache.allocator.release(held_T[-1:])
+    assert cache.allocator.path(held_B[-1], 8).tolist() == held_B.tolist()
+    cache.allocator.release(held_B[-1:])
     cache.clear()
     cache.allocator.check()
     assert cache.allocator.num_free == 100

@@ -44,14 +44,14 @@ KINDS = ("channel", "tensor", "static", "blocks", "fp8 tensor", "compressed bloc
 OF_FP8 = {"blocks": BLOCKS, "fp8 tensor": PER_TENSOR}
 
 
-def by_blocks(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+def by_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Return FP8 numbers, and one scale for every block of 128 x 128; the last blocks may be smaller."""
-    rows, columns = (-(-size // 128) for size in weight_NK.shape)
+    rows, columns = (-(-size // 128) for size in weight_OI.shape)
     padded = torch.zeros(rows * 128, columns * 128)
-    padded[: len(weight_NK), : weight_NK.shape[1]] = weight_NK
+    padded[: len(weight_OI), : weight_OI.shape[1]] = weight_OI
     scale = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / FP8_MAX
-    whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight_NK), : weight_NK.shape[1]]
-    return (weight_NK / whole).to(FP8), scale
+    whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight_OI), : weight_OI.shape[1]]
+    return (weight_OI / whole).to(FP8), scale
 
 
 def config_of(kind: str, **changes) -> dict:
@@ -97,5 +97,5 @@ def compress(directory: Path, kind: str, scale_dtype: torch.dtype = torch.float3
 
 def as_rows(values: Tensor) -> Tensor:
     """Return the values that a matrix has after rounding to FP8 with one scale per row."""
-    weight8_NK, scale_N = quantise(values)
-    return weight8_NK.float() * scale_N[:, None]
+    weight8_OI, scale_O = quantise(values)
+    return weight8_OI.float() * scale_O[:, None]

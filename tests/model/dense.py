@@ -16,5 +16,5 @@ def attend(layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> Tensor:
 def dense_logits(model: Decoder, tokens_T: Tensor) -> Tensor:
     """Return the logits [T, V] after every token."""
     device = tokens_T.device
-    rope_SD = RopeTable(model.config, len(tokens_T), device).table
-    return model.logits(hidden_states(model, rope_SD, tokens_T[None])[0])
+    rope_LD = RopeTable(model.config, len(tokens_T), device).table
+    return model.logits(hidden_states(model, rope_LD, tokens_T[None])[0])

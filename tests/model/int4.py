@@ -32,10 +32,10 @@ def pack_rows(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor
     return words.to(torch.int32)  # keeps the low 32 bits
 
 
-def rounded(weight_NK: Tensor, group_K: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Round weights whose inputs belong to groups. Returns codes [N, K], and scales and zero points [N, G]."""
-    groups = int(group_K.max()) + 1
-    parts = [weight_NK[:, group_K == group] for group in range(groups)]
+def rounded(weight_OI: Tensor, group_I: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Round weights whose inputs belong to groups. Returns codes [O, I], and scales and zero points [O, P]."""
+    groups = int(group_I.max()) + 1
+    parts = [weight_OI[:, group_I == group] for group in range(groups)]
     low, high = (torch.stack(each, 1) for each in zip(*(part.aminmax(dim=1) for part in parts)))
     if symmetric:
         scale, zero = torch.maximum(-low, high) / 7, torch.full_like(low, 8)
@@ -44,7 +44,7 @@ def rounded(weight_NK: Tensor, group_K: Tensor, symmetric: bool) -> tuple[Tensor
         scale = (high - low) / 15
         zero = (-low / scale).round().clamp(0, 15)
     scale = scale.half().float()
-    codes = (weight_NK / scale[:, group_K] + zero[:, group_K]).round().clamp(0, 15)
+    codes = (weight_OI / scale[:, group_I] + zero[:, group_I]).round().clamp(0, 15)
     return codes.int(), scale, zero.int()
 
 
@@ -115,18 +115,18 @@ def to_int4(
         if not is_matrix(name) or (group > 0 and inputs % group):
             stored[name] = weight
             continue
-        group_K = torch.arange(inputs) // (group if group > 0 else inputs)
+        group_I = torch.arange(inputs) // (group if group > 0 else inputs)
         if act_order:
-            group_K = group_K[torch.randperm(inputs, generator=generator)]
-        codes, scale, zero = rounded(weight.float(), group_K, symmetric)
+            group_I = group_I[torch.randperm(inputs, generator=generator)]
+        codes, scale, zero = rounded(weight.float(), group_I, symmetric)
         base = name.removesuffix("weight")
         for part, tensor in stored_as(layout, codes, scale, zero, symmetric).items():
             stored[base + part] = (tensor.to(scale_dtype) if tensor.is_floating_point() else tensor).contiguous()
         if layout.startswith("gptq"):
-            stored[f"{base}g_idx"] = group_K.int()
+            stored[f"{base}g_idx"] = group_I.int()
         elif act_order:
-            stored[f"{base}weight_g_idx"] = group_K.int()
-        values[name] = (codes - zero[:, group_K]) * scale.to(scale_dtype).float()[:, group_K]
+            stored[f"{base}weight_g_idx"] = group_I.int()
+        values[name] = (codes - zero[:, group_I]) * scale.to(scale_dtype).float()[:, group_I]
     save_file(stored, file, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     quantisation = {"quantization_config": config_of(layout, group, symmetric, act_order)}

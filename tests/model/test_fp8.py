@@ -60,14 +60,14 @@ def numbers_of(model: Decoder, block: WeightSlice) -> Tensor:
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
 def test_error_of_rounding(size):
-    weight_NK = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * size
-    weight_NK[3] = 0.0
-    weight_NK[4, 5] = 1e4 * size
-    weight8_NK, scale_N = quantise(weight_NK)
-    found_NK = weight8_NK.float() * scale_N[:, None]
-    bound_NK = torch.maximum(weight_NK.abs() / 16, scale_N[:, None] * 2**-10) * (1 + 1e-5)
-    assert ((found_NK - weight_NK).abs() <= bound_NK).all()
-    assert not found_NK[3].any() and (weight8_NK.float().abs().amax(1) == FP8_MAX).sum() == 49
+    weight_OI = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * size
+    weight_OI[3] = 0.0
+    weight_OI[4, 5] = 1e4 * size
+    weight8_OI, scale_O = quantise(weight_OI)
+    found_OI = weight8_OI.float() * scale_O[:, None]
+    bound_OI = torch.maximum(weight_OI.abs() / 16, scale_O[:, None] * 2**-10) * (1 + 1e-5)
+    assert ((found_OI - weight_OI).abs() <= bound_OI).all()
+    assert not found_OI[3].any() and (weight8_OI.float().abs().amax(1) == FP8_MAX).sum() == 49
 
 
 def test_pieces_are_all_rows_once():
@@ -77,16 +77,16 @@ def test_pieces_are_all_rows_once():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_product_is_that_of_the_rounded_matrix_and_rows(dtype):
-    matrix, x_TK = Linear(40, 30, bias=True).requires_grad_(False), torch.randn(7, 40).to(dtype)
-    weight_NK, matrix.bias = matrix.weight.clone(), torch.nn.Parameter(torch.randn(30).to(dtype), requires_grad=False)
+    matrix, x_TI = Linear(40, 30, bias=True).requires_grad_(False), torch.randn(7, 40).to(dtype)
+    weight_OI, matrix.bias = matrix.weight.clone(), torch.nn.Parameter(torch.randn(30).to(dtype), requires_grad=False)
     matrix.to_fp8()
-    matrix.quantise_from(weight_NK)
-    expected_TN = F.linear(as_rows(x_TK).double(), as_rows(weight_NK).double(), matrix.bias.double())
+    matrix.quantise_from(weight_OI)
+    expected_TO = F.linear(as_rows(x_TI).double(), as_rows(weight_OI).double(), matrix.bias.double())
     torch.testing.assert_close(
-        matrix(x_TK).double(), expected_TN, atol=1e-2 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2
+        matrix(x_TI).double(), expected_TO, atol=1e-2 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2
     )
-    torch.testing.assert_close(matrix(x_TK[3:4]), matrix(x_TK)[3:4])
-    assert matrix(x_TK).dtype == dtype
+    torch.testing.assert_close(matrix(x_TI[3:4]), matrix(x_TI)[3:4])
+    assert matrix(x_TI).dtype == dtype
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,5 +1,7 @@
 """Models in int4: published layouts, converted or kept as stored, with the same result for any number of ranks; and
-plain weights, rounded when they are loaded."""
+plain weights, rounded when they are loaded.
+
+Local axes: P groups of inputs with a common scale."""
 
 from __future__ import annotations
 
@@ -54,23 +56,23 @@ def numbers_of(model: Decoder, block: WeightSlice) -> Tensor:
 
 
 def test_codes_are_packed_and_unpacked():
-    code_NK = torch.randint(16, (5, 64), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    assert all(torch.equal(unpack(pack(code_NK, groups)), code_NK) for groups in (1, 2))
-    words_GNW = pack(torch.arange(16)[None], 1)
-    assert words_GNW.tolist() == [[[0x75316420, 0xFDB9ECA8 - (1 << 32)]]]
+    code_OI = torch.randint(16, (5, 64), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    assert all(torch.equal(unpack(pack(code_OI, groups)), code_OI) for groups in (1, 2))
+    words_POW = pack(torch.arange(16)[None], 1)
+    assert words_POW.tolist() == [[[0x75316420, 0xFDB9ECA8 - (1 << 32)]]]
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_error_of_rounding(size):
-    weight_NK = torch.randn(50, 256, generator=torch.Generator().manual_seed(1)) * size
-    weight_NK[3] = 0.0
-    weight_NK[4, 5] = 100 * size
-    codes = quantise_int4(weight_NK, 64)
-    found_NK = dequantise(pack(codes.code_NK, codes.scale_NG.shape[1]), codes.scale_NG.t(), None, torch.float32)
-    scale_NK = codes.scale_NG.repeat_interleave(64, 1)
+    weight_OI = torch.randn(50, 256, generator=torch.Generator().manual_seed(1)) * size
+    weight_OI[3] = 0.0
+    weight_OI[4, 5] = 100 * size
+    codes = quantise_int4(weight_OI, 64)
+    found_OI = dequantise(pack(codes.code_OI, codes.scale_OP.shape[1]), codes.scale_OP.t(), None, torch.float32)
+    scale_OI = codes.scale_OP.repeat_interleave(64, 1)
     # Scales are stored in bfloat16, so the largest weight may exceed the last code by up to 2^-9 of itself.
-    assert ((found_NK - weight_NK).abs() <= 0.54 * scale_NK).all()
-    assert not found_NK[3].any()
+    assert ((found_OI - weight_OI).abs() <= 0.54 * scale_OI).all()
+    assert not found_OI[3].any()
 
 
 @pytest.mark.parametrize(
@@ -153,10 +155,10 @@ def test_shards_are_the_whole(layout, group, degree, tmp_path):
             for block in where.blocks():
                 assert torch.equal(numbers_of(model, block), whole[name][block.part]), name
         for matrix, name in ((model.layers[0].o, "self_attn.o_proj"), (model.layers[0].down, "mlp.down_proj")):
-            values_NK = matrix.values(slice(0, 256), torch.float32)
+            values_OI = matrix.values(slice(0, 256), torch.float32)
             for held, start in slices[f"model.layers.0.{name}.weight"].axes[1].spans:
-                values_NK[:, start : start + len(held)] = 0
-            assert not values_NK.any(), "padding is not zero"
+                values_OI[:, start : start + len(held)] = 0
+            assert not values_OI.any(), "padding is not zero"
 
 
 MOE = {"moe_intermediate_size": 192, "hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
@@ -236,7 +238,7 @@ def test_plain_weights_are_rounded(tmp_path):
             assert torch.equal(found[name], value.bfloat16().float()), name
             continue
         codes = quantise_int4(value, 128)
-        expected = (codes.code_NK - 8) * codes.scale_NG.repeat_interleave(128, 1)
+        expected = (codes.code_OI - 8) * codes.scale_OP.repeat_interleave(128, 1)
         assert torch.equal(found[name], expected), name
         assert (expected - value).norm() < 0.13 * value.norm(), name
 
@@ -246,19 +248,19 @@ def test_plain_weights_are_rounded(tmp_path):
 def test_the_product_is_that_of_the_dequantised_matrix(dtype, zeros, tmp_path):
     save_tiny(tmp_path, family="qwen2", **WIDE)
     to_int4(tmp_path, "gptq", 64, symmetric=not zeros)
-    matrix, x_TK = load_model(tmp_path, dtype=INT4).layers[1].qkv, torch.randn(7, 256).to(dtype)
+    matrix, x_TI = load_model(tmp_path, dtype=INT4).layers[1].qkv, torch.randn(7, 256).to(dtype)
     matrix.bias = torch.nn.Parameter(matrix.bias.to(dtype), requires_grad=False)
-    values_NK = matrix.values(slice(0, matrix.out_features), torch.float32)
-    expected_TN = F.linear(x_TK.double(), values_NK.double(), matrix.bias.double())
-    found_TN = matrix(x_TK)
-    assert found_TN.dtype == dtype
-    assert (found_TN - expected_TN).norm() < 1e-2 * expected_TN.norm()
+    values_OI = matrix.values(slice(0, matrix.out_features), torch.float32)
+    expected_TO = F.linear(x_TI.double(), values_OI.double(), matrix.bias.double())
+    found_TO = matrix(x_TI)
+    assert found_TO.dtype == dtype
+    assert (found_TO - expected_TO).norm() < 1e-2 * expected_TO.norm()
 
 
 def test_a_random_model(tmp_path):
     model = random_model(tiny_config(**WIDE), dtype=INT4, device="cpu")
-    values_NK = model.layers[0].down.values(slice(0, 256), torch.float32)
-    assert 0.015 < values_NK.std() < 0.025
+    values_OI = model.layers[0].down.values(slice(0, 256), torch.float32)
+    assert 0.015 < values_OI.std() < 0.025
     with torch.inference_mode():
         assert dense_logits(model, IDS_T).isfinite().all()
 

@@ -118,13 +118,13 @@ def test_log_probabilities_are_those_of_transformers(directories, pair, role):
         (pair.target, pair.draft)[role],
         LlamaForCausalLM.from_pretrained(directories[role], dtype=torch.float32),
     )
-    rope_SD = RopeTable(model.config, 64).table
+    rope_LD = RopeTable(model.config, 64).table
     for prompt in ("Why is the sky blue?", "def fib(n):", "今天天气怎么样?"):
-        tokens_1S = torch.tensor([pair.tokenizer.chat([{"role": "user", "content": prompt}])])
+        tokens_1L = torch.tensor([pair.tokenizer.chat([{"role": "user", "content": prompt}])])
         with torch.inference_mode():
-            ours_SV = torch.log_softmax(model.logits(hidden_states(model, rope_SD, tokens_1S)[0]), -1)
-            theirs_SV = torch.log_softmax(theirs(tokens_1S).logits[0], -1)
-        assert (ours_SV - theirs_SV).abs().max() < 2e-4
+            ours_LV = torch.log_softmax(model.logits(hidden_states(model, rope_LD, tokens_1L)[0]), -1)
+            theirs_TV = torch.log_softmax(theirs(tokens_1L).logits[0], -1)
+        assert (ours_LV - theirs_TV).abs().max() < 2e-4
 
 
 def test_exact_answers_are_the_targets(pair):

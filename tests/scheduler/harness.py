@@ -99,8 +99,8 @@ class TokensOfPages:
 
         def listening(tokens_T: torch.Tensor, rope_T2D: torch.Tensor, attend) -> torch.Tensor:
             new = attend.__self__.new
-            stored_X = tokens_T if new.index_X is None else tokens_T[new.index_X]
-            self.token_of_page[new.pages_X.numpy()] = stored_X.numpy()
+            stored_T = tokens_T if new.index_T is None else tokens_T[new.index_T]
+            self.token_of_page[new.pages_T.numpy()] = stored_T.numpy()
             return model(tokens_T, rope_T2D, attend)
 
         worker.model = Listening(model, listening)

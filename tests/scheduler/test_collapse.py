@@ -69,8 +69,8 @@ def test_the_mean_of_z_hat_stays_one(population, config):
         for seed in range(count)
     ]
     found = answers(engine, requests).values()
-    z_M = np.exp([one.statistics.log_z for one in found])
-    collapsed_M = np.array([one.statistics.collapses > 0 for one in found])
-    assert collapsed_M.sum() > count // 10
-    assert (z_M[collapsed_M] == 0).all() and (z_M[~collapsed_M] > 0).all()
-    assert abs(z_M.mean() - 1) <= 4 * z_M.std() / math.sqrt(count)
+    z_R = np.exp([one.statistics.log_z for one in found])
+    collapsed_R = np.array([one.statistics.collapses > 0 for one in found])
+    assert collapsed_R.sum() > count // 10
+    assert (z_R[collapsed_R] == 0).all() and (z_R[~collapsed_R] > 0).all()
+    assert abs(z_R.mean() - 1) <= 4 * z_R.std() / math.sqrt(count)

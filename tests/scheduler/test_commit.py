@@ -1,6 +1,4 @@
-"""The committed prefix: the longest prefix on which all particles of a group agree.
-
-Axes: S slots, L answer positions."""
+"""The committed prefix: the longest prefix on which all particles of a group agree."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ def assert_right(one: Request, answer) -> None:
         logp_V = next_log_probs(tiny_pair().target, one.prompt[:at]).log_softmax(-1)
         assert found.logprob == pytest.approx(float(logp_V[one.prompt[at]]), abs=2e-5)
         assert found.rank == int((logp_V >= logp_V[one.prompt[at]]).sum())
-        value_K, token_K = logp_V.topk(one.params.prompt_logprobs)
-        assert [token for token, _ in found.likeliest] == token_K.tolist()
-        assert [logp for _, logp in found.likeliest] == pytest.approx(value_K.tolist(), abs=2e-5)
+        value_C, token_C = logp_V.topk(one.params.prompt_logprobs)
+        assert [token for token, _ in found.likeliest] == token_C.tolist()
+        assert [logp for _, logp in found.likeliest] == pytest.approx(value_C.tolist(), abs=2e-5)
 
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)

@@ -57,9 +57,9 @@ def assert_raw(answer: Answer) -> None:
     own = [float(law_V[token]) for token, law_V in zip(answer.tokens, found)]
     assert answer.logprobs == pytest.approx(own, abs=2e-5)
     for likeliest, law_V in zip(answer.top_logprobs or (), found):
-        value_K, token_K = law_V.topk(3)
-        assert [token for token, _ in likeliest] == token_K.tolist()
-        assert [value for _, value in likeliest] == pytest.approx(value_K.tolist(), abs=2e-5)
+        value_C, token_C = law_V.topk(3)
+        assert [token for token, _ in likeliest] == token_C.tolist()
+        assert [value for _, value in likeliest] == pytest.approx(value_C.tolist(), abs=2e-5)
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)

@@ -483,7 +483,7 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.latency = made()
     acceptance, alone = engine.rounds_of(Decoding.WALK).acceptance, []
-    acceptance.misses_D, acceptance.tried_D = [900.0], [{1: 300.0}]
+    acceptance.misses_K, acceptance.tried_K = [900.0], [{1: 300.0}]
     for seed in range(5):
         engine.submit(
             Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True))
@@ -509,14 +509,14 @@ def test_acceptance_decays_per_step(tokens):
     config = EngineConfig(block=3, max_slots=64)
     engine = local_engine(pair(), config, trees=Never(config))
     acceptance = engine.rounds_of(Decoding.WALK).acceptance
-    acceptance.misses_D, acceptance.tried_D = [900.0], [{1: 300.0}]
+    acceptance.misses_K, acceptance.tried_K = [900.0], [{1: 300.0}]
     for step in range(45):
         if step % 3 == 0 and len(running(engine)) < 3:
             engine.submit(
                 Request(f"{step}", (0, 1), SamplingParams(method="exact", max_tokens=tokens, ignore_eos=True))
             )
         engine.step()
-    assert acceptance.tried_D[0][1] == pytest.approx(300 * FADE**45, rel=0.02)
+    assert acceptance.tried_K[0][1] == pytest.approx(300 * FADE**45, rel=0.02)
 
 
 def test_an_engine_says_how_much_is_read():
