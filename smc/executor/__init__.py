@@ -24,7 +24,7 @@ mathematics without batches; classes without a file are in `round_stages`, and f
           -> `RoundChoice`, sent to the draft, and `RoundResult`
           `SelectStage._select_trees`, `apply_selection.apply_selection`
   remap   block tables follow the choice -> `Lineage`
-          `remap.remap_target`; at the draft `draft.remap`
+          `remap.remap_target`, `remap.remap_draft`
   report  tokens, weights and pages enter the host's record; committed tokens are streamed
           `smc.scheduler.decode.RoundScheduler`, `smc.scheduler.slots.Slots.descend`
 

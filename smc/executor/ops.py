@@ -13,7 +13,7 @@ from smc.executor.apply_selection import apply_selection
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import apply_mask
-from smc.executor.remap import advance, remap_block_table, remap_target
+from smc.executor.remap import advance, remap_block_table, remap_draft, remap_target
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import score_candidates
 from smc.executor.state import add_biases
@@ -60,7 +60,6 @@ class RoundOps:
     with_inner_nodes = staticmethod(draft_tree.with_inner_nodes)
     pack_rows = staticmethod(draft.pack)
     observe_draws = staticmethod(draft.observe_draws)
-    remap_draft = staticmethod(draft.remap)
 
     # Verify.
 
@@ -78,6 +77,7 @@ class RoundOps:
 
     # Remap.
 
+    remap_draft = staticmethod(remap_draft)
     remap_target = staticmethod(remap_target)
     advance = staticmethod(advance)
     remap_block_table = staticmethod(remap_block_table)

@@ -48,7 +48,6 @@ class TritonOps(RoundOps):
     with_inner_nodes = staticmethod(draft_tree.with_inner_nodes)
     pack_rows = staticmethod(draft.pack)
     observe_draws = staticmethod(draft.observe_draws)
-    remap_draft = staticmethod(draft.remap)
 
     lay_out_blocks = staticmethod(verifying.lay_out)
     verify = staticmethod(verifying.verify)
@@ -60,6 +59,7 @@ class TritonOps(RoundOps):
     keep_roots = staticmethod(expansion.keep_roots)
     apply_selection = staticmethod(applying.apply_selection)
 
+    remap_draft = staticmethod(remap.remap_draft)
     remap_target = staticmethod(remap.remap_target)
     advance = staticmethod(remap.advance)
     remap_block_table = staticmethod(remap.remap_block_table)

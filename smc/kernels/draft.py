@@ -23,7 +23,6 @@ from smc.distributions import DistributionSpec
 from smc.kernels.candidate_tokens import coupled_score
 from smc.kernels.decodings import REJECTION, is_separate
 from smc.kernels.launch import Sizes, one_variant
-from smc.kernels.remap import CHUNK, copy_pages
 from smc.kernels.stops import DONE, after, after_all
 from smc.kernels.truncation import copy_distribution, finite
 from smc.philox import STREAMS_PER_PARTICLE
@@ -37,8 +36,6 @@ from smc.round.tensors import (
     DraftInputs,
     DraftShape,
     LastTokens,
-    Lineage,
-    NextSequences,
     ObservedDraws,
     RoundChoice,
     Rows,
@@ -144,30 +141,6 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
         HAS_SEPARATE=plan.kind.has_separate, num_warps=1,
     )  # fmt: skip
     return out
-
-
-def remap(
-    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
-) -> tuple[Lineage[Tensor], NextSequences]:
-    """See `smc.executor.draft.remap`. The same launch makes block tables follow the choice."""
-    (batch_size, queries), pages = plan.arrays.begin_pages_AQ.shape, tree.tail_XB.shape[1]
-    width, room = min(2, state.pending_SQ.shape[1]), Room(state.device)
-    lineage = Lineage(
-        path_AB=room.ints(batch_size, queries + pages), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
-    )
-    out = NextSequences(
-        end_A=room.longs(batch_size),
-        tokens_AQ=room.longs(batch_size, width),
-        pending_A=room.longs(batch_size),
-        text_A=room.longs(batch_size),
-    )
-    _resume[(batch_size,)](
-        plan.arrays, state, state.table_SL.stride(0), tree.alone, choice, lineage, out, steps,
-        K=tree.tokens_XK.shape[1], P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
-        BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages),
-        CHUNK=CHUNK, num_warps=4,
-    )  # fmt: skip
-    return lineage, out
 
 
 def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int) -> TokenTree:
@@ -298,47 +271,6 @@ def _pack(
     tl.store(out.ended_X + x, tl.load(tree.ended_X + x, mask=inside, other=0) != 0, mask=inside)
     tl.store(out.cut_X + x, tl.load(tree.cut_X + x, mask=inside, other=0).to(tl.int32), mask=inside)
     tl.store(out.share_X + x, share.to(tl.float32), mask=inside)
-
-
-@one_variant()
-def _resume(
-    plan, slots, table_stride, tree, choice, lineage, out, steps,
-    K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Write the state of one batch index's sequence after the choice. At most Q tokens are pending afterwards."""
-    index = tl.program_id(0)
-    ancestor, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
-    taken, cut = tl.load(choice.count_A + index), tl.load(choice.cut_A + index)
-    bonus, ended = tl.load(choice.bonus_A + index), tl.load(choice.ended_A + index) != 0
-    slot, source = tl.load(plan.slot_A + index), tl.load(plan.slot_A + ancestor)
-    end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
-    # A particle that had ended continues if its end is taken back.
-    is_open, has_bonus = (tl.load(slots.ended_S + source) == 0) | (cut > 0), bonus >= 0
-    tail_B, base, kept_end = tree.tail_XB + row * B, tl.load(slots.base_S + slot), end - cut
-    copy_pages(slots.table_SL, table_stride, slot, source, base, kept_end, tail_B, B, BLOCK_B, CHUNK)
-    # The last token of a complete row has not been run, and a token that ends an answer is never run. The last token of
-    # a shorter row has been run; it is run again if no other token is pending.
-    is_last = (taken == steps) | ((has_bonus == 0) & (taken > 0))
-    run = taken - is_last.to(tl.int64)
-    left = tl.where(ended, 1, is_last.to(tl.int64) + has_bonus.to(tl.int64))
-    text = tl.where(is_last, tl.load(tree.before_X + row), tl.load(choice.text_A + index))
-    tl.store(out.end_A + index, kept_end + taken + has_bonus.to(tl.int64))
-    tl.store(out.pending_A + index, tl.maximum(left, 1))
-    tl.store(out.text_A + index, text)
-    stays = tl.maximum(pending - cut, 0)
-    tl.store(lineage.kept_A + index, tl.where(is_open, stays + run, 0).to(tl.int32))
-    tl.store(lineage.dropped_A + index, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
-    q = tl.arange(0, BLOCK_Q)
-    last_token = tl.load(tree.tokens_XK + row * K + tl.maximum(taken - 1, 0))
-    token = tl.where(is_last & (q == 0), last_token, tl.maximum(bonus, 0))
-    tl.store(out.tokens_AQ + index * Q + q, token, mask=q < Q)
-    # Pages of the particle's pending tokens that stay, which may be fewer than P, then pages of its row's tokens.
-    w = tl.arange(0, BLOCK_W)
-    at = tl.minimum(tl.where(w < stays, w, w + P - stays), P + B - 1)
-    page = tl.load(plan.begin_pages_AQ + ancestor * P + at, mask=at < P, other=0)
-    page = tl.where(at < P, page, tl.load(tail_B + at - P, mask=(at >= P) & (w < P + B), other=0))
-    tl.store(lineage.path_AB + index * (P + B) + w, page, mask=w < P + B)
 
 
 @one_variant()

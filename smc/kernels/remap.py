@@ -1,8 +1,8 @@
 """The remap stage of a round: slots and block tables follow the choice. The Triton form of `smc.executor.remap`.
 
-A program handles one batch index. `follow` reads the slots' state before the choice and rewrites block tables;
-`advance` only writes. Work grows with the positions that particles hold, not with the width of a table. The host reads
-nothing, and grids follow from shapes alone.
+A program handles one batch index. `remap_draft` and `remap_target` read the slots' state before the choice and rewrite
+block tables; `advance` only writes. Work grows with the positions that particles hold, not with the width of a table.
+The host reads nothing, and grids follow from shapes alone.
 
 The constant P is the number of tokens that may be pending."""
 
@@ -16,10 +16,34 @@ from smc.arrays import Room
 from smc.kernels.launch import one_variant
 from smc.round.plan import RoundPlan
 from smc.round.slots import SlotState
-from smc.round.tensors import DraftedRows, NextSequences, RoundChoice
+from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundChoice, TokenTree
 
 CHUNK = 1024
 """Number of positions that are copied at a time."""
+
+
+def remap_draft(
+    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
+) -> tuple[Lineage[Tensor], NextSequences]:
+    """See `smc.executor.remap.remap_draft`. The same launch makes block tables follow the choice."""
+    (batch_size, queries), pages = plan.arrays.begin_pages_AQ.shape, tree.tail_XB.shape[1]
+    width, room = min(2, state.pending_SQ.shape[1]), Room(state.device)
+    lineage = Lineage(
+        path_AB=room.ints(batch_size, queries + pages), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
+    )
+    out = NextSequences(
+        end_A=room.longs(batch_size),
+        tokens_AQ=room.longs(batch_size, width),
+        pending_A=room.longs(batch_size),
+        text_A=room.longs(batch_size),
+    )
+    _remap_draft[(batch_size,)](
+        plan.arrays, state, state.table_SL.stride(0), tree.alone, choice, lineage, out, steps,
+        K=tree.tokens_XK.shape[1], P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
+        BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages),
+        CHUNK=CHUNK, num_warps=4,
+    )  # fmt: skip
+    return lineage, out
 
 
 def remap_target(
@@ -79,6 +103,47 @@ def copy_pages(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.c
     if TAIL > 0:
         b = tl.arange(0, TAIL)
         tl.store(to + end + b, tl.load(tail_B + b, mask=b < width, other=0), mask=b < width)
+
+
+@one_variant()
+def _remap_draft(
+    plan, slots, table_stride, tree, choice, lineage, out, steps,
+    K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the state of one batch index's sequence after the choice. At most Q tokens are pending afterwards."""
+    index = tl.program_id(0)
+    ancestor, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
+    taken, cut = tl.load(choice.count_A + index), tl.load(choice.cut_A + index)
+    bonus, ended = tl.load(choice.bonus_A + index), tl.load(choice.ended_A + index) != 0
+    slot, source = tl.load(plan.slot_A + index), tl.load(plan.slot_A + ancestor)
+    end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
+    # A particle that had ended continues if its end is taken back.
+    is_open, has_bonus = (tl.load(slots.ended_S + source) == 0) | (cut > 0), bonus >= 0
+    tail_B, base, kept_end = tree.tail_XB + row * B, tl.load(slots.base_S + slot), end - cut
+    copy_pages(slots.table_SL, table_stride, slot, source, base, kept_end, tail_B, B, BLOCK_B, CHUNK)
+    # The last token of a complete row has not been run, and a token that ends an answer is never run. The last token of
+    # a shorter row has been run; it is run again if no other token is pending.
+    is_last = (taken == steps) | ((has_bonus == 0) & (taken > 0))
+    run = taken - is_last.to(tl.int64)
+    left = tl.where(ended, 1, is_last.to(tl.int64) + has_bonus.to(tl.int64))
+    text = tl.where(is_last, tl.load(tree.before_X + row), tl.load(choice.text_A + index))
+    tl.store(out.end_A + index, kept_end + taken + has_bonus.to(tl.int64))
+    tl.store(out.pending_A + index, tl.maximum(left, 1))
+    tl.store(out.text_A + index, text)
+    stays = tl.maximum(pending - cut, 0)
+    tl.store(lineage.kept_A + index, tl.where(is_open, stays + run, 0).to(tl.int32))
+    tl.store(lineage.dropped_A + index, tl.where(is_open, tl.maximum(cut - pending, 0), 0).to(tl.int32))
+    q = tl.arange(0, BLOCK_Q)
+    last_token = tl.load(tree.tokens_XK + row * K + tl.maximum(taken - 1, 0))
+    token = tl.where(is_last & (q == 0), last_token, tl.maximum(bonus, 0))
+    tl.store(out.tokens_AQ + index * Q + q, token, mask=q < Q)
+    # Pages of the particle's pending tokens that stay, which may be fewer than P, then pages of its row's tokens.
+    w = tl.arange(0, BLOCK_W)
+    at = tl.minimum(tl.where(w < stays, w, w + P - stays), P + B - 1)
+    page = tl.load(plan.begin_pages_AQ + ancestor * P + at, mask=at < P, other=0)
+    page = tl.where(at < P, page, tl.load(tail_B + at - P, mask=(at >= P) & (w < P + B), other=0))
+    tl.store(lineage.path_AB + index * (P + B) + w, page, mask=w < P + B)
 
 
 @one_variant()

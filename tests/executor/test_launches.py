@@ -113,6 +113,6 @@ def test_a_round_takes_few_launches_beside_the_model(launches, config, law, a_st
         )
     rounds = launches.count["_begin"]
     assert rounds >= found["r"].statistics.rounds > 0
-    each = ["_begin", "_pack", "_resume", "_advance", *([] if config.lookahead else ["index"])]
+    each = ["_begin", "_pack", "_remap_draft", "_advance", *([] if config.lookahead else ["index"])]
     steps = [*a_step, "_reparent"]
     assert launches.count == dict.fromkeys(each, rounds) | dict.fromkeys(steps, rounds * config.block)

@@ -25,7 +25,7 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_begin",
         "_reparent",
         "_pack",
-        "_resume",
+        "_remap_draft",
         "_lay_out",
         "_select",
         "_remap_target",
