@@ -454,10 +454,11 @@ TARGET_ALONE = SingleModelRules(Decoding.TARGET)
 """Plain decoding, and exact decoding while nothing is drafted: both draw the same tokens."""
 RULES: dict[Decoding, DecodingRules] = {
     rules.decoding: rules
-    for rules in (TARGET_ALONE, SingleModelRules(Decoding.DRAFT), Walk(), Rejection(), Independent(), Distinct())
+    for rules in (Independent(), Distinct(), Walk(), Rejection(), TARGET_ALONE, SingleModelRules(Decoding.DRAFT))
 }
 RULES_OF_ROUNDS: dict[tuple[ModelRole, ...], DecodingRules] = {rules.roles: rules for rules in RULES.values()}
-"""Rules by the models that take part in rounds: those for the same models have rounds of the same shape."""
+"""Rules by the models that take part in rounds: those for the same models have rounds of the same shape. A step
+launches rounds in this order, those of both models first."""
 
 
 def rules_of(params: SamplingParams) -> DecodingRules:

@@ -34,7 +34,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
         # Exact decoding: only the first token is confirmed, the block in flight begins after it. SMC: all tokens have
         # been scored.
         slots.block_S[claimed] = 0 if confirms else slots.length_S[claimed] - 1
-        decoding = RULES[Decoding.WALK if confirms else Decoding.INDEPENDENT]
+        rules = RULES[Decoding.WALK if confirms else Decoding.INDEPENDENT]
         members.append(
             SimpleNamespace(
                 slots=claimed,
@@ -43,7 +43,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
                 committed=0,
                 lag=0,
                 counters=counters,
-                decoding=decoding,
+                rules=rules,
             )
         )
     commit_tokens(slots, Population(members))

@@ -109,7 +109,7 @@ def test_one_change_is_pending():
     assert group.alone and group.pending is None and group.count == 1, "a preempted request resumes after its switch"
     with pytest.raises(AssertionError):
         group.request_switch(2)
-    group.choose(group.method, 2)
+    group.choose(group.requested, 2)
     assert not group.alone and group.rows == 2
 
 
