@@ -9,9 +9,10 @@ A round of exact decoding by walk in look-ahead, in the order of its steps. `smc
 mathematics without batches; classes without a file are in `round_stages`, and files without a package in this one.
 
   plan    groups, pages, keys of random numbers -> `RoundPlan`
-          `smc.scheduler.round_plan.RoundPlanner.plan`
+          `smc.scheduler.preemption.Preemption.allocate`, `smc.scheduler.round_plan.RoundPlanner.plan`
   draft   1. run the last token of each particle, and rank outcomes by coupled drafting -> candidates, `TokenTree`
-          `model_runner.DraftRunner.draft`, `DraftStage.begin`, `draft.begin`
+          `model_runner.DraftRunner.draft`, `DraftStage.run_pending`, `sampling.Sampling.propose_candidates`,
+          `draft_tree.with_inner_nodes`
           2. in each of K steps keep the N F likeliest rows of a group -> `GrownRows`
           `DraftStage.extend`, `smc.algorithm.expansion.expand`, `draft.reparent`
           3. choose by their paths the rows that may be verified next -> `DraftedRows`, sent to the target
@@ -23,8 +24,8 @@ mathematics without batches; classes without a file are in `round_stages`, and f
           2. keep at most N of these rows; after a miss one: the accepted tokens and the target's draw
           -> `RoundChoice`, sent to the draft, and `RoundResult`
           `SelectStage._select_trees`, `apply_selection.apply_selection`
-  remap   block tables follow the choice -> `Lineage`
-          `remap.remap_target`, `remap.remap_draft`
+  remap   block tables follow the choice -> `Lineage`; the draft keeps candidates of the new blocks' inner nodes
+          `remap.remap_target`, `remap.remap_draft`, `draft_tree.keep_nodes`
   report  tokens, weights and pages enter the host's record; committed tokens are streamed
           `smc.scheduler.decode.RoundScheduler`, `smc.scheduler.slots.Slots.descend`
 

@@ -38,8 +38,8 @@ class SelectedRows:
     """float32 log p of the first token after the kept part of the block."""
     logw_A: Tensor
     misses_A: Tensor
-    """bool: none of the drafted rows continues, after a miss of exact decoding or because no particle of the group has
-    weight."""
+    """bool: none of the drafted rows continues: after a miss of exact decoding, where its answer is over, or because no
+    particle of the group has weight."""
     log_z_G: Tensor
     ess_G: Tensor
     resampled_G: Tensor

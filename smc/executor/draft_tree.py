@@ -45,6 +45,7 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
     worth_KX, leaf_KX, is_top_KX = _paths(grown, gain_KX, alive_KX)
     is_useful_KX = is_top_KX
     if lookahead:
+        # A row of an outcome alone would confirm no more than a miss does.
         is_short_Y = (leaf_KX < rows).flatten() & ~torch.cat([step.tree.ended_X for step in steps])
         is_useful_KX = is_top_KX & (~is_short_Y.view_as(is_top_KX) | (worth_KX >= LEAD_GAIN))
     worth_Y, leaf_Y = worth_KX.flatten(), leaf_KX.flatten()

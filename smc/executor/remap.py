@@ -21,7 +21,8 @@ def remap_block_table(
     columns: int,
 ) -> None:
     """Replace the pages of the slots' positions from `base` up to `end` by those of `source`, and enter `tail` as the
-    pages from `end` on. Positions below `base` already have the same pages.
+    pages from `end` on. Positions below `base` already have the same pages; only
+    the Triton form leaves them out.
 
     A slot that others copy from copies from itself, so no page that is read is overwritten. `columns`: maximum number
     of positions that any row holds, including `tail`."""

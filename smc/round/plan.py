@@ -223,7 +223,7 @@ class RoundArrays(NamedTuple, Generic[Array]):
     count_G: Array
     """int32 number of particles before the round's choice."""
     draws_G: Array
-    """int32 number of particles after the round's choice."""
+    """int32 number of particles after the round's selection, which draws them."""
     shared_G: Array
     """int32 number of leading positions at which all particles of a group have the same tokens."""
     threshold_G: Array
