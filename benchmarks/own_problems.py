@@ -52,14 +52,16 @@ LEGEND = (
     "accepted by depth: share of rounds in which the first, the first two, .. drafted tokens were accepted; log Z: of "
     "SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer."
 )
+SMC_MEANING = "SMC draws other answers, from a distribution that nears the target's as N grows: see solved and log p."
 MEANINGS = {
-    "walk": "Exact decoding by walk gives the target's own answers in float32. In other types sums depend on the rows "
+    "exact": "Exact decoding by walk gives the target's own answers in float32. In other types sums depend on the rows "
     "of a pass, so near ties between tokens may fall otherwise, and the answers differ from there on.",
     "rejection": "Exact decoding by rejection follows the target's distribution, but draws other answers from it.",
-    "smc": "SMC draws other answers, from a distribution that nears the target's as N grows: see solved and log p.",
+    "independent": SMC_MEANING,
+    "distinct": SMC_MEANING,
     "draft": "The draft answers by itself: it shows what is lost without the target.",
 }
-"""What agreement with the target's answers means, by the kind of decoding."""
+"""What agreement with the target's answers means, by `DecodingSetting.kind`."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,7 @@ def evaluate_own(
         for row in rows
         if row.accepted_by_depth
     ]
-    kinds = dict.fromkeys(kind for setting in settings if (kind := _kind(setting)) in MEANINGS)
-    meanings = (MEANINGS[kind] for kind in kinds)
+    meanings = dict.fromkeys(MEANINGS[setting.kind] for setting in settings if setting.kind in MEANINGS)
     out.print(own_table(rows, base), *depths, LEGEND, *meanings, sep="\n", soft_wrap=True)
     if not any(problem.answer is not None for problem in problems):
         out.print("The file has no answers, so the share of solved problems is not known.", style="dim")
@@ -187,10 +188,6 @@ def _row(setting: DecodingSetting, problems: Sequence[FileProblem], answered: An
         tokens=tokens / len(answers),
         batch_tokens_per_second=tokens / answered.seconds,
     )
-
-
-def _kind(setting: DecodingSetting) -> str:
-    return setting.method if setting.method != "exact" else setting.verification or "walk"
 
 
 def mean_logp_of(answers: Sequence[Answer]) -> float | None:

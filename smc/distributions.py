@@ -79,11 +79,10 @@ class DistributionSpec(NamedTuple, Generic[Array]):
     @staticmethod
     def of_settings(settings: Sequence[object], temperatures: Sequence[float]) -> DistributionSpec[np.ndarray]:
         """Build from the sampling settings of requests, which have the names of the fields. None: neutral."""
-        columns = {name: [getattr(one, name.removesuffix("_R")) for one in settings] for name in PLAIN._fields[1:-1]}
         arrays = {"temperature_R": np.array(temperatures, PLAIN.temperature_R.dtype)}
-        for name, values in columns.items():
-            none = getattr(PLAIN, name)
-            arrays[name] = np.array([none[0] if value is None else value for value in values], none.dtype)
+        for name, none_R in zip(PLAIN._fields[1:-1], PLAIN[1:-1]):
+            values = [getattr(one, name.removesuffix("_R")) for one in settings]
+            arrays[name] = np.array([none_R[0] if value is None else value for value in values], none_R.dtype)
         return DistributionSpec.of(**arrays)
 
     @staticmethod

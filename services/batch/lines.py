@@ -12,7 +12,7 @@ from typing import Any
 
 from services.backend import ServingPair
 from services.errors import status_of
-from services.openai.answers import ResponseHeader
+from services.openai.answers import AnsweredCall, ResponseHeader
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
 from services.openai.completions import check_scored, echoes, response
 from services.openai.requests import CompletionRequest, Served, derived_seed, understood
@@ -171,7 +171,7 @@ def answered(
     completion = _understood(line, pair)
     reasoning = completion.reasoning(tokenizer, requests[0].prompt)
     texts = echoes(completion, tokenizer)
-    body = response(heading, completion, requests, answers, texts, tokenizer, reasoning)
+    body = response(AnsweredCall(heading, completion, requests, tokenizer, reasoning), answers, texts)
     line_response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
     return {"id": record_id(line), "custom_id": line.custom_id, "response": line_response, "error": None}
 

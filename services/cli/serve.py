@@ -13,6 +13,7 @@ from smc.terminal import err, print_error
 
 if TYPE_CHECKING:
     from services.gateway.server import Gateway
+    from services.launch.config import WorkerGroupConfig
 
 
 @options.with_options(ServeOptions)
@@ -46,16 +47,7 @@ def serve(arguments: ServeOptions) -> int:
         else:
             err.print(text, soft_wrap=True)
 
-    processes = (
-        "the coordinator and a process with both models"
-        if group.ranks == 1
-        else (
-            "draft, target and coordinator, each in a process of its own"
-            if group.placement == "apart"
-            else f"the coordinator and {group.ranks} processes with a share of both models each"
-        )
-    )
-    say(f"starting Ray; then {processes}")
+    say(f"starting Ray; then {_processes(group)}")
     begin = time.monotonic()
 
     def announce(served: Gateway) -> None:
@@ -87,3 +79,11 @@ def serve(arguments: ServeOptions) -> int:
             print_error(str(error))
         return 1
     return 0
+
+
+def _processes(group: WorkerGroupConfig) -> str:
+    if group.placement == "apart":
+        return "draft, target and coordinator, each in a process of its own"
+    if group.ranks == 1:
+        return "the coordinator and a process with both models"
+    return f"the coordinator and {group.ranks} processes with a share of both models each"

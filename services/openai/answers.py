@@ -49,22 +49,26 @@ class ResponseHeader:
         }
 
 
+@dataclass(frozen=True)
+class AnsweredCall:
+    """What the answers of one call are written with."""
+
+    heading: ResponseHeader
+    completion: CompletionRequest
+    requests: Sequence[Request]
+    tokenizer: Tokenizer
+    reasoning: Reasoning | None
+    """Reasoning that answers are expected to begin with."""
+
+
 class AnswerWriter(ABC):
     """Writes the answers of one call as its API has them: all of them whole, or as server-sent events. In every API,
     these come from the same sequence of `PartEvent`s."""
 
-    def __init__(
-        self,
-        heading: ResponseHeader,
-        completion: CompletionRequest,
-        requests: Sequence[Request],
-        tokenizer: Tokenizer,
-        reasoning: Reasoning | None,
-    ) -> None:
-        """`reasoning`: reasoning that answers are expected to begin with."""
-        self._heading, self._completion, self._requests = heading, completion, requests
-        self._tokenizer, self._reasoning = tokenizer, reasoning
-        self._readers = [PartReader(completion.syntax, reasoning) for _ in requests]
+    def __init__(self, call: AnsweredCall) -> None:
+        self._call, self._heading, self._completion = call, call.heading, call.completion
+        self._requests, self._tokenizer, self._reasoning = call.requests, call.tokenizer, call.reasoning
+        self._readers = [PartReader(call.completion.syntax, call.reasoning) for _ in call.requests]
         self._begun: set[int] = set()
 
     def update(self, index: int, output: Output) -> bytes:

@@ -12,8 +12,8 @@ from typing import Any
 
 from services.openai.answers import (
     OPENAI_FINISH,
+    AnsweredCall,
     AnswerWriter,
-    ResponseHeader,
     chat_logprobs,
     finite,
     smc_block,
@@ -22,7 +22,7 @@ from services.openai.answers import (
 )
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest
 from services.openai.dialects import ApiCall, Dialect
-from services.openai.parts import PartBegins, PartEnds, PartEvent, PartKind, PartReader, Reasoning, message_of
+from services.openai.parts import PartBegins, PartEnds, PartEvent, PartKind, PartReader, message_of
 from services.openai.requests import CompletionRequest, Served, understood
 from services.openai.tool_calls import call
 from smc.api.request import Alternatives, Answer, FinishReason, Output, PromptToken, Request
@@ -112,17 +112,9 @@ def echoes(completion: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
     return [text for text in texts for _ in range(completion.n)]
 
 
-def response(
-    heading: ResponseHeader,
-    completion: CompletionRequest,
-    requests: Sequence[Request],
-    answers: Sequence[Answer],
-    echoes: Sequence[str],
-    tokenizer: Tokenizer,
-    reasoning: Reasoning | None,
-) -> dict[str, Any]:
-    """Return a whole response. `echoes`: text before each answer; `reasoning`: reasoning that answers are expected to
-    begin with."""
+def response(call: AnsweredCall, answers: Sequence[Answer], echoes: Sequence[str]) -> dict[str, Any]:
+    """Return a whole response. `echoes`: text before each answer."""
+    heading, completion, requests, tokenizer = call.heading, call.completion, call.requests, call.tokenizer
     if completion.only_prompts:
         answers = list(map(_without_token, answers))
     prompts, count = ScoredPrompt.of(completion, requests, answers), completion.prompt_logprobs
@@ -133,7 +125,7 @@ def response(
         ending = _ending(answer, request.params, logprobs)
         content: dict[str, Any]
         if heading.chat:
-            reader = PartReader(completion.syntax, reasoning)
+            reader = PartReader(completion.syntax, call.reasoning)
             content = {"message": message_of(answer.text, reader, f"{heading.id}_{index}")}
             ending |= _finish(ending, reader)
         else:
@@ -167,30 +159,23 @@ def _finish(ending: dict[str, Any], reader: PartReader) -> dict[str, Any]:
 class CompletionWriter(AnswerWriter):
     """Writes the answers of chats and completions: see `AnswerWriter`."""
 
-    def __init__(
-        self,
-        heading: ResponseHeader,
-        completion: CompletionRequest,
-        requests: Sequence[Request],
-        tokenizer: Tokenizer,
-        reasoning: Reasoning | None,
-    ) -> None:
+    def __init__(self, call: AnsweredCall) -> None:
         """Raises BadRequest if more text or log-probabilities of prompts would be repeated than allowed."""
-        super().__init__(heading, completion, requests, tokenizer, reasoning)
-        self._chat = heading.chat
-        self._echoes = echoes(completion, tokenizer)
+        super().__init__(call)
+        self._chat = call.heading.chat
+        self._echoes = echoes(call.completion, call.tokenizer)
         if (size := sum(map(len, self._echoes))) > MOST_ECHOED:
             raise BadRequest(
                 f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers",
                 "echo",
             )
-        check_scored(completion, requests)
+        check_scored(call.completion, call.requests)
         self._left: dict[int, dict[str, Any]] = {}
         """Log-probabilities for the last event of an answer, by its index."""
         self._offsets: dict[int, TextOffsets] = {}
         """Text offsets of a completion with log-probabilities, by the answer's index."""
-        self._fields = heading.fields(chunk=True)
-        self._tokens = [0] * len(requests)
+        self._fields = call.heading.fields(chunk=True)
+        self._tokens = [0] * len(call.requests)
         """Number of tokens of each answer that have been written."""
         head = json.dumps(self._fields)[:-1]
         # Events of text are frequent and differ only in index and text, so they are assembled from prepared parts.
@@ -213,17 +198,7 @@ class CompletionWriter(AnswerWriter):
         return _event(self._fields | {"choices": [], "usage": counts}) + DONE
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        return written(
-            response(
-                self._heading,
-                self._completion,
-                self._requests,
-                answers,
-                self._echoes,
-                self._tokenizer,
-                self._reasoning,
-            )
-        ).encode()
+        return written(response(self._call, answers, self._echoes)).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
         return _event(body)

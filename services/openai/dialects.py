@@ -4,19 +4,16 @@ nothing about connections and decoding."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from services.openai.answers import AnswerWriter, ResponseHeader
+from services.openai.answers import AnsweredCall, AnswerWriter
 from services.openai.bodies import BadRequest, CallFields, Refusal, given_fields, refusal, validated
-from services.openai.parts import Reasoning
 from services.openai.requests import CompletionRequest, Served
-from smc.api.request import Request
 from smc.api.sampling_params import SETTINGS
-from smc.model.tokenizer import Tokenizer
 
-MakeWriter = Callable[[ResponseHeader, CompletionRequest, Sequence[Request], Tokenizer, Reasoning | None], AnswerWriter]
+MakeWriter = Callable[[AnsweredCall], AnswerWriter]
 
 
 @dataclass(frozen=True)

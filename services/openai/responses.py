@@ -12,8 +12,8 @@ from pydantic_core import PydanticCustomError
 
 from services.openai.answers import (
     OPENAI_FINISH,
+    AnsweredCall,
     AnswerWriter,
-    ResponseHeader,
     chat_logprobs,
     named_event,
     smc_block,
@@ -40,13 +40,11 @@ from services.openai.parts import (
     PartEvent,
     PartGrows,
     PartKind,
-    Reasoning,
 )
 from services.openai.requests import CompletionRequest, Served, chat_request, one_constraint
 from services.openai.templates import REASONING_EFFORT, arguments_of, chat_message, tool, tool_call, tool_use
 from services.prompts import Prompt
-from smc.api.request import Answer, Output, Request
-from smc.model.tokenizer import Tokenizer
+from smc.api.request import Answer, Output
 
 RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
@@ -277,17 +275,9 @@ def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
 class ResponsesWriter(AnswerWriter):
     """Writes an answer as a response: see `AnswerWriter`."""
 
-    def __init__(
-        self,
-        body: ResponsesBody,
-        heading: ResponseHeader,
-        completion: CompletionRequest,
-        requests: Sequence[Request],
-        tokenizer: Tokenizer,
-        reasoning: Reasoning | None,
-    ) -> None:
-        super().__init__(heading, completion, requests, tokenizer, reasoning)
-        (self._request,), (self._reader,) = requests, self._readers
+    def __init__(self, body: ResponsesBody, call: AnsweredCall) -> None:
+        super().__init__(call)
+        (self._request,), (self._reader,) = call.requests, self._readers
         self._items: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens that no event has had."""

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from services.errors import SlowReader
 from services.gateway.request_handler import CallRecord, RequestHandler
-from services.openai.answers import ResponseHeader
+from services.openai.answers import AnsweredCall, ResponseHeader
 from services.openai.bodies import Refusal
 from services.openai.dialects import ApiCall
 from services.openai.requests import CompletionRequest
@@ -142,7 +142,7 @@ async def answered(
     which aborts requests that still run."""
     tokenizer, completion = handler.pair.tokenizer, call.completion
     reasoning = completion.reasoning(tokenizer, requests[0].prompt)
-    writer = call.make_writer(heading, completion, requests, tokenizer, reasoning)
+    writer = call.make_writer(AnsweredCall(heading, completion, requests, tokenizer, reasoning))
     reply.error_event = writer.error
     ended: dict[int, Answer] = {}
     async with aclosing(handler.updates(requests, records)) as updates:

@@ -91,12 +91,14 @@ _DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.SMC, "distinct"): Decoding.DISTINCT,
 }
 """Ways of decoding by method and by its verification or population."""
+_OF_METHOD = {
+    method: frozenset(decoding for (one, _), decoding in _DECODINGS.items() if one is method) for method in Method
+}
 
 
 def methods_of(setting: Setting) -> tuple[Method, ...]:
     """Return the methods that a setting applies to, at least in part."""
-    found = {method for (method, _), decoding in _DECODINGS.items() if decoding in setting.decodings}
-    return tuple(method for method in Method if method in found)
+    return tuple(method for method in Method if _OF_METHOD[method] & setting.decodings)
 
 
 @dataclass(frozen=True)
@@ -465,13 +467,14 @@ class SamplingParams:
     def _idle(self, known: Setting) -> str | None:
         """Return the choice that makes a setting ineffective, for an error message; None if it has an effect. Fields
         are declared after the fields that this depends on."""
-        if known.decodings == ALL:
+        if known.decodings is ALL:
             return None
-        if self.method not in methods_of(known):
+        own = _OF_METHOD.get(self.method, frozenset())
+        if not own & known.decodings:
             return f"method={str(self.method)!r}"
         if known.needs and not getattr(self, known.needs):
             return f"no {known.needs}"
-        if known.decodings >= {one for (method, _), one in _DECODINGS.items() if method == self.method}:
+        if own <= known.decodings:
             return None
         name = "population" if self.method == Method.SMC else "verification"
         return None if self.decoding in known.decodings else f"{name}={getattr(self, name)!r}"

@@ -28,6 +28,18 @@ MOST_KEPT = 1024
 """Maximum number of constraints of which something is known: those that it was learned of last."""
 
 
+class _Known(NamedTuple):
+    """What is known of a constraint."""
+
+    rounds: int = 0
+    """Number of quick rounds that it still needs before its masks are quick."""
+    quick: int = 0
+    """Number of its requests whose masks are quick together; 0: not even one."""
+
+
+UNKNOWN = _Known(rounds=1)
+
+
 class MaskTurns:
     """Chooses the constrained requests that take part in rounds."""
 
@@ -85,15 +97,3 @@ class MaskTurns:
         self._known.move_to_end(constraint)
         if len(self._known) > MOST_KEPT:
             self._known.popitem(last=False)
-
-
-class _Known(NamedTuple):
-    """What is known of a constraint."""
-
-    rounds: int = 0
-    """Number of quick rounds that it still needs before its masks are quick."""
-    quick: int = 0
-    """Number of its requests whose masks are quick together; 0: not even one."""
-
-
-UNKNOWN = _Known(rounds=1)

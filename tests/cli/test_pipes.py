@@ -110,6 +110,6 @@ def test_progress_is_said_in_a_pipe():
         )
     )
     ran = piped(sys.executable, "-c", script)
-    # The time left is known from the second line on.
+    # The time left is known from the second line on, if time has passed.
     (first, second), said = ran.stderr.splitlines(), re.compile(r"(.*?)(, about \d+ s left)?")
     assert first == "rounds: 25%, 0 s" and said.fullmatch(second)[1] == "more: 75%, 0 s" and ran.stdout == ""
