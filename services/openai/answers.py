@@ -3,9 +3,11 @@ events. Knows nothing about how they are sent."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -165,6 +167,48 @@ def chat_logprobs(
     return [
         entry(token, value) | {"top_logprobs": [entry(*top) for top in likeliest]} for token, value, likeliest in each
     ]
+
+
+class TextOffsets:
+    """Computes where the tokens of an answer begin in its text, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.end = 0
+        """Where the next token begins."""
+
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        """Return the offsets of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self.end)
+            self.end += len(self._utf8.decode(self._tokenizer.bytes_of(token)))
+        return offsets
+
+
+class TextLogprobs:
+    """Finds the log-probabilities of an answer's tokens that belong to a text within the answer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._offsets = TextOffsets(tokenizer)
+        self._waiting: deque[tuple[int, int, dict[str, Any]]] = deque()
+        """Where tokens that were not taken begin and end, and their log-probabilities."""
+
+    def add(self, tokens: Sequence[int], entries: Sequence[dict[str, Any]]) -> None:
+        """Add the log-probabilities of the next tokens."""
+        begins = self._offsets.push(tokens)
+        self._waiting += zip(begins, [*begins[1:], self._offsets.end], entries)
+
+    def take(self, begin: int, end: int | None) -> list[dict[str, Any]]:
+        """Return the log-probabilities of tokens that a text from `begin` to `end` (None: the end of the answer) has.
+        Those before it are dropped. A token at the end of two texts belongs to the first."""
+        found = []
+        while self._waiting and (end is None or self._waiting[0][0] < end):
+            first, last, entry = self._waiting.popleft()
+            if first >= begin or last > begin:
+                found.append(entry)
+        return found
 
 
 def finite(value: Any) -> Any:

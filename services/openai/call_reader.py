@@ -47,6 +47,8 @@ class Delta:
     arguments."""
 
     content: str = ""
+    begin: int = 0
+    """Where the content begins in the text, in characters."""
     name: str | None = None
     arguments: str = ""
 
@@ -60,6 +62,8 @@ class ToolCallReader:
         self._text, self._is_over = "", False
         self._from = self._at = 0
         """Where the text begins that is neither content nor part of a call yet, and where reading continues."""
+        self._cut_off = 0
+        """Number of characters that are no longer in `_text`."""
         self._found: list[Delta] = []
         self._blank = ""
         """Blanks that are content if content follows, or if they follow content."""
@@ -107,7 +111,7 @@ class ToolCallReader:
             elif not (yield from self._later()):
                 self._give_back()
         if self._blank and not self._is_after_call and not self._syntax.required:
-            self._found.append(Delta(content=self._blank))
+            self._found.append(Delta(self._blank, self._cut_off + self._from - len(self._blank)))
         return True
 
     def _first(self) -> Steps:
@@ -446,6 +450,7 @@ class ToolCallReader:
     def _give(self, end: int) -> None:
         """Make content of the text up to `end`. Blanks are held back until more content follows."""
         text = self._text[self._from : end]
+        begin = self._cut_off + self._from - len(self._blank)
         self._from = self._at = min(end, len(self._text))
         self._forget()
         if not text:
@@ -457,13 +462,14 @@ class ToolCallReader:
         content = (self._blank + text).rstrip()
         self._blank = (self._blank + text)[len(content) :]
         if content:
-            self._found.append(Delta(content=content))
+            self._found.append(Delta(content, begin))
             self._is_after_call = False
 
     def _forget(self) -> None:
         """Cut off text that was read."""
         if self._from == len(self._text) or self._from > KEPT:
             self._text = self._text[self._from :]
+            self._cut_off += self._from
             self._at -= self._from
             self._from = 0
 

@@ -3,7 +3,6 @@ responses and streamed chunks. Knows nothing about how they are sent."""
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from services.openai.answers import (
     OPENAI_FINISH,
     AnsweredCall,
     AnswerWriter,
+    TextOffsets,
     chat_logprobs,
     finite,
     smc_block,
@@ -279,23 +279,6 @@ def _ending(answer: Answer, params: SamplingParams, logprobs: dict[str, Any] | N
         "finish_reason": OPENAI_FINISH[answer.finish_reason],
         "smc": smc_block(params, answer),
     }
-
-
-class TextOffsets:
-    """Computes where the tokens of a completion begin in its text, in characters."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def push(self, tokens: Sequence[int]) -> list[int]:
-        """Return the offsets of the next tokens."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._utf8.decode(self._tokenizer.bytes_of(token)))
-        return offsets
 
 
 def _answer_logprobs(

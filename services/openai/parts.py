@@ -119,6 +119,8 @@ class PartGrows:
     index: int
     part: MessagePart
     text: str
+    begin: int | None = None
+    """Where `text` begins in the text of the whole answer, in characters; None: the part is no text."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,10 @@ class PartReader:
     def __init__(self, syntax: CallSyntax | None, reasoning: Reasoning | None) -> None:
         self._reasoning = None if reasoning is None else ReasoningReader(reasoning.is_open)
         self._calls = None if syntax is None else ToolCallReader(syntax)
+        self._size = 0
+        """Number of characters that were read."""
+        self._begin: int | None = None
+        """Where the answer proper begins; None: not yet."""
         self.parts: list[MessagePart] = []
 
     @property
@@ -155,6 +161,7 @@ class PartReader:
 
     def push(self, text: str) -> Iterator[PartEvent]:
         """Add text. Yields what is certain now."""
+        self._size += len(text)
         yield from self._read(*(("", text) if self._reasoning is None else self._reasoning.push(text)))
 
     def finish(self) -> Iterator[PartEvent]:
@@ -168,9 +175,11 @@ class PartReader:
         yield from self._close(is_last=True)
 
     def _read(self, reasoning: str, text: str) -> Iterator[PartEvent]:
+        begin = self._size - len(text)
+        self._begin = begin if text and self._begin is None else self._begin
         yield from self._grow(PartKind.REASONING, reasoning)
         if self._calls is None:
-            yield from self._grow(PartKind.TEXT, text)
+            yield from self._grow(PartKind.TEXT, text, begin)
         else:
             yield from self._more(self._calls.push(text))
 
@@ -178,17 +187,17 @@ class PartReader:
         for delta in deltas:
             if delta.name is not None:
                 yield from self._open(MessagePart(PartKind.CALL, delta.name))
-            yield from self._grow(PartKind.TEXT, delta.content)
+            yield from self._grow(PartKind.TEXT, delta.content, (self._begin or 0) + delta.begin)
             yield from self._grow(PartKind.CALL, delta.arguments)
 
-    def _grow(self, kind: PartKind, text: str) -> Iterator[PartEvent]:
+    def _grow(self, kind: PartKind, text: str, begin: int | None = None) -> Iterator[PartEvent]:
         if not text:
             return
         if not self.parts or self.parts[-1].kind is not kind:
             yield from self._open(MessagePart(kind))
         part = self.parts[-1]
         part.text += text
-        yield PartGrows(len(self.parts) - 1, part, text)
+        yield PartGrows(len(self.parts) - 1, part, text, begin)
 
     def _open(self, part: MessagePart) -> Iterator[PartEvent]:
         yield from self._close()

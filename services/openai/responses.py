@@ -14,6 +14,7 @@ from services.openai.answers import (
     OPENAI_FINISH,
     AnsweredCall,
     AnswerWriter,
+    TextLogprobs,
     chat_logprobs,
     named_event,
     smc_block,
@@ -279,10 +280,13 @@ class ResponsesWriter(AnswerWriter):
         super().__init__(call)
         (self._request,), (self._reader,) = call.requests, self._readers
         self._items: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] = []
-        """Log-probabilities of tokens that no event has had."""
+        self._logprobs = TextLogprobs(self._tokenizer)
         self._part_logprobs: list[dict[str, Any]] = []
         """Log-probabilities that the events of the open text have had."""
+        self._spans: list[tuple[int, int]] = []
+        """Where the pieces of the open text begin and end in the answer's text."""
+        self._late: list[PartEvent] = []
+        """What waits for likeliest tokens: the end of a text, and all after it."""
         self._sequence = 0
         self._base = self._described(body)
 
@@ -324,20 +328,28 @@ class ResponsesWriter(AnswerWriter):
         return b"".join(self._event(kind, response=self._response("in_progress")) for kind in kinds)
 
     def _more(self, index: int, output: Output, parts: Iterable[PartEvent]) -> bytes:
-        if not self._request.params.top_logprobs:
-            self._logprobs += chat_logprobs(output.tokens, output.logprobs, None, self._tokenizer)
+        if self._request.params.top_logprobs:
+            return b"".join(self._part(event) for event in parts if not self._is_late(event))
+        if output.logprobs:
+            self._logprobs.add(output.tokens, chat_logprobs(output.tokens, output.logprobs, None, self._tokenizer))
         return b"".join(map(self._part, parts))
+
+    def _is_late(self, event: PartEvent) -> bool:
+        """Return whether an event waits for the end of the answer, when likeliest tokens are known."""
+        if self._late or (isinstance(event, PartEnds) and event.part.kind is PartKind.TEXT):
+            self._late.append(event)
+        return bool(self._late)
 
     def _end(self, index: int, answer: Answer, parts: Iterable[PartEvent]) -> bytes:
         if self._request.params.top_logprobs:  # they are known only at the end
-            self._logprobs = self._answer_logprobs(answer)
-        data = b"".join(self._part(event, _status(answer)) for event in parts)
+            self._add_logprobs(answer)
+        data = b"".join(self._part(event, _status(answer)) for event in (*self._late, *parts))
         response = self._ended(answer)
         return data + self._event(f"response.{response['status']}", response=response)
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         (answer,) = answers
-        self._logprobs = self._answer_logprobs(answer)
+        self._add_logprobs(answer)
         for event in (*self._reader.push(answer.text), *self._reader.finish()):
             self._part(event, _status(answer))
         return written(self._ended(answer)).encode()
@@ -348,8 +360,10 @@ class ResponsesWriter(AnswerWriter):
         fields = {name: error[name] for name in ("code", "message", "param")}
         return self._event("error", **fields) + self._event("response.failed", response=failed)
 
-    def _answer_logprobs(self, answer: Answer) -> list[dict[str, Any]]:
-        return chat_logprobs(answer.tokens, answer.logprobs or (), answer.top_logprobs, self._tokenizer)
+    def _add_logprobs(self, answer: Answer) -> None:
+        if answer.logprobs is not None:
+            entries = chat_logprobs(answer.tokens, answer.logprobs, answer.top_logprobs, self._tokenizer)
+            self._logprobs.add(answer.tokens, entries)
 
     def _response(self, status: str) -> dict[str, Any]:
         ended = {"error": None, "incomplete_details": None, "usage": None}
@@ -387,29 +401,47 @@ class ResponsesWriter(AnswerWriter):
             data = self._event("response.output_item.added", output_index=index, item=item)
             if event.part.kind is not PartKind.CALL:
                 where = {"output_index": index, "item_id": item["id"], "content_index": 0}
-                data += self._event("response.content_part.added", **where, part=_content(event.part, ()))
+                part = _content(MessagePart(event.part.kind), ())
+                data += self._event("response.content_part.added", **where, part=part)
             return data
         item = self._items[index]
         where = {"output_index": index, "item_id": item["id"]}
         if isinstance(event, PartGrows):
-            return self._grow(event.part, where, event.text)
+            return self._grow(event, where)
         if event.part.kind is PartKind.CALL:
             status = "incomplete" if event.is_cut else "completed"
         return self._close(event, item, where, status if event.is_last else "completed")
 
-    def _grow(self, part: MessagePart, where: dict[str, Any], text: str) -> bytes:
+    def _grow(self, event: PartGrows, where: dict[str, Any]) -> bytes:
+        if event.begin is not None:
+            self._spans.append((event.begin, event.begin + len(event.text)))
+            return self._delta(event.part, where, event.text, self._logprobs.take(*self._spans[-1]))
+        return self._delta(event.part, where, event.text)
+
+    def _delta(
+        self, part: MessagePart, where: dict[str, Any], text: str, logprobs: Sequence[dict[str, Any]] = ()
+    ) -> bytes:
         kind, more = EVENTS[part.kind]
         if part.kind is PartKind.TEXT:
-            more = more | {"logprobs": self._logprobs}
-            self._part_logprobs, self._logprobs = self._part_logprobs + self._logprobs, []
+            more = more | {"logprobs": logprobs}
+            self._part_logprobs += logprobs
         return self._event(f"response.{kind}.delta", **where, **more, delta=text)
+
+    def _rest(self, is_last: bool) -> list[dict[str, Any]]:
+        """Return log-probabilities of the open text that came later than the text itself; if it ends the answer, also
+        those of tokens without text, such as the one that ended it."""
+        found = [entry for span in self._spans for entry in self._logprobs.take(*span)]
+        if is_last:
+            found += self._logprobs.take(self._spans[-1][1] if self._spans else 0, None)
+        self._spans = []
+        return found
 
     def _close(self, event: PartEnds, item: dict[str, Any], where: dict[str, Any], status: str) -> bytes:
         kind, more = EVENTS[event.part.kind]
         done: dict[str, Any] = {"status": status}
         data = b""
-        if event.part.kind is PartKind.TEXT and self._logprobs:
-            data = self._grow(event.part, where, "")  # of tokens without text, such as the one that ended the answer
+        if event.part.kind is PartKind.TEXT and (rest := self._rest(event.is_last)):
+            data = self._delta(event.part, where, "", rest)
         if event.part.kind is PartKind.CALL:
             done["arguments"] = event.part.text
             data += self._event(f"response.{kind}.done", **where, name=event.part.name, arguments=event.part.text)
