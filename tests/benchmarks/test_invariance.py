@@ -1,0 +1,19 @@
+"""The table of what changes the bits of a result, on a small model."""
+
+from __future__ import annotations
+
+from benchmarks.invariance import main
+
+
+def test_one_row_alone_is_itself(capsys):
+    found = main(
+        ["small", "--device", "cpu", "--sequences", "1,2", "--rows", "1,3", "--prompts", "3", "--context", "20"]
+    )
+    differ = {(name, column): count for name, column, count in found}
+    assert not any(count for (_, column), count in differ.items() if column == "1"), "nothing stands beside it"
+    assert differ["norm", "3"] == 0, "torch normalises every row by itself"
+    assert differ["plain, other pages", "1"] == 0
+    assert {"q k v", "down, residual, norm", "head", "plain, sequences", "prompt, chunk 20"} <= {
+        name for name, *_ in found
+    }
+    assert "Logits of one position" in capsys.readouterr().out
