@@ -285,7 +285,7 @@ def bench_selection(groups: int, n: int, branches: int) -> None:
     )
     rest = (*rest, torch.zeros(groups, dtype=torch.int32, device="cuda"), seed_G, torch.ones_like(seed_G))
     made, expected = select(candidates, *rest), torch_select(candidates, *rest)
-    assert torch.equal(made.ancestor_A, expected.ancestor_A) and torch.equal(made.branch_A, expected.branch_A)
+    assert torch.equal(made.particles.row_A, expected.particles.row_A)
     for w in (4, 8):
         us = microseconds(lambda c, w=w: select(c, *rest, warps=w), [candidates])
         note(f"select {groups}x{n}x{branches} warps {w}", us, candidates.numel() * 8)

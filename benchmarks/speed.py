@@ -61,7 +61,7 @@ class Speed:
     """Time of the draft's K steps."""
     target: float
     """Time of the target's pass."""
-    choose: float
+    select: float
     """Time of computing weights, and of choosing the rows that continue."""
     link: float
     """Time in which no model works: messages are in transit, or the host is late. Only as exact as the clocks of the
@@ -174,7 +174,7 @@ class ModeTimer:
         loop.engine.take_stats()
         seen = self._watch(loop, mode.method, rounds)
         whole, work, stats = seen.round, seen.work, loop.engine.take_stats()
-        draft, target, choose = (median_length(work, name) for name in (*ModelRole, "choose"))
+        draft, target, select = (median_length(work, name) for name in (*ModelRole, "select"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
         spec, alone = stats.spec[mode.verification or "walk"], stats.spec_alone_rounds
         tokens = seen.tokens if mode.method is Method.EXACT else _stride(mode)
@@ -196,7 +196,7 @@ class ModeTimer:
             round=1e3 * whole,
             draft=1e3 * draft,
             target=1e3 * target,
-            choose=1e3 * choose,
+            select=1e3 * select,
             link=1e3 * seen.link,
             host=1e3 * statistics.median(seen.hosts),
             idle=max(0.0, 1 - busy / whole),

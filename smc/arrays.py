@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from functools import reduce
-from typing import Any, TypeVar
+from functools import partial, reduce
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 Arrays = TypeVar("Arrays")
 """A tensor, or tuples of tensors."""
+Fields = TypeVar("Fields", bound=tuple)
+"""A NamedTuple of tensors."""
 ALIGNMENT = 16
 """Bytes at whose multiples fields begin within one piece of memory."""
 
@@ -46,6 +48,11 @@ def map_tensors(function: Callable[..., Any], values: Any, *others: Any) -> Any:
     return function(values, *others) if isinstance(values, np.ndarray | Tensor) else values
 
 
+def where(mask: Tensor, values: Arrays, others: Arrays) -> Arrays:
+    """Return tuples of tensors whose entries are those of `values` where the mask is true, else those of `others`."""
+    return map_tensors(partial(torch.where, mask), values, others)
+
+
 class Room:
     """Allocates the tensors that a launch writes, on one device."""
 
@@ -68,9 +75,22 @@ class Room:
         return torch.empty(shape, dtype=torch.bool, device=self._device)
 
 
-def field(kind: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
+def field(kind: type[np.generic], shape: tuple[int, ...]) -> Any:
     """Return an array that only has a type and a shape."""
     return np.broadcast_to(np.zeros((), kind), shape)
+
+
+class PackedFields(NamedTuple, Generic[Fields]):
+    """Tensors that lie within one piece of memory, so that one copy or one message takes all."""
+
+    memory: Tensor
+    """uint8."""
+    fields: Fields
+
+    def write(self, values: Fields) -> PackedFields[Fields]:
+        """Write all tensors, of any type. Returns the same fields."""
+        map_tensors(Tensor.copy_, self.fields, values)
+        return self
 
 
 class FieldMemory:
@@ -97,6 +117,11 @@ class FieldMemory:
             return memory[begin : begin + size].view(dtype).view(array.shape)
 
         return map_tensors(view, self._like)
+
+    def allocate(self, device: torch.device) -> PackedFields[Any]:
+        """Return new memory, and the tuples over it."""
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        return PackedFields(memory, self.views(memory))
 
 
 def contiguous(values: Arrays) -> Arrays:

@@ -40,13 +40,13 @@ SPEED_LEGEND = (
     "medians of {rounds} rounds, milliseconds. rows: rows of a request; alone: share of its rounds with nothing "
     "drafted (--drafting adaptive); tok/round: tokens that a round adds to an answer (exact: tokens confirmed); tok/s: "
     "answer tokens a second of one request, total: of all. step: one step of the draft; draft: its K steps; target: "
-    "its pass (plain: its K steps); choose: weighting and resampling; link: time in which no model works; host: "
+    "its pass (plain: its K steps); select: weighting and resampling; link: time in which no model works; host: "
     "planning and queueing a round, hidden unless longer than the models' time; idle: share of the round in which the "
     "slower model waits; floor: share of the time that reading all weights once a pass takes at 4.26 TB/s."
 )
 SPEED_COLUMNS = (
     "N K F GPUs context requests rows alone tok/round tok/s total x_plain "
-    "round step draft target choose link host idle floor GiB"
+    "round step draft target select link host idle floor GiB"
 )
 
 TableLine = tuple["Mode", int, int | None]
@@ -266,7 +266,7 @@ def speed_table(rows: Sequence[Speed]) -> Table:
         )
         times = (
             f"{x:.2f}"
-            for x in (row.round, row.draft / row.block, row.draft, row.target, row.choose, row.link, row.host)
+            for x in (row.round, row.draft / row.block, row.draft, row.target, row.select, row.link, row.host)
         )
         table.add_row(
             name, *map(str, shape), *drafted, *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}"

@@ -11,8 +11,8 @@ KINDS = {
     "prompt": ("#999999", "run a prompt"),
     "draft": ("#0072b2", "draft K tokens of every branch"),
     "target": ("#d55e00", "score a block"),
-    "choose": ("#cc79a7", "choose"),
-    "follow": ("#e69f00", "continue the chosen rows"),
+    "select": ("#cc79a7", "select"),
+    "remap": ("#e69f00", "remap to the selected rows"),
     "work": ("#009e73", "plan and record"),
 }
 """Name of work in a trace -> its colour and label."""

@@ -206,7 +206,7 @@ def _take(log_pi_ZY: Tensor, most_Z: Tensor, uniform_Z1: Tensor) -> Tensor:
 
 
 class SelectedTrees(NamedTuple):
-    """The choice for distinct populations and for groups that are decoded exactly."""
+    """The selection for distinct populations and for groups that are decoded exactly."""
 
     chosen: Expansion
     selected_A: Tensor

@@ -9,7 +9,7 @@ Local axes: P batch indices of the non-empty groups."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from smc.algorithm.resampling import (
 from smc.api.limits import SCHEME_NAMES
 from smc.arrays import to_device, to_host
 from smc.philox import Purpose, uniforms
+from smc.types import Array
 
 EQUAL = 1e-6
 """Relative tolerance of the ESS threshold. With a threshold of 1, rounding in the weights of identical particles must
@@ -40,26 +41,38 @@ PREFIX_POSITION = 3 << 20
 """Position of the uniform that draws a prefix."""
 
 
-class Selection(NamedTuple):
-    """The continuation at each batch index, and statistics of each group (zeros for padding groups)."""
+class NextParticles(NamedTuple, Generic[Array]):
+    """The particles after a selection, by batch index."""
 
-    ancestor_A: Tensor
-    """int64: batch index whose history this index continues; the index itself if its particle stays, and for empty and
+    ancestor_A: Array
+    """int64 batch index whose history this index continues; the index itself if its particle stays, and for empty and
     padding indices."""
-    branch_A: Tensor
-    """int64: index of the ancestor's candidate."""
-    logw_A: Tensor
-    """float64 log-weights after the round; -inf without a particle."""
-    alive_A: Tensor
-    """bool: there is a particle at the index after the round."""
-    log_z_G: Tensor
+    row_A: Array
+    """int64 index of the row that it continues with. Every batch index has F rows in look-ahead, one in lockstep."""
+    alive_A: Array
+    """bool: the batch index holds a particle. One without a particle repeats another of its group and has ended."""
+    logw_A: Array
+    """float64 log-weights; -inf without a particle."""
+
+
+class SelectionStatistics(NamedTuple, Generic[Array]):
+    """Statistics of a selection, by group; zeros for padding groups."""
+
+    log_z_G: Array
     """float64 increment of the running log Z-hat: 0 if weights were not reset, -inf if the group collapsed."""
-    ess_G: Tensor
+    ess_G: Array
     """float64 effective sample size before resampling."""
-    resampled_G: Tensor
+    resampled_G: Array
     """bool: the group was resampled."""
-    collapsed_G: Tensor
+    collapsed_G: Array
     """bool: every weight was zero (or NaN); the group then continues from a prefix of a block (`surviving_prefix`)."""
+
+
+class Selection(NamedTuple):
+    """A selection among the candidates of all groups."""
+
+    particles: NextParticles[Tensor]
+    statistics: SelectionStatistics[Tensor]
 
 
 def select(
@@ -108,13 +121,14 @@ def select(
         values_Z.new_zeros(len(seed_G)).index_put((used_Z,), values_Z)
         for values_Z in (log_z_Z, ess_Z, resampled_Z, collapsed_Z)
     )
-    return Selection(
-        packed(own.first_G[:, None] + ancestor_ZN, own_A),
-        packed(branch_ZN, torch.zeros_like(own_A)),
-        packed(logw_ZN, torch.full_like(own_A, -torch.inf, dtype=torch.float64)),
-        packed(held_ZN, torch.zeros_like(alive_A)),
-        *by_group,
+    ancestor_A, branches = packed(own.first_G[:, None] + ancestor_ZN, own_A), candidates_AF.shape[1]
+    particles = NextParticles(
+        ancestor_A=ancestor_A,
+        row_A=ancestor_A * branches + packed(branch_ZN, torch.zeros_like(own_A)),
+        alive_A=packed(held_ZN, torch.zeros_like(alive_A)),
+        logw_A=packed(logw_ZN, torch.full_like(own_A, -torch.inf, dtype=torch.float64)),
     )
+    return Selection(particles, SelectionStatistics(*by_group))
 
 
 def _assign(

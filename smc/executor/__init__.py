@@ -1,9 +1,9 @@
 """Execution on the models' devices: runs prompts and rounds. Schedulers use it. Knows nothing about requests or queues.
 
 For each round the host names the groups that take part and the pages in which keys and values are stored (`RoundPlan`).
-Tokens, lengths, weights, the choice among candidates and block tables stay on the devices. The host reads the results
-afterwards (`RoundResult`, `Lineage`), so it may be one round behind. Shapes depend on the plan alone, and batch sizes
-are padded to a few values, so that a whole round can be queued on a device or recorded there.
+Tokens, lengths, weights, selections and block tables stay on the devices. The host reads the results afterwards
+(`RoundResult`, `Lineage`), so it may be one round behind. Shapes depend on the plan alone, and batch sizes are padded
+to a few values, so that a whole round can be queued on a device or recorded there.
 
 A round of exact decoding by walk in look-ahead, in the order of its steps. `smc.reference.ExactWalk` has the same
 mathematics without batches; classes without a file are in `round_stages`, and files without a package in this one.
@@ -22,9 +22,10 @@ mathematics without batches; classes without a file are in `round_stages`, and f
   select  1. how far each block agrees with the draws, and which drafted rows begin with the outcome -> `Candidates`
           `SelectStage.select`, `smc.algorithm.verification.match_samples`, `select.score_candidates`
           2. keep at most N of these rows; after a miss one: the accepted tokens and the target's draw
-          -> `RoundChoice`, sent to the draft, and `RoundResult`
+          -> `RoundSelection`, sent to the draft, and `RoundResult`
           `SelectStage._select_trees`, `apply_selection.apply_selection`
-  remap   block tables follow the choice -> `Lineage`; the draft keeps candidates of the new blocks' inner nodes
+  remap   block tables follow the selection -> `Lineage`; the draft keeps candidates of the new
+          blocks' inner nodes
           `remap.remap_target`, `remap.remap_draft`, `draft_tree.keep_nodes`
   report  tokens, weights and pages enter the host's record; committed tokens are streamed
           `smc.scheduler.decode.RoundScheduler`, `smc.scheduler.slots.Slots.descend`

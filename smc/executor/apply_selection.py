@@ -3,53 +3,47 @@ is the torch form; the Triton form is `smc.kernels.apply_selection`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import SelectedTrees
-from smc.algorithm.selection import PREFIX_POSITION, Selection, surviving_prefix
+from smc.algorithm.selection import (
+    PREFIX_POSITION,
+    NextParticles,
+    Selection,
+    SelectionStatistics,
+    surviving_prefix,
+)
 from smc.algorithm.verification import Matches
-from smc.arrays import to_device, to_host
+from smc.arrays import to_device, to_host, where
 from smc.philox import Purpose, uniforms
-from smc.round.tensors import Candidates, Lineage, RoundChoice, RoundResult, ScoreInputs
+from smc.round.tensors import AppliedSelection, Candidates, Lineage, RoundResult, RoundSelection, ScoreInputs
 from smc.stops import grow
 from smc.types import SEPARATE
 
-AppliedSelection = tuple[RoundChoice, RoundResult[Tensor]]
 
-
-@dataclass(frozen=True)
-class SelectedRows:
+class SelectedRows(NamedTuple):
     """The continuation of each batch index."""
 
-    row_A: Tensor
-    """int64 index of the candidate."""
-    ancestor_A: Tensor
-    """int64 batch index whose particle it continues."""
+    particles: NextParticles[Tensor]
     block_A: Tensor
     """int64 batch index whose block it continues; in look-ahead this is the ancestor."""
-    alive_A: Tensor
     bonus_A: Tensor
     """int64 token of the target that is appended to the kept part of the block; -1: none."""
     logp_A: Tensor
     """float32 log p of the first token after the kept part of the block."""
-    logw_A: Tensor
     misses_A: Tensor
     """bool: none of the drafted rows continues: after a miss of exact decoding, where its answer is over, or because no
     particle of the group has weight."""
-    log_z_G: Tensor
-    ess_G: Tensor
-    resampled_G: Tensor
-    collapsed_G: Tensor
 
 
 def apply_selection(
     inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
 ) -> AppliedSelection:
-    """Return the choice for every batch index, and the report to the host. `own`: the selection of independent
+    """Return the continuation of every batch index, and the report to the host. `own`: the selection of independent
     particles; `trees`: that of the other groups."""
     return SelectionApplier(inputs, candidates).of(own, trees)
 
@@ -64,27 +58,44 @@ class SelectionApplier:
         self.is_exact_A = self.plan.is_exact_A
 
     def of(self, own: Selection | None, trees: SelectedTrees | None) -> AppliedSelection:
+        statistics = self._statistics(own, trees)
         selected = self._selected_rows(own, trees)
         right_A = torch.full_like(selected.block_A, self.blocks.tokens_AQ.shape[1])
         if self.inputs.matched is not None:
             right_A = torch.where(self.is_exact_A, self.inputs.matched.right_A, right_A)
         if not self.plan.kind.all_exact:
-            selected, right_A = self._redrawn(selected, right_A)
+            selected, right_A = self._redrawn(selected, statistics.collapsed_G, right_A)
         count_A = self.blocks.count_A[selected.block_A]
         kept_A = torch.minimum(right_A, count_A)
-        ended_A, text_A, grown_A = self._grown(selected, kept_A)
-        choice = RoundChoice.allocate(len(selected.row_A), selected.row_A.device).write(
-            ancestor_A=selected.ancestor_A,
-            row_A=selected.row_A,
-            count_A=grown_A,
-            cut_A=count_A - kept_A if self.lookahead else torch.zeros_like(count_A),
-            bonus_A=selected.bonus_A,
-            alive_A=selected.alive_A,
-            ended_A=ended_A | ~selected.alive_A,
-            text_A=text_A,
-            mass_A=selected.logw_A,
+        ended_A, text_A, taken_A = self._grown(selected, kept_A)
+        message = (
+            RoundSelection.memory(len(kept_A))
+            .allocate(kept_A.device)
+            .write(
+                RoundSelection(
+                    particles=selected.particles,
+                    taken_A=taken_A,
+                    cut_A=count_A - kept_A if self.lookahead else torch.zeros_like(count_A),
+                    bonus_A=selected.bonus_A,
+                    ended_A=ended_A | ~selected.particles.alive_A,
+                    text_A=text_A,
+                )
+            )
         )
-        return choice, self._result(selected, choice, kept_A)
+        return AppliedSelection(message.memory, self._result(selected, message.fields, statistics, kept_A))
+
+    def _statistics(self, own: Selection | None, trees: SelectedTrees | None) -> SelectionStatistics[Tensor]:
+        if trees is None:
+            assert own is not None, "a round has groups of some kind"
+            return own.statistics
+        chosen, zero_G = trees.chosen, torch.zeros_like(trees.chosen.ess_G)
+        theirs = SelectionStatistics(
+            log_z_G=torch.where(chosen.collapsed_G, -torch.inf, zero_G),
+            ess_G=chosen.ess_G,
+            resampled_G=zero_G > 0,
+            collapsed_G=chosen.collapsed_G,
+        )
+        return theirs if own is None else where(self.plan.is_separate_G, own.statistics, theirs)
 
     def _selected_rows(self, own: Selection | None, trees: SelectedTrees | None) -> SelectedRows:
         if trees is None:
@@ -95,33 +106,18 @@ class SelectionApplier:
             theirs = self._matched(theirs, self.inputs.matched)
         if own is None:
             return theirs
-        is_tree_G = ~self.plan.is_separate_G
-        is_tree_A = is_tree_G[self.plan.arrays.group_A]
-        pairs = ((name, getattr(theirs, name), mine) for name, mine in vars(self._of_own(own)).items())
-        return SelectedRows(
-            **{
-                name: torch.where(is_tree_G if name.endswith("_G") else is_tree_A, other, mine)
-                for name, other, mine in pairs
-            }
-        )
+        return where(self.plan.is_decoded_by(*SEPARATE), self._of_own(own), theirs)
 
     def _of_own(self, own: Selection) -> SelectedRows:
-        target, row_A = self.inputs.target, own.ancestor_A.long() * self.inputs.width + own.branch_A.long()
-        open_A, none_A = self.inputs.open_X[row_A], torch.full_like(row_A, -1)
+        target, particles = self.inputs.target, own.particles
+        open_A, none_A = self.inputs.open_X[particles.row_A], torch.full_like(particles.row_A, -1)
         assert target.logp_X is not None, "asked for where there are independent rows"
         return SelectedRows(
-            row_A=row_A,
-            ancestor_A=own.ancestor_A.long(),
-            block_A=own.ancestor_A.long(),
-            alive_A=own.alive_A,
-            bonus_A=none_A if target.bonus_A is None else torch.where(open_A, target.bonus_A[row_A], none_A),
-            logp_A=torch.where(open_A, target.logp_X[row_A], torch.nan),
-            logw_A=own.logw_A,
-            misses_A=torch.zeros_like(own.alive_A),
-            log_z_G=own.log_z_G.double(),
-            ess_G=own.ess_G.double(),
-            resampled_G=own.resampled_G,
-            collapsed_G=own.collapsed_G,
+            particles=particles,
+            block_A=particles.ancestor_A,
+            bonus_A=none_A if target.bonus_A is None else torch.where(open_A, target.bonus_A[particles.row_A], none_A),
+            logp_A=torch.where(open_A, target.logp_X[particles.row_A], torch.nan),
+            misses_A=torch.zeros_like(particles.alive_A),
         )
 
     def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
@@ -134,56 +130,51 @@ class SelectionApplier:
             logp_A = torch.where(open_A, target.candidate_logp_AC[row_A, candidate_A], logp_A)
         elif self.lookahead and target.logp_X is not None:
             logp_A = torch.where(open_A, target.logp_X[row_A], logp_A)
-        zero_G = torch.zeros_like(chosen.ess_G)
+        logw_A = torch.where(trees.alive_A, chosen.mass_X[trees.selected_A], -torch.inf)
         return SelectedRows(
-            row_A=row_A,
-            ancestor_A=ancestor_A,
+            particles=NextParticles(ancestor_A, row_A, trees.alive_A, logw_A),
             block_A=ancestor_A if self.lookahead else row_A,
-            alive_A=trees.alive_A,
             bonus_A=bonus_A,
             logp_A=logp_A,
-            logw_A=torch.where(trees.alive_A, chosen.mass_X[trees.selected_A], -torch.inf),
             misses_A=torch.zeros_like(trees.alive_A),
-            log_z_G=torch.where(chosen.collapsed_G, -torch.inf, zero_G),
-            ess_G=chosen.ess_G,
-            resampled_G=zero_G > 0,
-            collapsed_G=chosen.collapsed_G,
         )
 
     def _matched(self, selected: SelectedRows, matched: Matches) -> SelectedRows:
         """Complete the groups that are decoded exactly. If no drafted row of a group continues, the block that agrees
         longest does, followed by the target's next token."""
-        plan, blocks, is_exact_A = self.plan, self.blocks, self.is_exact_A
+        plan, blocks, is_exact_A, particles = self.plan, self.blocks, self.is_exact_A, selected.particles
         best_A, right_A = matched
-        any_A = plan.any_of_group(selected.alive_A)[plan.arrays.group_A]
+        any_A = plan.any_of_group(particles.alive_A)[plan.arrays.group_A]
         misses_A = is_exact_A & ~any_A & (plan.arrays.size_G > 0)[plan.arrays.group_A]
-        ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], selected.ancestor_A)
+        ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], particles.ancestor_A)
         index_A = torch.arange(len(best_A), device=best_A.device)
         is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
         has_next_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
         next_A, next_logp_A = (
             values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ)
         )
-        changed = {
-            "row_A": selected.row_A if self.lookahead else torch.where(misses_A, best_A, selected.row_A),
-            "ancestor_A": ancestor_A,
+        lone_logw_A = torch.where(index_A == ancestor_A, 0.0, -torch.inf)
+        return SelectedRows(
+            particles=NextParticles(
+                ancestor_A=ancestor_A,
+                row_A=particles.row_A if self.lookahead else torch.where(misses_A, best_A, particles.row_A),
+                alive_A=torch.where(misses_A, index_A == ancestor_A, particles.alive_A),
+                logw_A=torch.where(misses_A, lone_logw_A, particles.logw_A),
+            ),
             # A row after a block that agrees as a whole keeps its own block, even if several blocks have the same
             # tokens.
-            "block_A": torch.where(misses_A if self.lookahead else is_exact_A, best_A, selected.block_A),
-            "alive_A": torch.where(misses_A, index_A == ancestor_A, selected.alive_A),
-            "bonus_A": torch.where(is_exact_A, torch.where(has_next_A, next_A, -1), selected.bonus_A),
-            "logp_A": torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), selected.logp_A),
-            "logw_A": torch.where(misses_A, torch.where(index_A == ancestor_A, 0.0, -torch.inf), selected.logw_A),
-            "misses_A": misses_A,
-        }
-        return SelectedRows(**(vars(selected) | changed))
+            block_A=torch.where(misses_A if self.lookahead else is_exact_A, best_A, selected.block_A),
+            bonus_A=torch.where(is_exact_A, torch.where(has_next_A, next_A, -1), selected.bonus_A),
+            logp_A=torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), selected.logp_A),
+            misses_A=misses_A,
+        )
 
-    def _redrawn(self, selected: SelectedRows, right_A: Tensor) -> tuple[SelectedRows, Tensor]:
+    def _redrawn(self, selected: SelectedRows, collapsed_G: Tensor, right_A: Tensor) -> tuple[SelectedRows, Tensor]:
         """Let groups in which no particle has weight continue from a prefix of a block (`surviving_prefix`), followed
         by the token that the target draws after it: independent populations as copies of it, distinct ones as one row.
         Returns the rows, and the number of tokens that are kept of each block."""
         plan, blocks, scored = self.plan, self.blocks, self.scored
-        lost_A = (selected.collapsed_G & ~plan.is_exact_G & (plan.arrays.size_G > 0))[plan.arrays.group_A]
+        lost_A = (collapsed_G & ~plan.is_exact_G & (plan.arrays.size_G > 0))[plan.arrays.group_A]
         if not lost_A.any():
             return selected, right_A
         step_AQ = plan.arrays.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
@@ -198,24 +189,25 @@ class SelectionApplier:
         stays_A = torch.where(plan.is_decoded_by(*SEPARATE), is_copy_A, index_A == origin_A)
         is_over_A = blocks.ended_A[drawn_A] & (kept_A == blocks.count_A[drawn_A])
         next_A, next_logp_A = (values_AQ[drawn_A, kept_A - 1] for values_AQ in (scored.drawn_AQ, scored.drawn_logp_AQ))
-        changed = {
-            "row_A": selected.row_A if self.lookahead else drawn_A,
-            "ancestor_A": origin_A,
-            "block_A": drawn_A,
-            "alive_A": stays_A,
-            "bonus_A": torch.where(is_over_A, -1, next_A),
-            "logp_A": torch.where(is_over_A, torch.nan, next_logp_A),
-            "logw_A": torch.where(stays_A, 0.0, -torch.inf).double(),
-            "misses_A": lost_A,
-        }
-        redrawn = {name: torch.where(lost_A, value_A, getattr(selected, name)) for name, value_A in changed.items()}
-        return SelectedRows(**(vars(selected) | redrawn)), torch.where(lost_A, kept_A, right_A)
+        redrawn = SelectedRows(
+            particles=NextParticles(
+                ancestor_A=origin_A,
+                row_A=selected.particles.row_A if self.lookahead else drawn_A,
+                alive_A=stays_A,
+                logw_A=torch.where(stays_A, 0.0, -torch.inf).double(),
+            ),
+            block_A=drawn_A,
+            bonus_A=torch.where(is_over_A, -1, next_A),
+            logp_A=torch.where(is_over_A, torch.nan, next_logp_A),
+            misses_A=lost_A,
+        )
+        return where(lost_A, redrawn, selected), torch.where(lost_A, kept_A, right_A)
 
     def _grown(self, selected: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return whether each continuation has ended [A], the stop machine's state after the kept part of its block
         [A], and the number of drafted tokens that it takes [A]."""
         state, blocks, drafted = self.inputs.state, self.blocks, self.drafted
-        slot_A = self.plan.arrays.slot_A[selected.ancestor_A]
+        slot_A = self.plan.arrays.slot_A[selected.particles.ancestor_A]
         entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)
         text_A = grow(
             state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[selected.block_A], kept_A, early_A
@@ -223,41 +215,39 @@ class SelectionApplier:
         room_A = state.limit_S[slot_A] - state.held(slot_A) - kept_A
         bonus = grow(state.stops, entry_A, text_A, selected.bonus_A[:, None], room_A, early_A - kept_A)
         over_A = blocks.ended_A[selected.block_A] & (kept_A == blocks.count_A[selected.block_A])
-        grown_A, ended_A = kept_A - 1, over_A
+        taken_A, ended_A = kept_A - 1, over_A
         if self.lookahead:
             goes_on_A = ~selected.misses_A & ~over_A
-            grown_A = torch.where(goes_on_A, drafted.count_X[selected.row_A].long(), 0)
-            ended_A = over_A | (goes_on_A & drafted.ended_X[selected.row_A])
-        return torch.where(selected.bonus_A >= 0, bonus.ends_A, ended_A), text_A, grown_A
+            taken_A = torch.where(goes_on_A, drafted.count_X[selected.particles.row_A].long(), 0)
+            ended_A = over_A | (goes_on_A & drafted.ended_X[selected.particles.row_A])
+        return torch.where(selected.bonus_A >= 0, bonus.ends_A, ended_A), text_A, taken_A
 
-    def _result(self, selected: SelectedRows, choice: RoundChoice, kept_A: Tensor) -> RoundResult[Tensor]:
-        plan, blocks, candidates, has_bonus_A = self.plan, self.blocks, self.candidates, choice.bonus_A >= 0
-        bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
+    def _result(
+        self,
+        selected: SelectedRows,
+        selection: RoundSelection[Tensor],
+        statistics: SelectionStatistics[Tensor],
+        kept_A: Tensor,
+    ) -> RoundResult[Tensor]:
+        plan, blocks, candidates, has_bonus_A = self.plan, self.blocks, self.candidates, selection.bonus_A >= 0
+        row_A, bonus_A1 = selection.particles.row_A, selection.bonus_A.clamp(min=0)[:, None]
         if self.lookahead:
-            grown_AQ = torch.where(has_bonus_A[:, None], bonus_A1, self.drafted.tokens_XK[choice.row_A].long())
-            logq_AQ = self.drafted.logq_XK[choice.row_A]
+            grown_AQ = torch.where(has_bonus_A[:, None], bonus_A1, self.drafted.tokens_XK[row_A].long())
+            logq_AQ = self.drafted.logq_XK[row_A]
         else:
             grown_AQ = blocks.tokens_AQ[selected.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
-        has_bonus_G = plan.any_of_group(has_bonus_A & choice.alive_A)
+        has_bonus_G = plan.any_of_group(has_bonus_A & selection.particles.alive_A)
         run_A = torch.minimum(self.scored.blocks.run_A[selected.block_A], kept_A)
         return RoundResult(
-            ancestor_A=choice.ancestor_A,
-            alive_A=choice.alive_A,
-            cut_A=choice.cut_A,
+            selection=selection,
             grown_AQ=grown_AQ,
-            count_A=choice.count_A + has_bonus_A.long(),
-            ended_A=choice.ended_A,
-            logw_A=selected.logw_A,
             logq_AQ=logq_AQ,
             logp_AQ=torch.where(column_Q < kept_A[:, None] - 1, self.scored.logp_AQ[selected.block_A], torch.nan),
             first_logp_A=selected.logp_A,
             raw_logp_AQ=logq_AQ[:, :0],
-            log_z_G=selected.log_z_G,
-            ess_G=selected.ess_G,
-            resampled_G=selected.resampled_G,
-            collapsed_G=selected.collapsed_G,
+            statistics=statistics,
             draft_nan_G=candidates.draft_nan_G,
             target_nan_G=candidates.target_nan_G,
             hit_G=plan.is_exact_G & ~has_bonus_G,

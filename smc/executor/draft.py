@@ -25,6 +25,7 @@ from torch import Tensor
 
 from smc.algorithm.coupling import is_ranked, score_of_exponent
 from smc.algorithm.resampling import Spans
+from smc.arrays import PackedFields
 from smc.distributions import DistributionSpec
 from smc.philox import STREAMS_PER_PARTICLE
 from smc.round.draws import Coupling
@@ -40,7 +41,7 @@ from smc.round.tensors import (
     DraftShape,
     LastTokens,
     ObservedDraws,
-    RoundChoice,
+    RoundSelection,
     Rows,
     TokenTree,
 )
@@ -215,7 +216,7 @@ def _chosen(tree: TokenTree, more: ChosenTokens, plan: RoundPlan[Tensor]) -> tup
     return chosen.parent_X, token_X, torch.where(is_nan_X, torch.nan, logq_X), chosen.mass_X
 
 
-def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
+def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> PackedFields[DraftedRows]:
     """Pack the rows for the target. An independent row has the share 1 / F of its particle; if the particle has ended,
     its first row has the whole share."""
     slot_X, branches = plan.arrays.slot_A[tree.root_X], plan.kind.branches
@@ -230,7 +231,7 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
         own_X = torch.where(state.ended_S[slot_X], alone_X, -math.log(branches))
         share_X = torch.where(plan.is_decoded_by(*SEPARATE).repeat_interleave(branches), own_X, share_X)
     rows, block = tree.tokens_XK.shape
-    return DraftedRows.allocate(rows, block, state.device).write(
+    drafted = DraftedRows(
         tokens_XK=tree.tokens_XK,
         logq_XK=tree.logq_XK,
         root_X=tree.root_X,
@@ -239,13 +240,14 @@ def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedR
         cut_X=tree.cut_X,
         share_X=share_X,
     )
+    return DraftedRows.memory(rows, block).allocate(state.device).write(drafted)
 
 
 def observe_draws(
     state: SlotState,
     plan: RoundPlan[Tensor],
     tree: TokenTree,
-    choice: RoundChoice,
+    selection: RoundSelection[Tensor],
     kept_RV: Tensor,
     coupling: Coupling,
 ) -> ObservedDraws[Tensor]:
@@ -253,12 +255,18 @@ def observe_draws(
     and at some positions their rank. A draw is seen only if the block before the root was accepted as a whole, which
     does not depend on the draw. `kept`: log q after the first R roots. Call it
     before `advance`."""
-    root_A = choice.ancestor_A
-    token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
+    root_A = selection.particles.ancestor_A
+    token_A = torch.where(selection.taken_A > 0, tree.tokens_XK[selection.particles.row_A, 0], selection.bonus_A)
     slot_A, exponent_A = plan.arrays.slot_A[root_A], plan.arrays.exponent_A[root_A]
     kept_AV = kept_RV[root_A.clamp(max=len(kept_RV) - 1)]
     is_drawn_AV = coupling.tokens(kept_AV.shape[1], state.device) == token_A[:, None]
-    is_seen_A = choice.alive_A & ~state.ended_S[slot_A] & (choice.cut_A == 0) & (exponent_A > 0) & (token_A >= 0)
+    is_seen_A = (
+        selection.particles.alive_A
+        & ~state.ended_S[slot_A]
+        & (selection.cut_A == 0)
+        & (exponent_A > 0)
+        & (token_A >= 0)
+    )
     is_seen_A = is_seen_A & (root_A < len(kept_RV))
     position_A = state.end_S[slot_A]
     noise_AV = coupling.noise(root_A, position_A, kept_AV.shape[1])

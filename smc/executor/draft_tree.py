@@ -33,7 +33,7 @@ from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens
 from smc.algorithm.resampling import Spans
 from smc.round.plan import RoundPlan
 from smc.round.slots import InnerNodes, SlotState
-from smc.round.tensors import GrownRows, RoundChoice, TokenTree
+from smc.round.tensors import GrownRows, RoundSelection, TokenTree
 from smc.types import Decoding
 
 
@@ -145,17 +145,19 @@ def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
 
 
 def keep_nodes(
-    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice
+    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
 ) -> None:
     """Keep the outcomes at inner nodes of the chosen rows. A node that several rows of a group share is kept for the
     first of them. Call it before `advance`."""
-    slot_A, row_A, count_A = plan.arrays.slot_A, choice.row_A, choice.count_A
-    offset_A = state.logw_S[slot_A[choice.ancestor_A]]
+    slot_A, row_A, count_A = plan.arrays.slot_A, selection.particles.row_A, selection.taken_A
+    offset_A = state.logw_S[slot_A[selection.particles.ancestor_A]]
     tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SKC.shape[2]
     index_A = plan.index_of_rows(1)
     is_before_AA = index_A < index_A[:, None]
     shares_AA = (
-        (plan.arrays.group_A == plan.arrays.group_A[:, None]) & choice.alive_A & plan.is_decoded_by(Decoding.WALK)
+        (plan.arrays.group_A == plan.arrays.group_A[:, None])
+        & selection.particles.alive_A
+        & plan.is_decoded_by(Decoding.WALK)
     )
     assert grown.leaf_X is not None, "rows of exact decoding have been chosen"
     rows = len(grown.tree.mass_X)

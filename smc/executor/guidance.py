@@ -5,7 +5,7 @@ The formula uses logits instead of log-probabilities: the two differ by a consta
 afterwards removes, so nothing is normalised twice. Temperature and truncation come afterwards. Unconditional rows are
 further rows of the same pass, at the target, for every guided request. The plan of a round names a page beside each
 page of a guided batch index, so unconditional rows follow wherever page numbers go: through trees that are reparented
-and after the choice.
+and after the selection.
 
 Local axes: U unconditional rows of a batch, Y those of a pass."""
 
@@ -115,9 +115,9 @@ class GuidedPass:
     def remap(
         self, plan: RoundPlan[Tensor], ancestor_A: Tensor, pages_XB: Tensor, row_A: Tensor, *, pending: bool
     ) -> None:
-        """Remap the unconditional rows after the choice, before sequences have advanced. The unconditional row of each
-        batch index continues that of batch index `ancestor`, by the pages beside this round's pages of row `row`. With
-        `pending`, pending tokens had pages of their own, and these new pages come after them."""
+        """Remap the unconditional rows after the selection, before sequences have advanced. The unconditional row of
+        each batch index continues that of batch index `ancestor`, by the pages beside this round's pages of row `row`.
+        With `pending`, pending tokens had pages of their own, and these new pages come after them."""
         unconditional, state = plan.unconditional_at(self.role), self.state
         if unconditional is None:
             return

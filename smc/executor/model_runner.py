@@ -4,7 +4,7 @@ requests rounds, and its form with both models in this process.
 
 draft -> target   rows            the drafted rows
 draft -> target   distributions   that the tokens of chains were drawn from, if there are chains
-target -> draft   choice          the rows that continue, and how
+target -> draft   selection       the rows that continue, and how
 
 On GPUs the runners do not wait, except for the masks of constrained requests: a round is queued on the model's stream,
 and the host waits only when it reads the result. From its second run on, a stage of a round is the replay of a CUDA
@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.api.engine_config import EngineConfig
-from smc.arrays import to_device
+from smc.arrays import PackedFields, to_device
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner, TimeSpans
@@ -46,8 +47,8 @@ from smc.round.tensors import (
     GrownRows,
     Lineage,
     ObservedDraws,
-    RoundChoice,
     RoundResult,
+    RoundSelection,
     VerifyInputs,
 )
 from smc.stops import StopTables
@@ -225,7 +226,7 @@ class ModelRunner:
         plan: RoundPlan[np.ndarray],
         here: RoundPlan[Tensor],
         distribution: DistributionSpec[Tensor],
-    ) -> tuple[DraftedRows, GrownRows]:
+    ) -> tuple[PackedFields[DraftedRows], GrownRows]:
         """Run `DraftStage.draft` with masks. On GPUs the masks of later steps are made only if the plan says so,
         because the host waits for the device in each of these steps."""
         run, masks = partial(self.stages.run, plan.kind), self._masks
@@ -253,40 +254,28 @@ class ModelRunner:
         tree = grown.tree
         index_A = plan.index_of_rows(1)
         zero_A, alive_A = torch.zeros_like(slot_A), state.alive_S[slot_A]
-        choice = RoundChoice(
-            ancestor_A=index_A,
-            row_A=index_A,
-            count_A=tree.count_X,
+        selection = RoundSelection(
+            particles=NextParticles(index_A, index_A, alive_A, zero_A.double()),
+            taken_A=tree.count_X,
             cut_A=zero_A,
             bonus_A=zero_A - 1,
-            alive_A=alive_A,
             ended_A=tree.ended_X,
             text_A=tree.text_X,
-            mass_A=zero_A.double(),
-            message=torch.empty(0, dtype=torch.uint8, device=slot_A.device),  # not sent
         )
-        lineage = drafter.remap(plan, grown, choice).lineage
+        lineage = drafter.remap(plan, grown, selection).lineage
         logq_AK = tree.logq_XK
         exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
         nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1))
         zero_G = torch.zeros_like(plan.arrays.threshold_G)
         never_G = zero_G > 0
         return RoundResult(
-            ancestor_A=index_A,
-            alive_A=alive_A,
-            cut_A=zero_A,
+            selection=selection,
             grown_AQ=tree.tokens_XK,
-            count_A=tree.count_X,
-            ended_A=tree.ended_X,
-            logw_A=zero_A.double(),
             logq_AQ=logq_AK,
             logp_AQ=torch.cat((logq_AK, logq_AK[:, :1]), 1),
             first_logp_A=torch.full_like(logq_AK[:, 0], torch.nan),
             raw_logp_AQ=logq_AK[:, :0] if grown.raw_logp_XK is None else grown.raw_logp_XK,
-            log_z_G=zero_G,
-            ess_G=zero_G + 1,
-            resampled_G=never_G,
-            collapsed_G=never_G,
+            statistics=SelectionStatistics(zero_G, zero_G + 1, never_G, never_G),
             draft_nan_G=nan_G if self.worker.name == ModelRole.DRAFT else never_G,
             target_nan_G=nan_G if self.worker.name == ModelRole.TARGET else never_G,
             hit_G=never_G,
@@ -295,7 +284,7 @@ class ModelRunner:
 
 
 class DraftRunner(ModelRunner):
-    """The draft's part in rounds: drafts rows, then follows the target's choice."""
+    """The draft's part in rounds: drafts rows, then follows the target's selection."""
 
     def __init__(
         self, config: EngineConfig, worker: ModelWorker, ops: RoundOps, stages: StageRunner, channel: Channel
@@ -347,7 +336,7 @@ class DraftRunner(ModelRunner):
 
     @torch.inference_mode()
     def draft(self, plan: RoundPlan[np.ndarray]) -> None:
-        """Queue the draft's part of a round of both models, up to the choice."""
+        """Queue the draft's part of a round of both models, up to the selection."""
         stages, drafter, key = self.stages, self._drafter, plan.kind
         with stages.working():
             self._channel.settle()
@@ -365,7 +354,7 @@ class DraftRunner(ModelRunner):
             ended = stages.event()
             if chains and not ahead:
                 self._channel.send("distributions", self._dists_YKV[:chains])
-            self._channel.send("rows", drafted.message)
+            self._channel.send("rows", drafted.memory)
         self._round = (here, grown, (began, ended))
 
     @torch.inference_mode()
@@ -374,24 +363,24 @@ class DraftRunner(ModelRunner):
         assert self._round is not None, "what is followed has been drafted"
         plan, grown, span = self._round
         with self.stages.working():
-            size = plan.kind.batch_size
-            message = self._channel.receive(plan.kind, "choice", (RoundChoice.memory(size).nbytes,), torch.uint8)
-            report = self.stages.run(
-                plan.kind, "remap", lambda: self._remap(plan, grown, RoundChoice.of(message, size))
-            )
+            memory = RoundSelection.memory(plan.kind.batch_size)
+            message = self._channel.receive(plan.kind, "selection", (memory.nbytes,), torch.uint8)
+            report = self.stages.run(plan.kind, "remap", lambda: self._remap(plan, grown, memory.views(message)))
             return self._read(plan.kind, report, {ModelRole.DRAFT: span})
 
-    def _remap(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
+    def _remap(
+        self, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
+    ) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.arrays.chain_P):
             # The distributions follow the rows. Those that were sent have arrived, because the target verified by them.
             index_P, f = plan.arrays.chain_P, plan.kind.branches
             chain_A = torch.zeros_like(plan.arrays.slot_A).index_copy(
                 0, index_P, torch.arange(len(index_P), device=index_P.device)
             )
-            row_P = choice.row_A[index_P]
+            row_P = selection.particles.row_A[index_P]
             self._pick_distributions(self._dists_YKV, chain_A[row_P // f] * f + row_P % f)
             self._kept_SKV.index_copy_(0, plan.arrays.distribution_P, self._sent_PKV[: len(index_P)])
-        return self._drafter.remap(plan, grown, choice)
+        return self._drafter.remap(plan, grown, selection)
 
     def _join(self, group: SequenceHandoff) -> None:
         slots_N = self._enter(group)
@@ -482,14 +471,13 @@ class TargetRunner(ModelRunner):
                 scored = stages.run(key, "read logits", lambda: verify.read_logits(here, inputs, after, mask_TW))
             rows = self._receive(key) if drafted is None else drafted
             heard = stages.event()
-            choice, result = stages.run(key, "select", lambda: self._select.select(here, scored, rows()))
-            chosen = stages.event()
-            self._channel.share(choice.message)
-            self._channel.send("choice", choice.message)
-            told = stages.event()
-            stages.run(key, "remap", lambda: verify.remap(here, rows(), choice))
-            spans = {"target": span, "choose": (heard, chosen), "follow": (told, stages.event())}
-            return self._read(key, result, spans)
+            applied = stages.run(key, "select", lambda: self._select.select(here, scored, rows()))
+            selected = stages.event()
+            self._channel.send("selection", self._channel.share(applied.memory))
+            sent = stages.event()
+            stages.run(key, "remap", lambda: verify.remap(here, rows(), applied.result.selection))
+            spans = {"target": span, "select": (heard, selected), "remap": (sent, stages.event())}
+            return self._read(key, applied.result, spans)
 
     def _queue_pass(
         self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], drafted: Callable[[], DraftedRows] | None
@@ -512,10 +500,9 @@ class TargetRunner(ModelRunner):
     def _receive(self, kind: RoundKind) -> Callable[[], DraftedRows]:
         """Receive the drafted rows. Returns a function that finds them in the message: stages that are replayed do not
         ask for them."""
-        rows, block = kind.batch_size * kind.branches, self.config.block
-        nbytes = DraftedRows.memory(rows, block).nbytes
-        message = self._channel.receive(kind, "rows", (nbytes,), torch.uint8)
-        return cache(lambda: DraftedRows.of(message, rows, block))
+        memory = DraftedRows.memory(kind.batch_size * kind.branches, self.config.block)
+        message = self._channel.receive(kind, "rows", (memory.nbytes,), torch.uint8)
+        return cache(lambda: memory.views(message))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The remap stage of a round: sequences, block tables and slots follow the choice. This is the torch form; the Triton
-form is `smc.kernels.remap`."""
+"""The remap stage of a round: sequences, block tables and slots follow the selection. This is the torch form; the
+Triton form is `smc.kernels.remap`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from smc.round.plan import RoundPlan
 from smc.round.slots import SlotState
-from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundChoice, TokenTree
+from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundSelection, TokenTree
 
 
 def remap_block_table(
@@ -32,17 +32,17 @@ def remap_block_table(
 
 
 def remap_draft(
-    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
+    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, selection: RoundSelection[Tensor], steps: int
 ) -> tuple[Lineage[Tensor], NextSequences]:
     """Remap the block tables to the chosen rows. The other new values of the slots are returned, because the present
     ones are still read. `steps`: tokens of a whole row."""
-    slot_A, row_A = plan.arrays.slot_A, choice.row_A
-    ancestor_A, taken_A, cut_A = choice.ancestor_A, choice.count_A, choice.cut_A
+    slot_A, row_A = plan.arrays.slot_A, selection.particles.row_A
+    ancestor_A, taken_A, cut_A = selection.particles.ancestor_A, selection.taken_A, selection.cut_A
     source_A = slot_A[ancestor_A]
     end_A, pending_A = state.end_S[source_A], state.pending_S[source_A]
     # A particle that had ended continues if its end is rolled back.
     open_A = ~state.ended_S[source_A] | (cut_A > 0)
-    has_bonus_A = choice.bonus_A >= 0
+    has_bonus_A = selection.bonus_A >= 0
     tail_AB = tree.tail_XB[row_A]
     path_AB = torch.cat((plan.arrays.begin_pages_AQ[ancestor_A], tail_AB), 1)
     left_A = end_A - cut_A
@@ -51,9 +51,9 @@ def remap_draft(
     # shorter row has been run. It runs again, on a page of the next round, if no bonus token is pending.
     last_A = (taken_A == steps) | (~has_bonus_A & (taken_A > 0))
     run_A = taken_A - last_A.long()
-    bonus_A, last_token_A = choice.bonus_A.clamp(min=0), tree.tokens_XK[row_A, (taken_A - 1).clamp(min=0)]
+    bonus_A, last_token_A = selection.bonus_A.clamp(min=0), tree.tokens_XK[row_A, (taken_A - 1).clamp(min=0)]
     tokens_A2 = torch.stack((torch.where(last_A, last_token_A, bonus_A), bonus_A), 1)
-    unrun_A = torch.where(choice.ended_A, 1, last_A.long() + has_bonus_A.long())
+    unrun_A = torch.where(selection.ended_A, 1, last_A.long() + has_bonus_A.long())
     stays_A = (pending_A - cut_A).clamp(min=0)
     kept_A = torch.where(open_A, stays_A + run_A, 0)
     dropped_A = torch.where(open_A, (cut_A - pending_A).clamp(min=0), 0)
@@ -61,7 +61,7 @@ def remap_draft(
         end_A=left_A + taken_A + has_bonus_A.long(),
         tokens_AQ=tokens_A2[:, : state.pending_SQ.shape[1]],
         pending_A=unrun_A.clamp(min=1),
-        text_A=torch.where(last_A, tree.before_X[row_A], choice.text_A),
+        text_A=torch.where(last_A, tree.before_X[row_A], selection.text_A),
     )
 
 
@@ -82,14 +82,14 @@ def remap_target(
     logq_SQ: Tensor,
     plan: RoundPlan[Tensor],
     drafted: DraftedRows,
-    choice: RoundChoice,
+    selection: RoundSelection[Tensor],
     lookahead: bool,
 ) -> NextSequences:
-    """Remap the block tables, and log q of the pending tokens, to the choice. The other new values of the slots are
+    """Remap the block tables, and log q of the pending tokens, to the selection. The other new values of the slots are
     returned, because the present ones are still read."""
-    slot_A, source_A = plan.arrays.slot_A, plan.arrays.slot_A[choice.ancestor_A]
-    block_A = choice.ancestor_A if lookahead else choice.row_A
-    has_bonus_A = choice.bonus_A >= 0
+    slot_A, source_A = plan.arrays.slot_A, plan.arrays.slot_A[selection.particles.ancestor_A]
+    block_A = selection.particles.ancestor_A if lookahead else selection.particles.row_A
+    has_bonus_A = selection.bonus_A >= 0
     remap_block_table(
         state.table_SL,
         slot_A,
@@ -99,26 +99,26 @@ def remap_target(
         plan.arrays.target_pages_AQ[block_A],
         plan.columns,
     )
-    end_A = state.end_S[source_A] - choice.cut_A + choice.count_A + has_bonus_A.long()
-    bonus_A1 = choice.bonus_A.clamp(min=0)[:, None]
+    end_A = state.end_S[source_A] - selection.cut_A + selection.taken_A + has_bonus_A.long()
+    bonus_A1 = selection.bonus_A.clamp(min=0)[:, None]
     if lookahead:
-        tokens_AQ = torch.where(has_bonus_A[:, None], bonus_A1, drafted.tokens_XK[choice.row_A].long())
-        logq_AQ, count_A = drafted.logq_XK[choice.row_A], torch.where(has_bonus_A, 1, choice.count_A)
+        tokens_AQ = torch.where(has_bonus_A[:, None], bonus_A1, drafted.tokens_XK[selection.particles.row_A].long())
+        logq_AQ, count_A = drafted.logq_XK[selection.particles.row_A], torch.where(has_bonus_A, 1, selection.taken_A)
     else:
         tokens_AQ, logq_AQ, count_A = bonus_A1, torch.zeros_like(bonus_A1, dtype=torch.float32), torch.ones_like(end_A)
     logq_SQ[slot_A, : logq_AQ.shape[1]] = logq_AQ
     # A particle that had ended keeps its last token, which is neither run nor scored again.
-    return NextSequences(end_A, tokens_AQ, count_A.clamp(min=1), choice.text_A)
+    return NextSequences(end_A, tokens_AQ, count_A.clamp(min=1), selection.text_A)
 
 
-def advance(state: SlotState, slot_A: Tensor, choice: RoundChoice, next_: NextSequences) -> None:
+def advance(state: SlotState, slot_A: Tensor, selection: RoundSelection[Tensor], next_: NextSequences) -> None:
     """Write the new state of the slots."""
     state.end_S[slot_A] = next_.end_A
     state.pending_SQ[slot_A, : next_.tokens_AQ.shape[1]] = next_.tokens_AQ
     state.pending_S[slot_A] = next_.pending_A
     state.text_S[slot_A] = next_.text_A
-    state.ended_S[slot_A], state.alive_S[slot_A] = choice.ended_A, choice.alive_A
-    state.logw_S[slot_A] = choice.mass_A
+    state.ended_S[slot_A], state.alive_S[slot_A] = selection.ended_A, selection.particles.alive_A
+    state.logw_S[slot_A] = selection.particles.logw_A
     # Padding has written to the dummy slot, too; it must stay ended, and short.
     state.alive_S[state.dummy :].fill_(False)
     state.logw_S[state.dummy :].fill_(0.0)

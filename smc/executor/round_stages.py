@@ -15,9 +15,8 @@ from torch import Tensor
 from smc.algorithm.expansion import SelectedTrees
 from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection
-from smc.arrays import to_device
+from smc.arrays import PackedFields, to_device
 from smc.distributions import DistributionSpec
-from smc.executor.apply_selection import AppliedSelection
 from smc.executor.draft import assign_chains
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import given_constraint
@@ -30,6 +29,7 @@ from smc.round.draws import Coupling, DrawKeys
 from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.round.slots import BiasTables, InnerNodes, SlotState
 from smc.round.tensors import (
+    AppliedSelection,
     CandidateLayout,
     Candidates,
     ChainAssignment,
@@ -44,8 +44,8 @@ from smc.round.tensors import (
     GrownRows,
     ObservedDraws,
     OwnDraws,
-    RoundChoice,
     RoundResult,
+    RoundSelection,
     Rows,
     ScoreInputs,
     TargetDraws,
@@ -93,7 +93,9 @@ class DraftStage:
     """Buffer for the log-distributions that the tokens of chains are drawn from: K of a row, or K - 1 if the
     first token is a guess. None: the drafter has no chains."""
 
-    def draft(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> tuple[DraftedRows, GrownRows]:
+    def draft(
+        self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]
+    ) -> tuple[PackedFields[DraftedRows], GrownRows]:
         """Run the pending tokens of every particle, then extend rows by K tokens or by the plan's `steps`. The
         distributions of chains are written to `dists_YKV`."""
         inputs = self.begin(plan, distribution)
@@ -180,7 +182,7 @@ class DraftStage:
 
     def finish(
         self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: tuple[GrownStep, ...]
-    ) -> tuple[DraftedRows, GrownRows]:
+    ) -> tuple[PackedFields[DraftedRows], GrownRows]:
         """Run the remaining steps. Returns the message to the target and the rows."""
         steps = list(grown)
         for step in range(len(grown), plan.kind.steps or self.shape.block):
@@ -198,18 +200,20 @@ class DraftStage:
             rows = self.ops.choose_rows(plan, rows, self.nodes is not None)
         return self.ops.pack_rows(self.state, plan, rows.tree), rows
 
-    def remap(self, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice) -> DraftReport[Tensor]:
+    def remap(
+        self, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
+    ) -> DraftReport[Tensor]:
         """Make the selected rows the particles."""
         tree = grown.tree
         nan_A = self.nan.expand(len(plan.arrays.slot_A))
         observed = ObservedDraws(nan_A, nan_A, nan_A)
         if self.kept_RV is not None and Decoding.WALK in plan.kind.decodings:
-            observed = self.ops.observe_draws(self.state, plan, tree, choice, self.kept_RV, self._coupling(plan))
+            observed = self.ops.observe_draws(self.state, plan, tree, selection, self.kept_RV, self._coupling(plan))
         if self.nodes is not None and grown.steps:
-            self.ops.keep_nodes(self.nodes, self.state, plan, grown, choice)
-        self.run.remap(plan, choice.ancestor_A, tree.tail_XB, choice.row_A, pending=True)
-        lineage, next_ = self.ops.remap_draft(self.state, plan, tree, choice, plan.kind.steps or self.shape.block)
-        self.ops.advance(self.state, plan.arrays.slot_A, choice, next_)
+            self.ops.keep_nodes(self.nodes, self.state, plan, grown, selection)
+        self.run.remap(plan, selection.particles.ancestor_A, tree.tail_XB, selection.particles.row_A, pending=True)
+        lineage, next_ = self.ops.remap_draft(self.state, plan, tree, selection, plan.kind.steps or self.shape.block)
+        self.ops.advance(self.state, plan.arrays.slot_A, selection, next_)
         return DraftReport(lineage, observed)
 
     def _drawn(
@@ -388,12 +392,12 @@ class VerifyStage:
             log_z_T.index_copy(0, token_P, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
         )
 
-    def remap(self, plan: RoundPlan[Tensor], drafted: DraftedRows, choice: RoundChoice) -> Tensor:
+    def remap(self, plan: RoundPlan[Tensor], drafted: DraftedRows, selection: RoundSelection[Tensor]) -> Tensor:
         """Make the selected candidates the particles. Returns the number of pending tokens of each [A]."""
-        block_A = choice.ancestor_A if self.lookahead else choice.row_A
-        self.run.remap(plan, choice.ancestor_A, plan.arrays.target_pages_AQ, block_A, pending=False)
-        next_ = self._ops.remap_target(self.state, self.logq_SQ, plan, drafted, choice, self.lookahead)
-        self._ops.advance(self.state, plan.arrays.slot_A, choice, next_)
+        block_A = selection.particles.ancestor_A if self.lookahead else selection.particles.row_A
+        self.run.remap(plan, selection.particles.ancestor_A, plan.arrays.target_pages_AQ, block_A, pending=False)
+        next_ = self._ops.remap_target(self.state, self.logq_SQ, plan, drafted, selection, self.lookahead)
+        self._ops.advance(self.state, plan.arrays.slot_A, selection, next_)
         return next_.pending_A
 
 
@@ -420,22 +424,22 @@ class SelectStage:
             own = self._select_independent(plan, candidates)
         if plan.kind.has_competing:
             trees = self._select_trees(plan, candidates, drafted.block)
-        choice, result = self.ops.apply_selection(inputs, candidates, own, trees)
-        if scored.raw_TV is not None:
-            result = result._replace(raw_logp_AQ=self._raw_logprobs(scored, scored.raw_TV, choice, result))
-        return choice, result
+        applied = self.ops.apply_selection(inputs, candidates, own, trees)
+        if scored.raw_TV is None:
+            return applied
+        raw_logp_AQ = self._raw_logprobs(scored, scored.raw_TV, applied.result)
+        return applied._replace(result=applied.result._replace(raw_logp_AQ=raw_logp_AQ))
 
-    def _raw_logprobs(
-        self, scored: VerifyOutputs, raw_TV: Tensor, choice: RoundChoice, result: RoundResult[Tensor]
-    ) -> Tensor:
+    def _raw_logprobs(self, scored: VerifyOutputs, raw_TV: Tensor, result: RoundResult[Tensor]) -> Tensor:
         """Return log-probabilities [A, Q] under the softmax of the target's own logits, as in
         `RoundResult.raw_logp_AQ`."""
-        blocks, q = scored.blocks, scored.blocks.tokens_AQ.shape[1]
+        blocks, selection, q = scored.blocks, result.selection, scored.blocks.tokens_AQ.shape[1]
         if self.lookahead:
-            block_A, kept_A = choice.ancestor_A, blocks.count_A[choice.ancestor_A] - choice.cut_A
-            next_A = torch.where(result.count_A > 0, result.grown_AQ[:, 0], -1)
+            block_A = selection.particles.ancestor_A
+            kept_A = blocks.count_A[block_A] - selection.cut_A
+            next_A = torch.where(selection.count_A > 0, result.grown_AQ[:, 0], -1)
         else:
-            block_A, kept_A, next_A = choice.row_A, choice.count_A + 1, choice.bonus_A
+            block_A, kept_A, next_A = selection.particles.row_A, selection.taken_A + 1, selection.bonus_A
         column_Q, last_A1 = torch.arange(q, device=block_A.device), kept_A[:, None] - 1
         token_AQ = torch.where(column_Q < last_A1, blocks.tokens_AQ[block_A].roll(-1, 1), -1)
         token_AQ = torch.where(column_Q == last_A1, next_A[:, None], token_AQ)

@@ -29,7 +29,7 @@ their weight: an answer waits for all of its particles."""
 def target_outputs(
     sampling: Sampling, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows, lookahead: bool
 ) -> TargetOutputs:
-    """Compute the target's outputs that a choice depends on."""
+    """Compute the target's outputs that a selection depends on."""
     if plan.kind.all_exact:
         # The target's own draws decide.
         return TargetOutputs()

@@ -1,5 +1,5 @@
 """The verify stage of a round: lays out the tokens that the target runs, and reads its outputs from the logits. This is
-the torch form; the Triton form is `smc.kernels.verify`. The choice that follows is in `smc.executor.select`.
+the torch form; the Triton form is `smc.kernels.verify`. The selection that follows is in `smc.executor.select`.
 
 A block consists of the last tokens of a particle. Its first token is already counted in the particle's weight, or is
 known to be the target's own draw. In look-ahead a block was drafted one round earlier, and its batch index is that of

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from smc.algorithm.expansion import SelectedTrees
-from smc.algorithm.selection import PREFIX_POSITION, Selection
+from smc.algorithm.selection import PREFIX_POSITION, Selection, SelectionStatistics
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import Room, contiguous
 from smc.kernels.decodings import is_exact, is_separate
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.select import draw_uniforms
 from smc.kernels.stops import DONE, after, after_all
-from smc.round.tensors import Candidates, Lineage, RoundChoice, RoundResult, ScoreInputs
+from smc.round.tensors import AppliedSelection, Candidates, Lineage, RoundResult, RoundSelection, ScoreInputs
 
 NONE = tl.constexpr(-float("inf"))
 PREFIX = tl.constexpr(PREFIX_POSITION)
@@ -26,29 +25,26 @@ PREFIX = tl.constexpr(PREFIX_POSITION)
 
 def apply_selection(
     inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
-) -> tuple[RoundChoice, RoundResult[Tensor]]:
+) -> AppliedSelection:
     """See `smc.executor.apply_selection.apply_selection`."""
     plan, drafted, state, room = inputs.plan.arrays, inputs.drafted, inputs.state, Room(inputs.state.device)
     verified = contiguous(inputs.scored.alone)
     (batch_size, q), groups = verified.blocks.tokens_AQ.shape, len(plan.first_G)
     (rows, block), candidates = drafted.tokens_XK.shape, contiguous(candidates)
-    choice = RoundChoice.allocate(batch_size, state.device)
+    memory, selection = RoundSelection.memory(batch_size).allocate(state.device)
     result = RoundResult(
-        ancestor_A=choice.ancestor_A,
-        alive_A=choice.alive_A,
-        cut_A=choice.cut_A,
+        selection=selection,
         grown_AQ=room.longs(batch_size, q),
-        count_A=room.longs(batch_size),
-        ended_A=choice.ended_A,
-        logw_A=choice.mass_A,
         logq_AQ=room.floats(batch_size, q),
         logp_AQ=room.floats(batch_size, q),
         first_logp_A=room.floats(batch_size),
         raw_logp_AQ=room.floats(batch_size, 0),
-        log_z_G=room.doubles(groups),
-        ess_G=room.doubles(groups),
-        resampled_G=room.bools(groups),
-        collapsed_G=room.bools(groups),
+        statistics=SelectionStatistics(
+            log_z_G=room.doubles(groups),
+            ess_G=room.doubles(groups),
+            resampled_G=room.bools(groups),
+            collapsed_G=room.bools(groups),
+        ),
         draft_nan_G=candidates.draft_nan_G,
         target_nan_G=candidates.target_nan_G,
         hit_G=room.bools(groups),
@@ -58,16 +54,16 @@ def apply_selection(
     )
     _apply_selection[(programs(batch_size, groups),)](
         plan, state, verified, drafted, contiguous(inputs.target), candidates, contiguous(inputs.matched),
-        contiguous(own), contiguous(trees), choice, result, groups, batch_size,
+        contiguous(own), contiguous(trees), result, groups, batch_size,
         F=rows // batch_size, K=block, Q=q, C=candidates.candidate_tokens.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=inputs.lookahead, num_warps=4,
     )  # fmt: skip
-    return choice, result
+    return AppliedSelection(memory, result)
 
 
 @one_variant()
 def _apply_selection(
-    plan, slots, verified, drafted, target, candidates, matched, own, trees, choice, out, groups, batch_size,
+    plan, slots, verified, drafted, target, candidates, matched, own, trees, out, groups, batch_size,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +76,7 @@ def _apply_selection(
     if own is not None:
         mine = exists & is_separate(decoding) if trees is not None else exists
         row, ancestor, alive, logw, bonus, logp = _of_own(
-            mine, index, own, target, candidates.root_X, blocks.open_A, F, LOOKAHEAD
+            mine, index, own.particles, target, candidates.root_X, blocks.open_A, LOOKAHEAD
         )
         block = ancestor
     if trees is not None:
@@ -137,24 +133,24 @@ def _apply_selection(
     has_bonus, going = bonus >= 0, exists & (bonus >= 0) & (room > 0)
     last = after(text, bonus, entry, going, kept < early, slots.stops)
     ended = (tl.load(blocks.ended_A + block, mask=exists, other=1) != 0) & (kept == count)
-    grown = kept - 1
+    taken = kept - 1
     if LOOKAHEAD:
         goes_on = exists & (misses == 0) & (ended == 0)
-        grown = tl.load(drafted.count_X + row, mask=goes_on, other=0)
+        taken = tl.load(drafted.count_X + row, mask=goes_on, other=0)
         ended = ended | (tl.load(drafted.ended_X + row, mask=goes_on, other=0) != 0)
     ended = tl.where(has_bonus, (room <= 1) | (last == DONE), ended) | (alive == 0)
     cut = count - kept if LOOKAHEAD else tl.zeros_like(count)
     run = tl.minimum(tl.load(blocks.run_A + block, mask=exists, other=0).to(tl.int32), kept)
-    tl.store(choice.ancestor_A + index, ancestor.to(tl.int64), mask=exists)
-    tl.store(choice.row_A + index, row.to(tl.int64), mask=exists)
-    tl.store(choice.count_A + index, grown.to(tl.int64), mask=exists)
-    tl.store(choice.cut_A + index, cut.to(tl.int64), mask=exists)
-    tl.store(choice.bonus_A + index, bonus, mask=exists)
-    tl.store(choice.alive_A + index, alive, mask=exists)
-    tl.store(choice.ended_A + index, ended, mask=exists)
-    tl.store(choice.text_A + index, text.to(tl.int64), mask=exists)
-    tl.store(choice.mass_A + index, logw, mask=exists)
-    tl.store(out.count_A + index, (grown + has_bonus.to(tl.int32)).to(tl.int64), mask=exists)
+    next_, selection = out.selection.particles, out.selection
+    tl.store(next_.ancestor_A + index, ancestor.to(tl.int64), mask=exists)
+    tl.store(next_.row_A + index, row.to(tl.int64), mask=exists)
+    tl.store(next_.alive_A + index, alive, mask=exists)
+    tl.store(next_.logw_A + index, logw, mask=exists)
+    tl.store(selection.taken_A + index, taken.to(tl.int64), mask=exists)
+    tl.store(selection.cut_A + index, cut.to(tl.int64), mask=exists)
+    tl.store(selection.bonus_A + index, bonus, mask=exists)
+    tl.store(selection.ended_A + index, ended, mask=exists)
+    tl.store(selection.text_A + index, text.to(tl.int64), mask=exists)
     tl.store(out.first_logp_A + index, logp, mask=exists)
     tl.store(out.lineage.kept_A + index, run, mask=exists)
     tl.store(out.lineage.dropped_A + index, tl.zeros_like(run), mask=exists)
@@ -173,7 +169,7 @@ def _has_collapsed(group, plan, own, trees):
     """Return whether the group has particles, but none with weight."""
     decoding, collapsed = tl.load(plan.decoding_G + group), group < 0
     if own is not None:
-        collapsed = collapsed | (is_separate(decoding) & (tl.load(own.collapsed_G + group) != 0))
+        collapsed = collapsed | (is_separate(decoding) & (tl.load(own.statistics.collapsed_G + group) != 0))
     if trees is not None:
         collapsed = collapsed | (
             (is_separate(decoding) == 0) & (is_exact(decoding) == 0) & (tl.load(trees.chosen.collapsed_G + group) != 0)
@@ -210,13 +206,13 @@ def _surviving_prefix(index, exists, group, first, plan, verified, Q: tl.constex
 
 
 @triton.jit
-def _of_own(exists, index, own, target, root_X, open_A, F: tl.constexpr, LOOKAHEAD: tl.constexpr):
+def _of_own(exists, index, particles, target, root_X, open_A, LOOKAHEAD: tl.constexpr):
     """Return for independent particles: row, ancestor, whether alive, log-weight, the target's token after the block,
     and its log p."""
-    ancestor = tl.load(own.ancestor_A + index, mask=exists, other=0).to(tl.int32)
-    row = ancestor * F + tl.load(own.branch_A + index, mask=exists, other=0).to(tl.int32)
-    alive = tl.load(own.alive_A + index, mask=exists, other=0) != 0
-    logw = tl.load(own.logw_A + index, mask=exists, other=NONE)
+    ancestor = tl.load(particles.ancestor_A + index, mask=exists, other=0).to(tl.int32)
+    row = tl.load(particles.row_A + index, mask=exists, other=0).to(tl.int32)
+    alive = tl.load(particles.alive_A + index, mask=exists, other=0) != 0
+    logw = tl.load(particles.logw_A + index, mask=exists, other=NONE)
     bonus = index.to(tl.int64) * 0 - 1
     if LOOKAHEAD:
         is_open = tl.load(open_A + tl.load(root_X + row, mask=exists, other=0), mask=exists, other=0) != 0
@@ -280,15 +276,16 @@ def _write_group(group, decoding, own, trees, out):
     log_z, ess = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     resampled, collapsed = False, False
     if own is not None:
-        log_z, ess = tl.load(own.log_z_G + group), tl.load(own.ess_G + group)
-        resampled, collapsed = tl.load(own.resampled_G + group) != 0, tl.load(own.collapsed_G + group) != 0
+        log_z, ess = tl.load(own.statistics.log_z_G + group), tl.load(own.statistics.ess_G + group)
+        resampled = tl.load(own.statistics.resampled_G + group) != 0
+        collapsed = tl.load(own.statistics.collapsed_G + group) != 0
     if trees is not None:
         is_tree = (is_separate(decoding) == 0) if own is not None else (decoding == decoding)
         tree_collapsed = tl.load(trees.chosen.collapsed_G + group) != 0
         ess = tl.where(is_tree, tl.load(trees.chosen.ess_G + group), ess)
         log_z = tl.where(is_tree, tl.where(tree_collapsed, NONE, tl.zeros((), tl.float64)), log_z)
         resampled, collapsed = resampled & (is_tree == 0), tl.where(is_tree, tree_collapsed, collapsed)
-    tl.store(out.log_z_G + group, log_z)
-    tl.store(out.ess_G + group, ess)
-    tl.store(out.resampled_G + group, resampled)
-    tl.store(out.collapsed_G + group, collapsed)
+    tl.store(out.statistics.log_z_G + group, log_z)
+    tl.store(out.statistics.ess_G + group, ess)
+    tl.store(out.statistics.resampled_G + group, resampled)
+    tl.store(out.statistics.collapsed_G + group, collapsed)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smc.algorithm.coupling import RANK_BITS, RANK_FACTOR, RANKED_BELOW, SLACK
 from smc.algorithm.resampling import Spans
-from smc.arrays import Room
+from smc.arrays import PackedFields, Room
 from smc.distributions import DistributionSpec
 from smc.kernels.candidate_tokens import coupled_score
 from smc.kernels.decodings import REJECTION, is_separate
@@ -37,7 +37,7 @@ from smc.round.tensors import (
     DraftShape,
     LastTokens,
     ObservedDraws,
-    RoundChoice,
+    RoundSelection,
     Rows,
     TokenTree,
 )
@@ -131,16 +131,16 @@ def begin(
     return out
 
 
-def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> DraftedRows:
+def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> PackedFields[DraftedRows]:
     """See `smc.executor.draft.pack`."""
     (rows, block), branches = tree.tokens_XK.shape, plan.kind.branches
-    out = DraftedRows.allocate(rows, block, state.device)
+    message = DraftedRows.memory(rows, block).allocate(state.device)
     _pack[(triton.cdiv(rows, ROWS),)](
-        plan.arrays, state, tree.alone, out, rows,
+        plan.arrays, state, tree.alone, message.fields, rows,
         F=branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block), LOG_F=math.log(branches),
         HAS_SEPARATE=plan.kind.has_separate, num_warps=1,
     )  # fmt: skip
-    return out
+    return message
 
 
 def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int) -> TokenTree:
@@ -367,7 +367,7 @@ def observe_draws(
     state: SlotState,
     plan: RoundPlan[Tensor],
     tree: TokenTree,
-    choice: RoundChoice,
+    selection: RoundSelection[Tensor],
     kept_RV: Tensor,
     coupling: Coupling,
 ) -> ObservedDraws[Tensor]:
@@ -375,8 +375,8 @@ def observe_draws(
     batch_size, columns, room = plan.kind.batch_size, kept_RV.shape[1], Room(kept_RV.device)
     out = ObservedDraws(room.floats(batch_size), room.floats(batch_size), room.floats(batch_size))
     _observe[(batch_size,)](
-        plan.arrays, state, tree.tokens_XK, tree.tokens_XK.stride(0), choice, kept_RV, len(kept_RV), columns, coupling,
-        out, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
+        plan.arrays, state, tree.tokens_XK, tree.tokens_XK.stride(0), selection, kept_RV, len(kept_RV), columns,
+        coupling, out, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
     )  # fmt: skip
     return out
 
@@ -404,12 +404,16 @@ def _part(begin, columns, kept_RV, root, position, token, coupling, BLOCK: tl.co
 
 @one_variant("kept_RV")
 def _observe(
-    plan, slots, tokens_XK, stride, choice, kept_RV, kept, columns, coupling, out, BLOCK: tl.constexpr,
+    plan, slots, tokens_XK, stride, selection, kept_RV, kept, columns, coupling, out, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    root, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
-    taken, cut, bonus = tl.load(choice.count_A + index), tl.load(choice.cut_A + index), tl.load(choice.bonus_A + index)
-    is_alive = tl.load(choice.alive_A + index) != 0
+    root, row = tl.load(selection.particles.ancestor_A + index), tl.load(selection.particles.row_A + index)
+    taken, cut, bonus = (
+        tl.load(selection.taken_A + index),
+        tl.load(selection.cut_A + index),
+        tl.load(selection.bonus_A + index),
+    )
+    is_alive = tl.load(selection.particles.alive_A + index) != 0
     slot = tl.load(plan.slot_A + root)
     token = tl.where(taken > 0, tl.load(tokens_XK + row * stride).to(tl.int64), bonus)
     is_seen = is_alive & (tl.load(slots.ended_S + slot) == 0) & (cut == 0) & (token >= 0) & (root < kept)

@@ -25,7 +25,7 @@ from smc.kernels.expansion import find_bound
 from smc.kernels.launch import one_variant
 from smc.round.plan import RoundPlan
 from smc.round.slots import InnerNodes, SlotState
-from smc.round.tensors import DraftStep, GrownRows, RoundChoice, TokenTree
+from smc.round.tensors import DraftStep, GrownRows, RoundSelection, TokenTree
 
 LEAD = tl.constexpr(LEAD_GAIN)
 NONE = tl.constexpr(-float("inf"))
@@ -333,7 +333,7 @@ def _take_rows(
 
 
 def keep_nodes(
-    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, choice: RoundChoice
+    nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
 ) -> None:
     """See `smc.executor.draft_tree.keep_nodes`."""
     tokens_XK, leaf_X = grown.tree.tokens_XK, grown.leaf_X
@@ -342,7 +342,7 @@ def keep_nodes(
     assert block == inner + 1, f"rows of {block} tokens, {inner} inner nodes"
     steps = _kept(grown.steps)
     _keep_nodes[(batch_size,)](
-        nodes, plan.arrays, state.logw_S, tokens_XK, steps, choice, leaf_X, len(leaf_X),
+        nodes, plan.arrays, state.logw_S, tokens_XK, steps, selection, leaf_X, len(leaf_X),
         steps[-1].candidates.token_RC.shape[1],
         K=block, C=most, BLOCK_N=MAX_PARTICLES, BLOCK_C=triton.next_power_of_2(most), num_warps=4,
     )  # fmt: skip
@@ -459,20 +459,20 @@ def _limit_outcomes(
 
 @one_variant()
 def _keep_nodes(
-    nodes, plan, logw_S, tokens_XK, steps, choice, leaf_X, rows, width,
+    nodes, plan, logw_S, tokens_XK, steps, selection, leaf_X, rows, width,
     K: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     index, n, c = tl.program_id(0), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
-    ancestor, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
-    count = tl.load(choice.count_A + index)
+    ancestor, row = tl.load(selection.particles.ancestor_A + index), tl.load(selection.particles.row_A + index)
+    count = tl.load(selection.taken_A + index)
     slot, group = tl.load(plan.slot_A + index), tl.load(plan.group_A + index)
     offset = tl.load(logw_S + tl.load(plan.slot_A + ancestor))
     first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
     size = tl.where(tl.load(plan.decoding_G + group) == WALK, size, 0)
     exists_N, at_N = n < size, first + n
-    exists_N = exists_N & (tl.load(choice.alive_A + at_N, mask=exists_N, other=0) != 0)
-    row_N = tl.load(choice.row_A + at_N, mask=exists_N, other=0)
-    count_N = tl.load(choice.count_A + at_N, mask=exists_N, other=0)
+    exists_N = exists_N & (tl.load(selection.particles.alive_A + at_N, mask=exists_N, other=0) != 0)
+    row_N = tl.load(selection.particles.row_A + at_N, mask=exists_N, other=0)
+    count_N = tl.load(selection.taken_A + at_N, mask=exists_N, other=0)
     # Number of leading tokens that each row of the group shares with this row.
     common_N = tl.zeros((BLOCK_N,), tl.int32)
     for k in tl.static_range(K):

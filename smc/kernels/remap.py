@@ -1,7 +1,7 @@
-"""The remap stage of a round: slots and block tables follow the choice. The Triton form of `smc.executor.remap`.
+"""The remap stage of a round: slots and block tables follow the selection. The Triton form of `smc.executor.remap`.
 
-A program handles one batch index. `remap_draft` and `remap_target` read the slots' state before the choice and rewrite
-block tables; `advance` only writes. Work grows with the positions that particles hold, not with the width of a table.
+A program handles one batch index. `remap_draft` and `remap_target` read the slots' former state and rewrite block
+tables; `advance` only writes. Work grows with the positions that particles hold, not with the width of a table.
 The host reads nothing, and grids follow from shapes alone.
 
 The constant P is the number of tokens that may be pending."""
@@ -16,16 +16,16 @@ from smc.arrays import Room
 from smc.kernels.launch import one_variant
 from smc.round.plan import RoundPlan
 from smc.round.slots import SlotState
-from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundChoice, TokenTree
+from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundSelection, TokenTree
 
 CHUNK = 1024
 """Number of positions that are copied at a time."""
 
 
 def remap_draft(
-    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, choice: RoundChoice, steps: int
+    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, selection: RoundSelection[Tensor], steps: int
 ) -> tuple[Lineage[Tensor], NextSequences]:
-    """See `smc.executor.remap.remap_draft`. The same launch makes block tables follow the choice."""
+    """See `smc.executor.remap.remap_draft`. The same launch makes block tables follow the selection."""
     (batch_size, queries), pages = plan.arrays.begin_pages_AQ.shape, tree.tail_XB.shape[1]
     width, room = min(2, state.pending_SQ.shape[1]), Room(state.device)
     lineage = Lineage(
@@ -38,7 +38,7 @@ def remap_draft(
         text_A=room.longs(batch_size),
     )
     _remap_draft[(batch_size,)](
-        plan.arrays, state, state.table_SL.stride(0), tree.alone, choice, lineage, out, steps,
+        plan.arrays, state, state.table_SL.stride(0), tree.alone, selection, lineage, out, steps,
         K=tree.tokens_XK.shape[1], P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
         BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages),
         CHUNK=CHUNK, num_warps=4,
@@ -51,30 +51,30 @@ def remap_target(
     logq_SQ: Tensor,
     plan: RoundPlan[Tensor],
     drafted: DraftedRows,
-    choice: RoundChoice,
+    selection: RoundSelection[Tensor],
     lookahead: bool,
 ) -> NextSequences:
-    """See `smc.executor.remap.remap_target`. The same launch makes block tables follow the choice."""
+    """See `smc.executor.remap.remap_target`. The same launch makes block tables follow the selection."""
     (batch_size, q), block, room = plan.arrays.target_pages_AQ.shape, drafted.block, Room(state.device)
     width = block if lookahead else 1
     out = NextSequences(
         end_A=room.longs(batch_size),
         tokens_AQ=room.longs(batch_size, width),
         pending_A=room.longs(batch_size),
-        text_A=choice.text_A,
+        text_A=selection.text_A,
     )
     _remap_target[(batch_size,)](
-        plan.arrays, state, state.table_SL.stride(0), drafted, choice, logq_SQ, logq_SQ.stride(0), out,
+        plan.arrays, state, state.table_SL.stride(0), drafted, selection, logq_SQ, logq_SQ.stride(0), out,
         K=block, Q=q, P=width, BLOCK_Q=triton.next_power_of_2(q), CHUNK=CHUNK, LOOKAHEAD=lookahead, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def advance(state: SlotState, slot_A: Tensor, choice: RoundChoice, next_: NextSequences) -> None:
+def advance(state: SlotState, slot_A: Tensor, selection: RoundSelection[Tensor], next_: NextSequences) -> None:
     """See `smc.executor.remap.advance`."""
     batch_size, width = next_.tokens_AQ.shape
     _advance[(batch_size,)](
-        state, state.pending_SQ.stride(0), state.dummy, slot_A, choice, next_, *next_.tokens_AQ.stride(),
+        state, state.pending_SQ.stride(0), state.dummy, slot_A, selection, next_, *next_.tokens_AQ.stride(),
         P=width, BLOCK_W=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
@@ -107,15 +107,15 @@ def copy_pages(table, stride, slot, source, base, end, tail_B, width, TAIL: tl.c
 
 @one_variant()
 def _remap_draft(
-    plan, slots, table_stride, tree, choice, lineage, out, steps,
+    plan, slots, table_stride, tree, selection, lineage, out, steps,
     K: tl.constexpr, P: tl.constexpr, B: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_W: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the state of one batch index's sequence after the choice. At most Q tokens are pending afterwards."""
+    """Write the state of one batch index's sequence after the selection. At most Q tokens are pending afterwards."""
     index = tl.program_id(0)
-    ancestor, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
-    taken, cut = tl.load(choice.count_A + index), tl.load(choice.cut_A + index)
-    bonus, ended = tl.load(choice.bonus_A + index), tl.load(choice.ended_A + index) != 0
+    ancestor, row = tl.load(selection.particles.ancestor_A + index), tl.load(selection.particles.row_A + index)
+    taken, cut = tl.load(selection.taken_A + index), tl.load(selection.cut_A + index)
+    bonus, ended = tl.load(selection.bonus_A + index), tl.load(selection.ended_A + index) != 0
     slot, source = tl.load(plan.slot_A + index), tl.load(plan.slot_A + ancestor)
     end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
     # A particle that had ended continues if its end is taken back.
@@ -127,7 +127,7 @@ def _remap_draft(
     is_last = (taken == steps) | ((has_bonus == 0) & (taken > 0))
     run = taken - is_last.to(tl.int64)
     left = tl.where(ended, 1, is_last.to(tl.int64) + has_bonus.to(tl.int64))
-    text = tl.where(is_last, tl.load(tree.before_X + row), tl.load(choice.text_A + index))
+    text = tl.where(is_last, tl.load(tree.before_X + row), tl.load(selection.text_A + index))
     tl.store(out.end_A + index, kept_end + taken + has_bonus.to(tl.int64))
     tl.store(out.pending_A + index, tl.maximum(left, 1))
     tl.store(out.text_A + index, text)
@@ -148,28 +148,32 @@ def _remap_draft(
 
 @one_variant()
 def _remap_target(
-    plan, slots, table_stride, drafted, choice, logq_SQ, logq_stride, out,
+    plan, slots, table_stride, drafted, selection, logq_SQ, logq_stride, out,
     K: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
-    ancestor, row = tl.load(choice.ancestor_A + index), tl.load(choice.row_A + index)
-    count, cut, bonus = tl.load(choice.count_A + index), tl.load(choice.cut_A + index), tl.load(choice.bonus_A + index)
+    ancestor, row = tl.load(selection.particles.ancestor_A + index), tl.load(selection.particles.row_A + index)
+    taken, cut, bonus = (
+        tl.load(selection.taken_A + index),
+        tl.load(selection.cut_A + index),
+        tl.load(selection.bonus_A + index),
+    )
     slot, source = tl.load(plan.slot_A + index), tl.load(plan.slot_A + ancestor)
     end, pending = tl.load(slots.end_S + source), tl.load(slots.pending_S + source)
     block = ancestor if LOOKAHEAD else row
     base, tail_Q = tl.load(slots.base_S + slot), plan.target_pages_AQ + block * Q
     copy_pages(slots.table_SL, table_stride, slot, source, base, end - pending, tail_Q, Q, BLOCK_Q, CHUNK)
     has_bonus = bonus >= 0
-    tl.store(out.end_A + index, end - cut + count + has_bonus.to(tl.int64))
+    tl.store(out.end_A + index, end - cut + taken + has_bonus.to(tl.int64))
     q = tl.arange(0, BLOCK_Q)
     if LOOKAHEAD:
         token = tl.load(drafted.tokens_XK + row * K + q, mask=q < P, other=0).to(tl.int64)
         logq = tl.load(drafted.logq_XK + row * K + q, mask=q < P, other=0.0)
         # If the particle had ended, its last token remains, and nothing of it is run or scored again.
-        count = tl.maximum(tl.where(has_bonus, 1, count), 1)
+        count = tl.maximum(tl.where(has_bonus, 1, taken), 1)
     else:
-        token, logq, count = q.to(tl.int64) * 0, q.to(tl.float32) * 0, count * 0 + 1
+        token, logq, count = q.to(tl.int64) * 0, q.to(tl.float32) * 0, taken * 0 + 1
     tl.store(out.tokens_AQ + index * P + q, tl.where(has_bonus, bonus, token), mask=q < P)
     tl.store(logq_SQ + slot * logq_stride + q, logq, mask=q < P)
     tl.store(out.pending_A + index, count)
@@ -177,7 +181,7 @@ def _remap_target(
 
 @one_variant()
 def _advance(
-    slots, pending_stride, dummy, slot_A, choice, next_, stride_a, stride_w, P: tl.constexpr,
+    slots, pending_stride, dummy, slot_A, selection, next_, stride_a, stride_w, P: tl.constexpr,
     BLOCK_W: tl.constexpr
 ):  # fmt: skip
     index, w = tl.program_id(0), tl.arange(0, BLOCK_W)
@@ -185,8 +189,8 @@ def _advance(
     token = tl.load(next_.tokens_AQ + index * stride_a + w * stride_w, mask=w < P, other=0)
     tl.store(slots.pending_SQ + slot * pending_stride + w, token, mask=w < P)
     tl.store(slots.text_S + slot, tl.load(next_.text_A + index))
-    alive, ended = tl.load(choice.alive_A + index) != 0, tl.load(choice.ended_A + index) != 0
-    logw = tl.load(choice.mass_A + index)
+    alive, ended = tl.load(selection.particles.alive_A + index) != 0, tl.load(selection.ended_A + index) != 0
+    logw = tl.load(selection.particles.logw_A + index)
     # Padding writes to the dummy slot like other rows; the dummy slot must stay ended, and short.
     is_dummy = slot >= dummy
     tl.store(slots.end_S + slot, tl.where(is_dummy, 1, tl.load(next_.end_A + index)))

@@ -1,8 +1,8 @@
-"""The select stage of a round: the candidates and their weights, and for groups of independent particles the choice
+"""The select stage of a round: the candidates and their weights, and for groups of independent particles the selection
 among them. The Triton form of `smc.executor.select.score_candidates`, and of `smc.algorithm.selection.select`.
 
 `score_candidates` takes one launch: the first programs handle some rows each. Those after them handle a group each:
-they compute what the choice needs to know about the group, and whether it has NaN. `select` has a program for each
+they compute what the selection needs to know about the group, and whether it has NaN. `select` has a program for each
 group. Weights are float64, as in the references, and equal to these up to rounding. The chosen candidates of a group
 are sorted, so slots are assigned by binary searches in that list. A candidate without weight is never chosen.
 Resampling schemes are data: one launch runs all of them. The host reads nothing, and grids follow from shapes alone, so
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens
 from smc.algorithm.resampling import Bounds, Spans
-from smc.algorithm.selection import BRANCH_POSITION, EQUAL, Selection
+from smc.algorithm.selection import BRANCH_POSITION, EQUAL, NextParticles, Selection, SelectionStatistics
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
 from smc.arrays import Room, contiguous
 from smc.kernels.decodings import DISTINCT, is_exact, is_separate
@@ -95,14 +95,18 @@ def select(
     """As `smc.algorithm.selection.select`, for groups of up to MAX_PARTICLES batch indices."""
     (batch_size, branches), count, room = candidates_AF.shape, len(seed_G), Room(candidates_AF.device)
     out = Selection(
-        ancestor_A=room.longs(batch_size),
-        branch_A=room.longs(batch_size),
-        logw_A=room.doubles(batch_size),
-        alive_A=room.bools(batch_size),
-        log_z_G=room.doubles(count),
-        ess_G=room.doubles(count),
-        resampled_G=room.bools(count),
-        collapsed_G=room.bools(count),
+        NextParticles(
+            ancestor_A=room.longs(batch_size),
+            row_A=room.longs(batch_size),
+            alive_A=room.bools(batch_size),
+            logw_A=room.doubles(batch_size),
+        ),
+        SelectionStatistics(
+            log_z_G=room.doubles(count),
+            ess_G=room.doubles(count),
+            resampled_G=room.bools(count),
+            collapsed_G=room.bools(count),
+        ),
     )
     _select[(programs(batch_size, count),)](
         candidates_AF.contiguous(), alive_A.contiguous(), groups, threshold_G, scheme_G, seed_G, round_G, out,
@@ -448,20 +452,20 @@ def _select(
     candidates_AF, alive_A, groups, threshold_G, scheme_G, seed_G, round_G, out, scratch, branches, count, batch_size,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0)
+    group, next_, statistics = tl.program_id(0), out.particles, out.statistics
     if group >= count:
         index_N, exists_N, _, _ = own_indices(groups.first_G, groups.size_G, count, batch_size, BLOCK_N)
-        tl.store(out.ancestor_A + index_N, index_N.to(tl.int64), mask=exists_N)
-        tl.store(out.branch_A + index_N, index_N.to(tl.int64) * 0, mask=exists_N)
-        tl.store(out.logw_A + index_N, tl.full((BLOCK_N,), -float("inf"), tl.float64), mask=exists_N)
-        tl.store(out.alive_A + index_N, index_N < 0, mask=exists_N)
+        tl.store(next_.ancestor_A + index_N, index_N.to(tl.int64), mask=exists_N)
+        tl.store(next_.row_A + index_N, index_N.to(tl.int64) * branches, mask=exists_N)
+        tl.store(next_.logw_A + index_N, tl.full((BLOCK_N,), -float("inf"), tl.float64), mask=exists_N)
+        tl.store(next_.alive_A + index_N, index_N < 0, mask=exists_N)
         return
     first, size = tl.load(groups.first_G + group), tl.load(groups.size_G + group)
     if size == 0:
-        tl.store(out.log_z_G + group, 0.0)
-        tl.store(out.ess_G + group, 0.0)
-        tl.store(out.resampled_G + group, False)
-        tl.store(out.collapsed_G + group, False)
+        tl.store(statistics.log_z_G + group, 0.0)
+        tl.store(statistics.ess_G + group, 0.0)
+        tl.store(statistics.resampled_G + group, False)
+        tl.store(statistics.collapsed_G + group, False)
         return
     particles, draws = tl.load(groups.count_G + group), tl.load(groups.draws_G + group)
     seed, rounds = tl.load(seed_G + group), tl.load(round_G + group)
@@ -487,12 +491,13 @@ def _select(
         taken_N = n * BLOCK_F + _own_branch(candidates_NF, highest_N, uniform_N, branches)
         held_N = alive_N & (tl.cumsum(alive_N.to(tl.int32), 0) <= tl.where(has_weight, BLOCK_N, draws))
     reset = resampled | (squares == 0)
-    tl.store(out.ancestor_A + index_N, (first + taken_N // BLOCK_F).to(tl.int64), mask=exists_N)
-    tl.store(out.branch_A + index_N, (taken_N % BLOCK_F).to(tl.int64), mask=exists_N)
-    tl.store(out.logw_A + index_N, tl.where(held_N, tl.where(reset, 0.0, family_N), -float("inf")), mask=exists_N)
-    tl.store(out.alive_A + index_N, held_N, mask=exists_N)
+    ancestor_N = (first + taken_N // BLOCK_F).to(tl.int64)
+    tl.store(next_.ancestor_A + index_N, ancestor_N, mask=exists_N)
+    tl.store(next_.row_A + index_N, ancestor_N * branches + taken_N % BLOCK_F, mask=exists_N)
+    tl.store(next_.logw_A + index_N, tl.where(held_N, tl.where(reset, 0.0, family_N), -float("inf")), mask=exists_N)
+    tl.store(next_.alive_A + index_N, held_N, mask=exists_N)
     log_mean = log_sum - tl.log(tl.maximum(particles, 1).to(tl.float64))
-    tl.store(out.log_z_G + group, tl.where(reset, log_mean, 0.0))
-    tl.store(out.ess_G + group, ess)
-    tl.store(out.resampled_G + group, resampled)
-    tl.store(out.collapsed_G + group, squares == 0)
+    tl.store(statistics.log_z_G + group, tl.where(reset, log_mean, 0.0))
+    tl.store(statistics.ess_G + group, ess)
+    tl.store(statistics.resampled_G + group, resampled)
+    tl.store(statistics.collapsed_G + group, squares == 0)

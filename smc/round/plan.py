@@ -221,7 +221,7 @@ class RoundArrays(NamedTuple, Generic[Array]):
     size_G: Array
     """int32 number of batch indices of each group."""
     count_G: Array
-    """int32 number of particles before the round's choice."""
+    """int32 number of particles before the round's selection."""
     draws_G: Array
     """int32 number of particles after the round's selection, which draws them."""
     shared_G: Array

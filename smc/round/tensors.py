@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, Expansion
 from smc.algorithm.resampling import Spans
+from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.algorithm.verification import Matches
 from smc.arrays import FieldMemory, Room, field
 from smc.distributions import DistributionSpec
@@ -272,8 +271,6 @@ class DraftedRows(NamedTuple):
     share_X: Tensor
     """float32 log of the row's share of its root's mass, before its tokens are weighted by p^alpha / q; -inf where
     there is no row."""
-    message: Tensor
-    """uint8: all fields in one piece, for the transfer."""
 
     @property
     def block(self) -> int:
@@ -285,79 +282,59 @@ class DraftedRows(NamedTuple):
     def memory(rows: int, block: int) -> FieldMemory:
         """Return where the fields lie, for rows of `block` tokens."""
         tokens, number = (rows, block), (rows,)
-        of_row = (field(np.int32, number), field(np.int32, number), field(np.bool_, number), field(np.int32, number))
-        return FieldMemory((field(np.int32, tokens), field(np.float32, tokens), *of_row, field(np.float32, number)))
-
-    @staticmethod
-    def of(message: Tensor, rows: int, block: int) -> DraftedRows:
-        """Return the fields of a message."""
-        return DraftedRows._make((*DraftedRows.memory(rows, block).views(message), message))
-
-    @staticmethod
-    def allocate(rows: int, block: int, device: torch.device) -> DraftedRows:
-        nbytes = DraftedRows.memory(rows, block).nbytes
-        return DraftedRows.of(torch.empty(nbytes, dtype=torch.uint8, device=device), rows, block)
-
-    def write(self, **fields: Tensor) -> DraftedRows:
-        """Write all fields, of any type. Returns the rows."""
-        return _written(self, fields)
+        return FieldMemory(
+            DraftedRows(
+                tokens_XK=field(np.int32, tokens),
+                logq_XK=field(np.float32, tokens),
+                root_X=field(np.int32, number),
+                count_X=field(np.int32, number),
+                ended_X=field(np.bool_, number),
+                cut_X=field(np.int32, number),
+                share_X=field(np.float32, number),
+            )
+        )
 
 
-class RoundChoice(NamedTuple):
-    """Message from the target to the draft: how each batch index continues. By batch index after the choice."""
+class RoundSelection(NamedTuple, Generic[Array]):
+    """Message from the target to the draft, and part of the report to the host: how each batch index continues. By
+    batch index after the selection."""
 
-    ancestor_A: Tensor
-    """int64 batch index whose particle continues here."""
-    row_A: Tensor
-    """int64 index of the drafted row that it continues with."""
-    count_A: Tensor
-    """int64 number of tokens that it takes from that row."""
-    cut_A: Tensor
+    particles: NextParticles[Array]
+    taken_A: Array
+    """int64 number of tokens that it takes from its row."""
+    cut_A: Array
     """int64 number of the ancestor's last tokens that are rolled back first."""
-    bonus_A: Tensor
+    bonus_A: Array
     """int64 token drawn by the target that is appended last; -1: none."""
-    alive_A: Tensor
-    """bool: the batch index holds a particle."""
-    ended_A: Tensor
+    ended_A: Array
     """bool: the particle has ended, or there is none."""
-    text_A: Tensor
+    text_A: Array
     """int64 state of the stop machine before the row's tokens (look-ahead) or before the bonus token."""
-    mass_A: Tensor
-    """float64 log mass."""
-    message: Tensor
-    """uint8: all fields in one piece, for the transfer."""
+
+    @property
+    def count_A(self) -> Array:
+        """int64 number of appended tokens."""
+        return self.taken_A + (self.bonus_A >= 0)
 
     @staticmethod
     @lru_cache(maxsize=256)
     def memory(batch_size: int) -> FieldMemory:
         """Return where the fields lie."""
-        kinds = (*[np.int64] * 5, *[np.bool_] * 2, np.int64, np.float64)
-        return FieldMemory(tuple(field(kind, (batch_size,)) for kind in kinds))
-
-    @staticmethod
-    def of(message: Tensor, batch_size: int) -> RoundChoice:
-        """Return the fields of a message."""
-        return RoundChoice._make((*RoundChoice.memory(batch_size).views(message), message))
-
-    @staticmethod
-    def allocate(batch_size: int, device: torch.device) -> RoundChoice:
-        nbytes = RoundChoice.memory(batch_size).nbytes
-        return RoundChoice.of(torch.empty(nbytes, dtype=torch.uint8, device=device), batch_size)
-
-    def write(self, **fields: Tensor) -> RoundChoice:
-        """Write all fields, of any type. Returns the choice."""
-        return _written(self, fields)
-
-
-def _written(message: Any, fields: Mapping[str, Tensor]) -> Any:
-    assert set(fields) == set(message._fields) - {"message"}, f"{sorted(fields)} of {message._fields}"
-    for name, values in fields.items():
-        getattr(message, name).copy_(values)
-    return message
+        integer, flag = field(np.int64, (batch_size,)), field(np.bool_, (batch_size,))
+        return FieldMemory(
+            RoundSelection(
+                particles=NextParticles(integer, integer, flag, field(np.float64, (batch_size,))),
+                taken_A=integer,
+                cut_A=integer,
+                bonus_A=integer,
+                ended_A=flag,
+                text_A=integer,
+            )
+        )
 
 
 class NextSequences(NamedTuple):
-    """How sequences continue at one model, by batch index after the choice."""
+    """How sequences continue at one model, by batch index after the selection."""
 
     end_A: Tensor
     """int64 number of tokens of the sequence."""
@@ -371,7 +348,7 @@ class NextSequences(NamedTuple):
 
 
 class Lineage(NamedTuple, Generic[Array]):
-    """Pages by which particles differ from their ancestors, by batch index after the choice."""
+    """Pages by which particles differ from their ancestors, by batch index after the selection."""
 
     path_AB: Array
     """int32 new pages, in the order of positions."""
@@ -382,8 +359,8 @@ class Lineage(NamedTuple, Generic[Array]):
 
 
 class ObservedDraws(NamedTuple, Generic[Array]):
-    """What the target's draws after the roots of the drafted rows tell, by batch index after the choice. NaN: no draw
-    was seen, or the rank was not computed."""
+    """What the target's draws after the roots of the drafted rows tell, by batch index after the selection. NaN: no
+    draw was seen, or the rank was not computed."""
 
     score_A: Array
     """float32 score for the exponent of coupled drafting (`smc.algorithm.coupling.DrawObservation`)."""
@@ -403,21 +380,11 @@ class DraftReport(NamedTuple, Generic[Array]):
 
 class RoundResult(NamedTuple, Generic[Array]):
     """The report to the host about a round, from the target or from the model that decodes alone. By batch index, after
-    the choice, unless stated otherwise."""
+    the selection, unless stated otherwise."""
 
-    ancestor_A: Array
-    """Batch index whose particle continues here."""
-    alive_A: Array
-    """bool: the batch index holds a particle. One without a particle repeats another of its group and has ended."""
-    cut_A: Array
-    """Number of the ancestor's last tokens that were rolled back."""
+    selection: RoundSelection[Array]
     grown_AQ: Array
-    """Tokens that were then appended."""
-    count_A: Array
-    """Number of appended tokens that exist."""
-    ended_A: Array
-    logw_A: Array
-    """float64 log-weight."""
+    """The `RoundSelection.count_A` appended tokens."""
     logq_AQ: Array
     """float32 log q of the appended tokens."""
     logp_AQ: Array
@@ -428,10 +395,7 @@ class RoundResult(NamedTuple, Generic[Array]):
     """float32 log-probabilities, under the softmax of the target's own logits, of the tokens after the first of the
     scored block, as far as they are kept, and of the token that follows these; NaN beyond. [A, 0] without
     `RoundKind.raw_logprobs`."""
-    log_z_G: Array
-    ess_G: Array
-    resampled_G: Array
-    collapsed_G: Array
+    statistics: SelectionStatistics[Array]
     draft_nan_G: Array
     """bool: the draft returned NaN for tokens that exist."""
     target_nan_G: Array
@@ -439,6 +403,14 @@ class RoundResult(NamedTuple, Generic[Array]):
     """bool: the round was a hit; rows that were drafted ahead continue, or the answer is over (exact decoding)."""
     lineage: Lineage[Array]
     """Pages at the target, or at the model that decodes alone."""
+
+
+class AppliedSelection(NamedTuple):
+    """How a round continues."""
+
+    memory: Tensor
+    """uint8: the message to the draft, which has the fields of `result.selection`."""
+    result: RoundResult[Tensor]
 
 
 class Blocks(NamedTuple):
@@ -541,7 +513,7 @@ class TargetOutputs(NamedTuple):
 
 
 class ScoreInputs(NamedTuple):
-    """All inputs of a choice. Candidates are the rows ahead (look-ahead), or the blocks themselves (lockstep)."""
+    """All inputs of a selection. Candidates are the rows ahead (look-ahead), or the blocks themselves (lockstep)."""
 
     plan: RoundPlan[Tensor]
     state: SlotState

@@ -230,7 +230,7 @@ class RoundScheduler:
         if len(current_G) < len(launched.groups):
             index_A = index_A[np.isin(launched.group_A, current_G)]
             population = launched.take(current_G)
-        source_A = launched.slot_A[result.ancestor_A[index_A]]
+        source_A = launched.slot_A[result.selection.particles.ancestor_A[index_A]]
         pages = [step.pages[g] for g in current_G]
         self._count_work(population, step.size)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
@@ -272,7 +272,7 @@ class RoundScheduler:
         slots, slot_A, ahead = self.slots, population.slot_A, self.rules.ahead(self.config)
         moved_A = source_A != slot_A
         slots.copy(slot_A[moved_A], source_A[moved_A])
-        before_A, count_A = slots.length_S[slot_A] - result.cut_A[index_A], result.count_A[index_A]
+        before_A, count_A = slots.length_S[slot_A] - result.selection.cut_A[index_A], result.selection.count_A[index_A]
         self._write(slots.tokens_SL, slot_A, before_A, result.grown_AQ[index_A])
         wants_logp = any(p.keeps_logprobs for p in population.params)
         if wants_logp:
@@ -290,8 +290,8 @@ class RoundScheduler:
             known_A = ~np.isnan(result.first_logp_A[index_A])
             known = slot_A[known_A]
             slots.logp_SL[known, slots.block_S[known]] = result.first_logp_A[index_A][known_A]
-        slots.ended_S[slot_A] = result.ended_A[index_A]
-        slots.logw_S[slot_A] = result.logw_A[index_A]
+        slots.ended_S[slot_A] = result.selection.ended_A[index_A]
+        slots.logw_S[slot_A] = result.selection.particles.logw_A[index_A]
 
     def _write(self, array_SL: np.ndarray, slot_A: np.ndarray, first_A: np.ndarray, values_AQ: np.ndarray) -> None:
         """Write values from column `first_A` of each slot on. Columns past the valid values are written, too; valid
@@ -322,7 +322,7 @@ class RoundScheduler:
             if not resized[g]:
                 continue
             assert group.next_rows is not None, "the round changes the number of its particles"
-            alive_N = result.alive_A[index_A[population.group_A == g]]
+            alive_N = result.selection.particles.alive_A[index_A[population.group_A == g]]
             dropped = group.end_resize(group.rules.kept_rows(alive_N, group.next_rows))
             self.slots.release_pages(dropped, self.memory.allocators)
             self.slots.release(dropped)
@@ -360,13 +360,13 @@ class RoundScheduler:
                 population.groups[g].fail(role)
         ahead, block = self.rules.ahead(self.config), size.steps or self.config.block
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
-        cut_A = np.where(result.alive_A[index_A], result.cut_A[index_A], 0)
+        cut_A = np.where(result.selection.particles.alive_A[index_A], result.selection.cut_A[index_A], 0)
         # In the order of the fields of `RoundFacts`.
         of_groups = (
-            result.ess_G[current_G],
-            result.log_z_G[current_G],
-            result.resampled_G[current_G].astype(bool),
-            result.collapsed_G[current_G].astype(bool),
+            result.statistics.ess_G[current_G],
+            result.statistics.log_z_G[current_G],
+            result.statistics.resampled_G[current_G].astype(bool),
+            result.statistics.collapsed_G[current_G].astype(bool),
             confirmed_G,
             population.size_G,
             result.hit_G[current_G].astype(bool) & ahead,

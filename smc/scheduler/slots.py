@@ -277,8 +277,8 @@ def select_rows(checkpoint: Checkpoint, rows: int, scheme: str | None, keys: Ran
         torch.tensor([keys.seed]),
         torch.tensor([SHRINK_ROUND + keys.choice]),
     )
-    alive_N = chosen.alive_A.numpy()
-    ancestor_N = chosen.ancestor_A.numpy()[alive_N]
+    alive_N = chosen.particles.alive_A.numpy()
+    ancestor_N = chosen.particles.ancestor_A.numpy()[alive_N]
     arrays = {name: values[ancestor_N] for name, values in checkpoint.arrays.items()}
-    arrays["logw_S"] = chosen.logw_A.numpy()[alive_N]
-    return ShrunkCheckpoint(Checkpoint(arrays), np.flatnonzero(alive_N), float(chosen.log_z_G[0]))
+    arrays["logw_S"] = chosen.particles.logw_A.numpy()[alive_N]
+    return ShrunkCheckpoint(Checkpoint(arrays), np.flatnonzero(alive_N), float(chosen.statistics.log_z_G[0]))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smc.algorithm import selection
 from smc.algorithm.resampling import SCHEMES, assign_slots, normalise, offspring
-from smc.algorithm.selection import BRANCH_POSITION, Selection, draw_branch, select
+from smc.algorithm.selection import BRANCH_POSITION, Selection, SelectionStatistics, draw_branch, select
 from smc.api.limits import SCHEME_NAMES
 from smc.philox import Purpose, uniforms
 from tests.algorithm.packing import Population, pack, random_candidates
@@ -28,6 +28,13 @@ log_weight = st.floats(-8, 8) | st.just(-math.inf)
 
 def select_one(candidates_NF: Tensor, threshold: float, scheme: str = "systematic", seed: int = 0, **more) -> Selection:
     return select(**pack([Population(candidates_NF, threshold, scheme, seed, **more)]))
+
+
+def branch_of(chosen: Selection, branches: int) -> Tensor:
+    """Return which of its ancestor's `branches` rows each batch index continues with."""
+    branch_A = chosen.particles.row_A - chosen.particles.ancestor_A * branches
+    assert ((branch_A >= 0) & (branch_A < branches)).all()
+    return branch_A
 
 
 SIZES = {
@@ -59,7 +66,7 @@ def test_expected_weight_of_every_candidate_is_preserved(path, change, branches,
     chosen = select(
         **pack([replace(group, seed=r) for group in groups for r in range(repeats)], padding=2, padding_groups=1)
     )
-    assert chosen.resampled_G[:-1].all() == (path != "own branch")
+    assert chosen.statistics.resampled_G[:-1].all() == (path != "own branch")
     begin = 0
     for g, group in enumerate(groups):
         mean_Y = mean_on_candidates(chosen, begin, slice(g * repeats, (g + 1) * repeats), group)
@@ -81,11 +88,11 @@ def mean_on_candidates(chosen: Selection, begin: int, groups: slice, population:
     size, branches = population.candidates_NF.shape
     repeats = groups.stop - groups.start
     places = slice(begin, begin + repeats * size)
-    ancestor_A, alive_A = chosen.ancestor_A[places] - begin, chosen.alive_A[places]
+    ancestor_A, alive_A = chosen.particles.ancestor_A[places] - begin, chosen.particles.alive_A[places]
     assert torch.equal(ancestor_A // size, torch.arange(repeats).repeat_interleave(size))
     assert (alive_A.view(repeats, size).sum(-1) == population.draws).all()
-    weight_A = (chosen.log_z_G[groups].repeat_interleave(size) + chosen.logw_A[places]).exp()
-    index_A = ancestor_A % size * branches + chosen.branch_A[places]
+    weight_A = (chosen.statistics.log_z_G[groups].repeat_interleave(size) + chosen.particles.logw_A[places]).exp()
+    index_A = ancestor_A % size * branches + branch_of(chosen, branches)[places]
     on_Y = torch.zeros(size * branches, dtype=torch.float64).index_add(0, index_A[alive_A], weight_A[alive_A])
     return on_Y / (repeats * population.draws)
 
@@ -99,7 +106,9 @@ def mean_on_candidates(chosen: Selection, begin: int, groups: slice, population:
 def test_effective_sample_size_is_that_of_the_families(rows):
     family = [sum(math.exp(x) for x in row) for row in rows]
     ess = sum(family) ** 2 / sum(x * x for x in family)
-    assert select_one(torch.tensor(rows, dtype=torch.float64), 0.0).ess_G.item() == pytest.approx(ess, rel=1e-9)
+    assert select_one(torch.tensor(rows, dtype=torch.float64), 0.0).statistics.ess_G.item() == pytest.approx(
+        ess, rel=1e-9
+    )
 
 
 @examples
@@ -111,26 +120,28 @@ def test_a_group_resamples_exactly_when_its_ess_is_below_threshold(n, branches, 
     padded_NF = torch.cat((candidates_NF, torch.full((len(dead), branches), 3.0, dtype=torch.float64)))
     family_N = candidates_NF.logsumexp(-1)
     chosen = select_one(padded_NF, threshold, seed=seed, dead=dead)
-    alive_A = chosen.alive_A
-    assert chosen.resampled_G.item() == (chosen.ess_G.item() < threshold * n * (1 - selection.EQUAL))
-    assert not chosen.collapsed_G.item()
+    alive_A = chosen.particles.alive_A
+    assert chosen.statistics.resampled_G.item() == (
+        chosen.statistics.ess_G.item() < threshold * n * (1 - selection.EQUAL)
+    )
+    assert not chosen.statistics.collapsed_G.item()
     assert alive_A.sum() == n
-    if chosen.resampled_G.item():
-        assert chosen.log_z_G.item() == pytest.approx(family_N.logsumexp(-1).item() - math.log(n), abs=1e-12)
-        assert (chosen.logw_A[alive_A] == 0).all()
+    if chosen.statistics.resampled_G.item():
+        assert chosen.statistics.log_z_G.item() == pytest.approx(family_N.logsumexp(-1).item() - math.log(n), abs=1e-12)
+        assert (chosen.particles.logw_A[alive_A] == 0).all()
     else:
-        assert chosen.log_z_G.item() == 0
-        assert chosen.ancestor_A.tolist() == list(range(n + with_dead))
-        torch.testing.assert_close(chosen.logw_A[:n], family_N)
-    assert (chosen.logw_A[~alive_A] == -torch.inf).all()
+        assert chosen.statistics.log_z_G.item() == 0
+        assert chosen.particles.ancestor_A.tolist() == list(range(n + with_dead))
+        torch.testing.assert_close(chosen.particles.logw_A[:n], family_N)
+    assert (chosen.particles.logw_A[~alive_A] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_threshold_zero_never_resamples_and_one_always_does_when_uneven(scheme):
     for seed in range(20):
         candidates_NF = random_candidates(6, 2, seed, spread=5.0)
-        assert not select_one(candidates_NF, 0.0, scheme, seed).resampled_G.any()
-        assert select_one(candidates_NF, 1.0, scheme, seed).resampled_G.all()
+        assert not select_one(candidates_NF, 0.0, scheme, seed).statistics.resampled_G.any()
+        assert select_one(candidates_NF, 1.0, scheme, seed).statistics.resampled_G.all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -139,22 +150,22 @@ def test_another_number_of_particles_is_drawn_whatever_the_ess(scheme, draws):
     """Four even particles at six indices, threshold 0. Indices that remain without a particle keep themselves as
     ancestor, with weight zero."""
     chosen = select_one(torch.zeros(6, 2, dtype=torch.float64), 0.0, scheme, draws=draws, dead=(1, 4))
-    alive_A, own_A = chosen.alive_A, torch.arange(6)
-    assert chosen.resampled_G.all() and alive_A.sum() == draws
-    assert not torch.isin(chosen.ancestor_A[alive_A], torch.tensor([1, 4])).any()
-    assert torch.equal(chosen.ancestor_A[~alive_A], own_A[~alive_A])
-    assert (chosen.branch_A[~alive_A] == 0).all()
-    assert chosen.logw_A.tolist() == [0.0 if alive else -math.inf for alive in alive_A.tolist()]
-    assert chosen.log_z_G.item() == pytest.approx(math.log(2))
+    alive_A, own_A = chosen.particles.alive_A, torch.arange(6)
+    assert chosen.statistics.resampled_G.all() and alive_A.sum() == draws
+    assert not torch.isin(chosen.particles.ancestor_A[alive_A], torch.tensor([1, 4])).any()
+    assert torch.equal(chosen.particles.ancestor_A[~alive_A], own_A[~alive_A])
+    assert (branch_of(chosen, 2)[~alive_A] == 0).all()
+    assert chosen.particles.logw_A.tolist() == [0.0 if alive else -math.inf for alive in alive_A.tolist()]
+    assert chosen.statistics.log_z_G.item() == pytest.approx(math.log(2))
 
 
 def test_a_particle_without_weight_lives_on_where_nothing_is_drawn():
     candidates_NF = torch.zeros(3, 2, dtype=torch.float64)
     candidates_NF[1] = -torch.inf
     chosen = select_one(candidates_NF, 0.0, dead=(2,))
-    assert chosen.alive_A.tolist() == [True, True, False]
-    assert chosen.branch_A[1:].tolist() == [0, 0]
-    assert chosen.logw_A.tolist() == [pytest.approx(math.log(2)), -math.inf, -math.inf]
+    assert chosen.particles.alive_A.tolist() == [True, True, False]
+    assert branch_of(chosen, 2)[1:].tolist() == [0, 0]
+    assert chosen.particles.logw_A.tolist() == [pytest.approx(math.log(2)), -math.inf, -math.inf]
 
 
 @pytest.mark.parametrize("branches", [1, 2, 4])
@@ -164,8 +175,8 @@ def test_zero_weight_is_never_chosen(branches):
         groups = [Population(candidates_NF, threshold, scheme, seed) for scheme in SCHEMES for threshold in (0.0, 1.0)]
         arguments = pack(groups)
         chosen = select(**arguments)
-        weight_A = arguments["candidates_AF"][chosen.ancestor_A, chosen.branch_A]
-        assert (weight_A[chosen.logw_A > -torch.inf] > -torch.inf).all()
+        weight_A = arguments["candidates_AF"].flatten()[chosen.particles.row_A]
+        assert (weight_A[chosen.particles.logw_A > -torch.inf] > -torch.inf).all()
 
 
 @examples
@@ -189,9 +200,10 @@ def test_uniforms_are_those_of_the_seed_and_round(n, branches, seed, rounds, sch
         torch.tensor([SCHEME_NAMES.index(scheme)]), weights_GY, torch.tensor([n]), n, drawn_GU[:, : n * branches]
     )
     ancestor_GN, branch_GN, _ = assign_slots(counts_GY.view(1, n, branches), torch.tensor([n]))
-    assert torch.equal(chosen.ancestor_A[7 : 7 + n], 7 + ancestor_GN[0])
-    assert torch.equal(chosen.branch_A[7 : 7 + n], branch_GN[0])
-    assert torch.equal(chosen.branch_A[7 + n :], draw_branch(candidates_NF[None], drawn_GU[:, n * branches :])[0])
+    assert torch.equal(chosen.particles.ancestor_A[7 : 7 + n], 7 + ancestor_GN[0])
+    branch_A = branch_of(chosen, branches)
+    assert torch.equal(branch_A[7 : 7 + n], branch_GN[0])
+    assert torch.equal(branch_A[7 + n :], draw_branch(candidates_NF[None], drawn_GU[:, n * branches :])[0])
 
 
 @st.composite
@@ -222,22 +234,24 @@ def test_groups_in_one_call_equal_each_group_alone(data, branches, padding, padd
     for g, group in enumerate(groups):
         alone, here = select(**pack([group], junk=7.0)), slice(begin, begin + group.size)
         begin += group.size
-        for name in ("log_z_G", "ess_G", "resampled_G", "collapsed_G"):
-            torch.testing.assert_close(getattr(together, name)[g : g + 1], getattr(alone, name))
-        for name in ("branch_A", "logw_A", "alive_A"):
-            torch.testing.assert_close(getattr(together, name)[here], getattr(alone, name))
-        assert torch.equal(together.ancestor_A[here], here.start + alone.ancestor_A)
-    assert together.ancestor_A[begin:].tolist() == list(range(begin, begin + padding))
-    assert (together.branch_A[begin:] == 0).all() and not together.alive_A[begin:].any()
-    assert (together.logw_A[begin:] == -torch.inf).all()
-    for name in ("log_z_G", "ess_G", "resampled_G", "collapsed_G"):
-        assert (getattr(together, name)[len(groups) :] == 0).all()
+        for name in SelectionStatistics._fields:
+            values = getattr(together.statistics, name)[g : g + 1]
+            torch.testing.assert_close(values, getattr(alone.statistics, name))
+        for name in ("logw_A", "alive_A"):
+            torch.testing.assert_close(getattr(together.particles, name)[here], getattr(alone.particles, name))
+        assert torch.equal(branch_of(together, branches)[here], branch_of(alone, branches))
+        assert torch.equal(together.particles.ancestor_A[here], here.start + alone.particles.ancestor_A)
+    assert together.particles.ancestor_A[begin:].tolist() == list(range(begin, begin + padding))
+    assert (branch_of(together, branches)[begin:] == 0).all() and not together.particles.alive_A[begin:].any()
+    assert (together.particles.logw_A[begin:] == -torch.inf).all()
+    for name in SelectionStatistics._fields:
+        assert (getattr(together.statistics, name)[len(groups) :] == 0).all()
 
 
 def test_a_batch_of_padding_alone():
     chosen = select(**pack([Population(torch.zeros(0, 2, dtype=torch.float64))], padding=3))
-    assert chosen.ancestor_A.tolist() == [0, 1, 2]
-    assert not chosen.alive_A.any() and not chosen.collapsed_G.any()
+    assert chosen.particles.ancestor_A.tolist() == [0, 1, 2]
+    assert not chosen.particles.alive_A.any() and not chosen.statistics.collapsed_G.any()
 
 
 @pytest.mark.parametrize(
@@ -252,14 +266,14 @@ def test_a_batch_of_padding_alone():
 def test_a_collapsed_group_goes_on_with_equal_weights_and_says_so(threshold, branches, draws, alive):
     """If fewer particles are to be drawn, the first ones stay; if more, all existing ones."""
     chosen = select_one(torch.full((4, branches), -torch.inf, dtype=torch.float64), threshold, dead=(1,), draws=draws)
-    assert chosen.collapsed_G.tolist() == [True]
-    assert chosen.resampled_G.tolist() == [False]
-    assert chosen.log_z_G.tolist() == [-math.inf]
-    assert chosen.ess_G.tolist() == [0]
-    assert chosen.logw_A.tolist() == [0.0 if n in alive else -math.inf for n in range(4)]
-    assert chosen.alive_A.tolist() == [n in alive for n in range(4)]
-    assert chosen.ancestor_A.tolist() == [0, 1, 2, 3]
-    assert chosen.branch_A.tolist() == [0] * 4
+    assert chosen.statistics.collapsed_G.tolist() == [True]
+    assert chosen.statistics.resampled_G.tolist() == [False]
+    assert chosen.statistics.log_z_G.tolist() == [-math.inf]
+    assert chosen.statistics.ess_G.tolist() == [0]
+    assert chosen.particles.logw_A.tolist() == [0.0 if n in alive else -math.inf for n in range(4)]
+    assert chosen.particles.alive_A.tolist() == [n in alive for n in range(4)]
+    assert chosen.particles.ancestor_A.tolist() == [0, 1, 2, 3]
+    assert branch_of(chosen, branches).tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -268,7 +282,7 @@ def test_a_group_with_nan_keeps_its_places_and_disturbs_no_other(bad):
     broken_NF = random_candidates(3, 2, 2)
     broken_NF[1, 0] = bad
     chosen, alone = select(**pack([Population(broken_NF), fine])), select(**pack([fine]))
-    assert chosen.ancestor_A[:3].tolist() == [0, 1, 2]
-    assert chosen.logw_A[:3].tolist() == [0, 0, 0]
-    assert chosen.collapsed_G.tolist() == [True, False]
-    assert torch.equal(chosen.ancestor_A[3:], 3 + alone.ancestor_A)
+    assert chosen.particles.ancestor_A[:3].tolist() == [0, 1, 2]
+    assert chosen.particles.logw_A[:3].tolist() == [0, 0, 0]
+    assert chosen.statistics.collapsed_G.tolist() == [True, False]
+    assert torch.equal(chosen.particles.ancestor_A[3:], 3 + alone.particles.ancestor_A)

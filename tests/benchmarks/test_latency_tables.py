@@ -9,7 +9,7 @@ import pytest
 from benchmarks.reports.speed import MeasuredLatency, curve_tables, latency_of_speeds
 from benchmarks.speed import Speed
 
-TIMES = dict.fromkeys(("per_request", "total", "round", "choose", "link", "host", "idle", "floor", "memory"), 1.0)
+TIMES = dict.fromkeys(("per_request", "total", "round", "select", "link", "host", "idle", "floor", "memory"), 1.0)
 SIZES = {"particles": 8, "branches": 1, "requests": 128, "context": 74, "gpus": 1, "target_gpus": 1}
 PLAIN = Speed(
     "plain",

@@ -115,7 +115,7 @@ def test_speed_of_models_in_processes_of_their_own():
         assert row.round > 0 and row.target > 0 and 0 <= row.idle < 1 and 0 < row.floor < 1
         assert (row.draft > 0) == (row.mode != "plain")
         assert 0 <= row.link < row.round
-    assert rows[0].choose == 0 and rows[1].choose > 0
+    assert rows[0].select == 0 and rows[1].select > 0
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,14 @@ def test_time_in_which_nobody_works_is_counted_once():
     """Two timed rounds of 100 ns. Draft and target overlap, then 10 ns are idle. Whatever begins with the last round is
     ignored."""
     rounds = [
-        {"draft": (at, at + 60), "target": (at + 20, at + 80), "choose": (at + 85, at + 95)}
+        {"draft": (at, at + 60), "target": (at + 20, at + 80), "select": (at + 85, at + 95)}
         for at in (1000, 1100, 1200)
     ]
     assert math.isclose(unattended(rounds), 1e-9 * 2 * (5 + 5))
     apart = TimedRounds(work=[*rounds, *rounds], runs=[0] * len(rounds) + [1] * len(rounds))
     assert math.isclose(apart.link, 1e-9 * (5 + 5))
     assert unattended(rounds[:1]) == 0.0
-    assert math.isclose(median_length(rounds, "choose"), 1e-8) and median_length(rounds, "follow") == 0.0
+    assert math.isclose(median_length(rounds, "select"), 1e-8) and median_length(rounds, "remap") == 0.0
 
 
 @pytest.mark.parametrize(("degrees", "gpus"), [((1, 1), 2), ((1, 1), 1), ((1, 3), 4), ((2, 2), 4), ((2, 1), 8)])
@@ -214,8 +214,8 @@ def test_a_trace_of_timed_rounds(tmp_path, smcserve):
     done = {
         (LANES["draft"], "draft"),
         (LANES["target"], "target"),
-        (LANES["target"], "choose"),
-        (LANES["target"], "follow"),
+        (LANES["target"], "select"),
+        (LANES["target"], "remap"),
     }
     assert done <= {(event["tid"], event["name"]) for event in events}
     assert row.mode == "lookahead" and len(events) > 12 and kept == [row]

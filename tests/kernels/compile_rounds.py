@@ -55,7 +55,7 @@ from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound
 from tests.kernels.test_inner_nodes import grown_rows
-from tests.kernels.test_slot_update import choice_of
+from tests.kernels.test_slot_update import selection_of
 from tests.model.tiny import random_decoder, tiny_config
 
 CPU = torch.device("cpu")
@@ -160,13 +160,13 @@ def target_stages(kinds: frozenset[Decoding], lookahead: bool) -> None:
         stage._select_independent(inputs.plan, scored)
     if trees is not None:
         stage._select_trees(inputs.plan, scored, drafted.block)
-    choice, blocks = choice_of(made), laid_out.blocks
+    selection, blocks = selection_of(made), laid_out.blocks
     TritonOps().lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     TritonOps().match_samples(
         blocks.tokens_AQ, blocks.count_A, inputs.scored.drawn_AQ, blocks.alive_A, made.plan.arrays.groups
     )
-    next_ = TritonOps().remap_target(made.state, logq_SQ, made.plan, drafted, choice, lookahead)
-    TritonOps().advance(made.state, made.plan.arrays.slot_A, choice, next_)
+    next_ = TritonOps().remap_target(made.state, logq_SQ, made.plan, drafted, selection, lookahead)
+    TritonOps().advance(made.state, made.plan.arrays.slot_A, selection, next_)
 
 
 def draft_rows(kinds: frozenset[Decoding], lookahead: bool) -> None:
@@ -187,7 +187,7 @@ def draft_rows(kinds: frozenset[Decoding], lookahead: bool) -> None:
     for step, before in enumerate((inputs.tree, tree)):
         TritonOps().reparent(before, Continuation(chosen, own, chains), plan, made.state, step=step)
     TritonOps().pack_rows(made.state, plan, tree)
-    TritonOps().remap_draft(made.state, plan, tree, choice_of(made), made.k)
+    TritonOps().remap_draft(made.state, plan, tree, selection_of(made), made.k)
 
 
 def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
@@ -207,10 +207,10 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
         TritonOps().sampling(vocab).propose_candidates(
             logits_RV, distribution, 0.2, keys, has_rest=True, coupling=coupling, kept_RV=kept
         )
-    choice = choice_of(made)
-    TritonOps().observe_draws(made.state, plan, made.tree(), choice, kept_RV, coupling)
+    selection = selection_of(made)
+    TritonOps().observe_draws(made.state, plan, made.tree(), selection, kept_RV, coupling)
     nodes, grown = InnerNodes.allocate(made.slots, made.k, vocab, CPU), grown_rows(made)
-    TritonOps().keep_nodes(nodes, made.state, plan, grown, choice)
+    TritonOps().keep_nodes(nodes, made.state, plan, grown, selection)
     for ahead in (True, False):
         TritonOps().choose_rows(plan, grown, ahead)
     candidates = grown.steps[0].candidates

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens
+from smc.arrays import map_tensors
 from smc.distributions import NO_PROCESSORS, DistributionSpec
 from smc.round.plan import Contexts, RoundArrays, RoundKind, RoundPlan
 from smc.round.slots import SlotState
@@ -26,7 +27,7 @@ def assert_equal(found: object, wanted: object, name: str = "") -> None:
     """Compare tensors or tuples of them: integers must be equal, other numbers equal up to rounding."""
     if hasattr(wanted, "_fields"):
         for field, one, other in zip(wanted._fields, found, wanted, strict=True):
-            if field != "message":  # the other fields in one piece, with undefined bytes between them
+            if field != "memory":  # the fields of a message, with undefined bytes between them
                 assert_equal(one, other, f"{name}.{field}")
     elif isinstance(wanted, tuple):
         for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
@@ -176,17 +177,8 @@ class Round:
         kind_X = self.plan.arrays.decoding_G.cpu().numpy()[self.plan.arrays.group_A.cpu().numpy()][root_X]
         block_X = self.state.pending_S.cpu().numpy()[self.plan.arrays.slot_A.cpu().numpy()][root_X]
         cut_X = np.where(self.lookahead & (kind_X == Decoding.WALK), rng.integers(0, block_X), 0)
-        given = {
-            "tokens_XK": tokens_XK,
-            "logq_XK": logq_XK,
-            "root_X": root_X,
-            "count_X": count_X,
-            "ended_X": ended_X,
-            "cut_X": cut_X,
-            "share_X": share_X,
-        }
-        rows = DraftedRows.allocate(x, self.k, self.device)
-        return rows.write(**{name: self.here(values) for name, values in given.items()})
+        rows = map_tensors(self.here, DraftedRows(tokens_XK, logq_XK, root_X, count_X, ended_X, cut_X, share_X))
+        return DraftedRows.memory(x, self.k).allocate(self.device).write(rows).fields
 
     def scored(self, asked: VerifyInputs) -> VerifyOutputs:
         """Target outputs that agree with most of the drafted tokens."""

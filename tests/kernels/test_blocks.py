@@ -12,7 +12,7 @@ from smc.round.tensors import TargetDraws, VerifyInputs
 from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, Round, assert_equal
-from tests.kernels.test_round_choice import ROUNDS, name_of
+from tests.kernels.test_apply_selection import ROUNDS, name_of
 
 CPU = torch.device("cpu")
 

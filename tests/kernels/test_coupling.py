@@ -24,7 +24,7 @@ from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB
 from tests.kernels.test_draft import CPU, DraftRound
-from tests.kernels.test_slot_update import choice_of
+from tests.kernels.test_slot_update import selection_of
 from tests.pairwise import few_of_pairs
 
 PLACES = 3
@@ -109,7 +109,7 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
         found = []
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, frozenset({Decoding.WALK}), lookahead, device, largest=6)
-            tree, choice = made.tree(), choice_of(made)
+            tree, selection = made.tree(), selection_of(made)
             ids_M = torch.arange(0, VOCAB, 2, device=device) if has_head else None
             columns = VOCAB if ids_M is None else len(ids_M)
             kept_RV = made.here(made.rng.normal(size=(5, columns)).astype(np.float32))
@@ -117,8 +117,8 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
             coupling = Coupling(
                 made.plan.arrays.exponent_A, made.plan.target_distribution.temperature_R, made.plan.arrays.seed_A, ids_M
             )
-            choice.cut_A[choice.cut_A <= 1] = 0
-            given = (made.state, made.plan, tree, choice, kept_RV, coupling)
+            selection.cut_A[selection.cut_A <= 1] = 0
+            given = (made.state, made.plan, tree, selection, kept_RV, coupling)
             found.append(torch.stack(ops.observe_draws(*given)).cpu())
         torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4, equal_nan=True)
         seen += int(torch.isfinite(found[0][:2]).all(0).sum())
@@ -141,17 +141,17 @@ def test_the_rank_of_a_draw_is_how_many_tokens_the_draft_prefers():
     found = {False: 0, True: 0}
     for seed in range(40):
         made = DraftRound(seed, frozenset({Decoding.WALK}), False, CPU, largest=6)
-        plan, tree, choice = made.plan, made.tree(), choice_of(made)
+        plan, tree, selection = made.plan, made.tree(), selection_of(made)
         kept_RV = made.here(made.rng.normal(size=(made.places, VOCAB)).astype(np.float32))
         if seed % 2:  # like a token mask
             kept_RV[:, ::3] = -torch.inf
         coupled = partial(Coupling, plan.arrays.exponent_A, plan.target_distribution.temperature_R, plan.arrays.seed_A)
-        root_A = choice.ancestor_A
+        root_A = selection.particles.ancestor_A
         position_A = made.state.end_S[plan.arrays.slot_A[root_A]]
         score_AV = plan.arrays.exponent_A[root_A, None] * kept_RV[root_A] + coupled().noise(root_A, position_A, VOCAB)
-        token_A = torch.where(choice.count_A > 0, tree.tokens_XK[choice.row_A, 0], choice.bonus_A)
+        token_A = torch.where(selection.taken_A > 0, tree.tokens_XK[selection.particles.row_A, 0], selection.bonus_A)
         for ids_M in (torch.arange(VOCAB), torch.arange(0, VOCAB, 2)):
-            rank_A = observe_draws(made.state, plan, tree, choice, kept_RV[:, ids_M], coupled(ids_M)).rank_A
+            rank_A = observe_draws(made.state, plan, tree, selection, kept_RV[:, ids_M], coupled(ids_M)).rank_A
             for index in torch.isfinite(rank_A).nonzero()[:, 0].tolist():
                 score_V, token = score_AV[index], int(token_A[index])
                 is_there = token in ids_M and bool(score_V[token] > -torch.inf)

@@ -15,7 +15,7 @@ from smc.round.tensors import DraftInputs, DraftShape, LastTokens, TokenTree
 from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
-from tests.kernels.test_slot_update import choice_of
+from tests.kernels.test_slot_update import selection_of
 
 CPU = torch.device("cpu")
 SEEDS = range(2)
@@ -106,9 +106,7 @@ def test_draft_begin_and_messages_equal_torch(kinds, lookahead):
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
             first = begun(made, ops, by_round=seed % 3 > 0)
-            sent = ops.pack_rows(made.state, made.plan, made.tree())
-            numbers = (sent.root_X, sent.count_X, sent.ended_X, sent.cut_X, sent.share_X)
-            kept.append((first, sent.tokens_XK, sent.logq_XK, *numbers))
+            kept.append((first, ops.pack_rows(made.state, made.plan, made.tree())))
         assert_equal(kept[1], kept[0])
 
 
@@ -118,9 +116,9 @@ def test_particles_go_on_as_by_the_torch_one(lookahead):
         kept = []
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, OF_BOTH_MODELS, lookahead, device, largest=64 if seed == 0 else 6)
-            plan, state, tree, choice = made.plan, made.state, made.tree(), choice_of(made)
-            reach_A = state.end_S[plan.arrays.slot_A[choice.ancestor_A]] - choice.cut_A + made.k - 1
-            next_ = ops.remap_draft(state, plan, tree, choice, max(1, made.k - seed % 2))
+            plan, state, tree, selection = made.plan, made.state, made.tree(), selection_of(made)
+            reach_A = state.end_S[plan.arrays.slot_A[selection.particles.ancestor_A]] - selection.cut_A + made.k - 1
+            next_ = ops.remap_draft(state, plan, tree, selection, max(1, made.k - seed % 2))
             # All particles share the prompt's pages; pages past the row's end are overwritten before they are read.
             column_L = torch.arange(WIDTH, device=device)
             is_read_AL = (column_L >= state.base_S[plan.arrays.slot_A][:, None]) & (column_L < reach_A[:, None])

@@ -12,12 +12,12 @@ from smc.algorithm.expansion import CandidateTokens
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.round.slots import InnerNodes
-from smc.round.tensors import DraftStep, GrownRows, RoundChoice
+from smc.round.tensors import DraftStep, GrownRows, RoundSelection
 from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal
 from tests.kernels.test_draft import CPU, DraftRound
-from tests.kernels.test_slot_update import choice_of
+from tests.kernels.test_slot_update import selection_of
 from tests.pairwise import one_of
 
 BEST = frozenset({Decoding.WALK})
@@ -49,19 +49,19 @@ def grown_rows(made: DraftRound) -> GrownRows:
     return GrownRows(tree._replace(tokens_XK=tokens_XK), tuple(kept), leaf_X)
 
 
-def choice_for(made: DraftRound, grown: GrownRows) -> RoundChoice:
-    """A choice in which the block of every row is accepted completely, unless the row ends."""
-    choice = choice_of(made)
-    whole_A = grown.leaf_X[choice.row_A] // len(grown.leaf_X) + 1
-    choice.count_A.copy_(torch.where(choice.ended_A, torch.minimum(choice.count_A, whole_A), whole_A))
-    return choice
+def selection_for(made: DraftRound, grown: GrownRows) -> RoundSelection:
+    """A selection in which the block of every row is accepted completely, unless the row ends."""
+    selection = selection_of(made)
+    whole_A = grown.leaf_X[selection.particles.row_A] // len(grown.leaf_X) + 1
+    selection.taken_A.copy_(torch.where(selection.ended_A, torch.minimum(selection.taken_A, whole_A), whole_A))
+    return selection
 
 
-def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundChoice]:
+def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundSelection]:
     nodes, grown = InnerNodes.allocate(made.slots, made.k, VOCAB, made.device), grown_rows(made)
-    choice = choice_for(made, grown)
-    ops.keep_nodes(nodes, made.state, made.plan, grown, choice)
-    return nodes, choice
+    selection = selection_for(made, grown)
+    ops.keep_nodes(nodes, made.state, made.plan, grown, selection)
+    return nodes, selection
 
 
 @pytest.mark.parametrize("kinds", one_of(OF_BOTH_MODELS, BEST), ids=["all", "best"])
@@ -182,12 +182,12 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
         if made.k == 1:
             continue
         nodes, grown = InnerNodes.allocate(made.slots, made.k, VOCAB, CPU), grown_rows(made)
-        choice = choice_for(made, grown)
-        RoundOps().keep_nodes(nodes, made.state, made.plan, grown, choice)
-        tokens_AK, slot_A = grown.tree.tokens_XK[choice.row_A], made.plan.arrays.slot_A
+        selection = selection_for(made, grown)
+        RoundOps().keep_nodes(nodes, made.state, made.plan, grown, selection)
+        tokens_AK, slot_A = grown.tree.tokens_XK[selection.particles.row_A], made.plan.arrays.slot_A
         for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
-            alive = [a for a in range(first, first + size) if choice.alive_A[a]]
-            paths = {tuple(tokens_AK[a, : d + 1].tolist()) for a in alive for d in range(int(choice.count_A[a]))}
+            alive = [a for a in range(first, first + size) if selection.particles.alive_A[a]]
+            paths = {tuple(tokens_AK[a, : d + 1].tolist()) for a in alive for d in range(int(selection.taken_A[a]))}
             found = [
                 (*tokens_AK[a, : d + 1].tolist(), int(nodes.token_SKC[slot_A[a], d, c]))
                 for a in range(first, first + size)

@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from smc.algorithm.selection import Selection
 from smc.algorithm.selection import select as reference
@@ -35,11 +36,14 @@ def assert_same(populations: list[Population], padding: int = 0, padding_groups:
     """Compare kernel and reference, and return the kernel's selection."""
     arguments = pack(populations, padding, padding_groups)
     expected, made = reference(**arguments), select(**on_device(arguments))
-    made = Selection(*(value.cpu() for value in made))
-    for name in ("ancestor_A", "branch_A", "alive_A", "resampled_G", "collapsed_G"):
-        assert torch.equal(getattr(made, name), getattr(expected, name)), name
-    for name in ("logw_A", "log_z_G", "ess_G"):
-        torch.testing.assert_close(getattr(made, name), getattr(expected, name), atol=1e-12, rtol=1e-12)
+    made = map_tensors(Tensor.cpu, made)
+    for of_made, of_expected in zip(made, expected):
+        for name in of_made._fields:
+            value, wanted = getattr(of_made, name), getattr(of_expected, name)
+            if value.is_floating_point():
+                torch.testing.assert_close(value, wanted, atol=1e-12, rtol=1e-12)
+            else:
+                assert torch.equal(value, wanted), name
     return made
 
 
@@ -68,8 +72,8 @@ def test_zero_weight_never_chosen(offset, places):
     made = assert_same(
         [group, replace(group, scheme="residual", seed=4), replace(group, threshold=0.0)], padding=3, padding_groups=2
     )
-    assert made.resampled_G.tolist() == [True, True, False, False, False]
-    assert (made.ancestor_A[: group.size][made.alive_A[: group.size]] < 6).all()
+    assert made.statistics.resampled_G.tolist() == [True, True, False, False, False]
+    assert (made.particles.ancestor_A[: group.size][made.particles.alive_A[: group.size]] < 6).all()
 
 
 @st.composite
@@ -130,7 +134,7 @@ def test_equals_the_torch_choice_up_to_the_largest_shape(size, branches):
         dead, draws = [((), None), ((), (size + 1) // 2), (tuple(range(1, size, 3)), size)][g % 3]
         groups.append(Population(candidates_NF, 1.1, scheme, g, draws, dead))
     made = assert_same([*groups, replace(groups[0], threshold=0.0)], padding=1)
-    assert made.resampled_G.tolist() == [True] * len(SCHEME_NAMES) + [False]
+    assert made.statistics.resampled_G.tolist() == [True] * len(SCHEME_NAMES) + [False]
 
 
 @pytest.mark.parametrize("scheme", SCHEME_NAMES)
@@ -142,7 +146,7 @@ def test_equal_weights_resample_only_on_resize(scheme):
     ]
     changed = [replace(even[2], draws=6), replace(even[1], draws=5), replace(even[2], dead=(1, 2, 4, 8), draws=12)]
     made = assert_same([*even, *changed])
-    assert made.resampled_G.tolist() == [False] * 3 + [True] * 3
+    assert made.statistics.resampled_G.tolist() == [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -152,10 +156,12 @@ def test_a_group_with_nan_keeps_its_places_and_disturbs_no_other(bad):
     fine = Population(random_candidates(4, 2, 2), seed=3)
     arguments = pack([fine, Population(broken_NF, draws=3), fine])
     expected, made = reference(**arguments), select(**on_device(arguments))
-    for name in ("ancestor_A", "logw_A", "alive_A", "resampled_G", "collapsed_G"):
-        torch.testing.assert_close(getattr(made, name).cpu(), getattr(expected, name))
-    assert made.ancestor_A[4:9].tolist() == [4, 5, 6, 7, 8]
-    assert made.alive_A[4:9].tolist() == [True] * 3 + [False] * 2
+    for name in ("ancestor_A", "logw_A", "alive_A"):
+        torch.testing.assert_close(getattr(made.particles, name).cpu(), getattr(expected.particles, name))
+    for name in ("resampled_G", "collapsed_G"):
+        torch.testing.assert_close(getattr(made.statistics, name).cpu(), getattr(expected.statistics, name))
+    assert made.particles.ancestor_A[4:9].tolist() == [4, 5, 6, 7, 8]
+    assert made.particles.alive_A[4:9].tolist() == [True] * 3 + [False] * 2
 
 
 @pytest.mark.parametrize("threshold", [1.1, 0.0])
@@ -191,9 +197,9 @@ def test_uniforms_at_the_ends_choose_no_candidate_without_weight(uniform, monkey
 def assert_chosen_have_weight(arguments: dict[str, object], made: Selection) -> None:
     """Chosen branches have weight if any branch of the particle has; in a resampled group every particle must have
     one."""
-    family_AF = arguments["candidates_AF"][made.ancestor_A.cpu()]
-    chosen_A = family_AF.gather(1, made.branch_A.cpu()[:, None])[:, 0]
+    family_AF = arguments["candidates_AF"][made.particles.ancestor_A.cpu()]
+    chosen_A = arguments["candidates_AF"].flatten()[made.particles.row_A.cpu()]
     has_weight_A = (family_AF > NO_WEIGHT).any(-1)
     assert (chosen_A > NO_WEIGHT)[has_weight_A].all()
-    resampled_A = made.resampled_G.cpu().repeat_interleave(arguments["groups"].size_G)
+    resampled_A = made.statistics.resampled_G.cpu().repeat_interleave(arguments["groups"].size_G)
     assert has_weight_A[resampled_A].all()

@@ -1,4 +1,4 @@
-"""Kernels that update slots after a round's choice, against torch, over rounds of all kinds. See
+"""Kernels that update slots after the selection, against torch, over rounds of all kinds. See
 tests/kernels/rounds.py."""
 
 from __future__ import annotations
@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 
+from smc.algorithm.selection import NextParticles
+from smc.arrays import map_tensors
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.round.slots import SlotState
-from smc.round.tensors import NextSequences, RoundChoice
+from smc.round.tensors import NextSequences, RoundSelection
 from smc.types import OF_BOTH_MODELS
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal
 
 
-def choice_of(made: Round) -> RoundChoice:
-    """A random choice: survivors keep their batch index, every other batch index continues one of them."""
+def selection_of(made: Round) -> RoundSelection[torch.Tensor]:
+    """A random selection: survivors keep their batch index, every other batch index continues one of them."""
     rng, a = made.rng, made.places
     ancestor_A = np.arange(a)
     for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
@@ -26,19 +28,16 @@ def choice_of(made: Round) -> RoundChoice:
         ancestor_A[copies] = rng.choice(survivors, len(copies))
     alive_A = rng.random(a) < 0.8
     bonus_A = np.where(rng.random(a) < (0.4 if made.lookahead else 0.9), rng.integers(0, VOCAB, a), -1)
-    given = {
-        "ancestor_A": ancestor_A,
-        "row_A": ancestor_A * made.f + rng.integers(0, made.f, a),
-        "count_A": rng.integers(0, made.k + 1, a),
-        "cut_A": rng.integers(0, 3, a),
-        "bonus_A": bonus_A,
-        "alive_A": alive_A,
-        "ended_A": ~alive_A | (rng.random(a) < 0.3),
-        "text_A": rng.integers(0, 4, a),
-        "mass_A": rng.normal(size=a),
-    }
-    choice = RoundChoice.allocate(a, made.device)
-    return choice.write(**{name: made.here(value) for name, value in given.items()})
+    row_A = ancestor_A * made.f + rng.integers(0, made.f, a)
+    selection = RoundSelection(
+        taken_A=rng.integers(0, made.k + 1, a),
+        cut_A=rng.integers(0, 3, a),
+        bonus_A=bonus_A,
+        ended_A=~alive_A | (rng.random(a) < 0.3),
+        text_A=rng.integers(0, 4, a),
+        particles=NextParticles(ancestor_A, row_A, alive_A, rng.normal(size=a)),
+    )
+    return RoundSelection.memory(a).allocate(made.device).write(map_tensors(made.here, selection)).fields
 
 
 def contents(state: SlotState) -> tuple[torch.Tensor, ...]:
@@ -62,11 +61,11 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
         kept = []
         for device, ops in ((torch.device("cpu"), RoundOps()), (DEVICE, TritonOps())):
             made = Round(seed, OF_BOTH_MODELS, lookahead, device)
-            state, plan, drafted, choice = made.state, made.plan, made.drafted(), choice_of(made)
+            state, plan, drafted, selection = made.state, made.plan, made.drafted(), selection_of(made)
             logq_SQ = made.here(made.floats(made.slots + 1, made.q))
-            reach_A = state.held(plan.arrays.slot_A[choice.ancestor_A]) + made.q
-            next_ = ops.remap_target(state, logq_SQ, plan, drafted, choice, lookahead)
-            ops.advance(state, plan.arrays.slot_A, choice, next_)
+            reach_A = state.held(plan.arrays.slot_A[selection.particles.ancestor_A]) + made.q
+            next_ = ops.remap_target(state, logq_SQ, plan, drafted, selection, lookahead)
+            ops.advance(state, plan.arrays.slot_A, selection, next_)
             # All particles share the prompt's pages; pages past the block's end are overwritten before they are read.
             column_L = torch.arange(WIDTH, device=device)
             is_read_AL = (column_L >= state.base_S[plan.arrays.slot_A][:, None]) & (column_L < reach_A[:, None])
@@ -82,10 +81,10 @@ def test_tokens_of_a_slice_are_kept():
         for device, ops in ((torch.device("cpu"), RoundOps()), (DEVICE, TritonOps())):
             made = Round(seed, OF_BOTH_MODELS, False, device)
             made.drafted()
-            choice, a = choice_of(made), made.places
+            selection, a = selection_of(made), made.places
             end_A, pending_A, text_A = (made.here(made.rng.integers(1, 30, a)) for _ in range(3))
             tokens_AQ = made.here(made.rng.integers(0, VOCAB, (a, 2)))[:, :1]
             next_ = NextSequences(end_A, tokens_AQ, pending_A, text_A)
-            ops.advance(made.state, made.plan.arrays.slot_A, choice, next_)
+            ops.advance(made.state, made.plan.arrays.slot_A, selection, next_)
             kept.append(contents(made.state))
         assert_equal(kept[1], kept[0])

@@ -26,6 +26,7 @@ from services.link.messages import (
     WorkRequest,
     WorkResponse,
 )
+from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
@@ -40,7 +41,7 @@ from smc.round.plan import (
     SequenceHandoff,
     UnconditionalRows,
 )
-from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RoundResult
+from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RoundResult, RoundSelection
 from smc.stops import StopMachine
 from smc.types import Decoding, ModelRole
 
@@ -282,22 +283,21 @@ def test_round_result(drawn, w, raw):
     logp = rng.standard_normal((a, q)).astype(np.float32)
     logp[0, 0] = np.nan
     result = RoundResult(
-        ancestor_A=rng.integers(0, a, a, dtype=np.int32),
-        alive_A=rng.random(a) < 0.5,
-        cut_A=rng.integers(0, q, a, dtype=np.int32),
+        selection=RoundSelection(
+            particles=NextParticles(*rng.integers(0, a, (2, a)), rng.random(a) < 0.5, rng.standard_normal(a)),
+            taken_A=rng.integers(0, q, a),
+            cut_A=rng.integers(0, q, a),
+            bonus_A=rng.integers(-1, 9, a),
+            ended_A=rng.random(a) < 0.5,
+            text_A=rng.integers(0, 9, a),
+        ),
         grown_AQ=rng.integers(0, 2**17, (a, q), dtype=np.int32),
-        count_A=rng.integers(0, q, a, dtype=np.int32),
-        ended_A=rng.random(a) < 0.5,
-        logw_A=rng.standard_normal(a),
         logq_AQ=logp + 1,
         logp_AQ=logp,
         first_logp_A=logp[:, 0].copy(),
         raw_logp_AQ=logp - 1 if raw else logp[:, :0],
-        log_z_G=rng.standard_normal(a),
-        ess_G=rng.random(a),
-        **{
-            name: rng.random(a) < 0.5 for name in ("resampled_G", "collapsed_G", "draft_nan_G", "target_nan_G", "hit_G")
-        },
+        statistics=SelectionStatistics(rng.standard_normal(a), rng.random(a), *(rng.random((2, a)) < 0.5)),
+        **{name: rng.random(a) < 0.5 for name in ("draft_nan_G", "target_nan_G", "hit_G")},
         lineage=Lineage(rng.integers(0, 99, (a, w), dtype=np.int32), *rng.integers(0, 9, (2, a), dtype=np.int32)),
     )
     assert equal(received(result), result)

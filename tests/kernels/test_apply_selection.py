@@ -1,4 +1,4 @@
-"""Kernels that compute a round's weights and its final choice, against torch, over rounds of all kinds. See
+"""Kernels that compute a round's weights and apply its selection, against torch, over rounds of all kinds. See
 tests/kernels/rounds.py."""
 
 from __future__ import annotations
