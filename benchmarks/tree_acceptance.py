@@ -34,7 +34,7 @@ from smc.distill.conversations import ChatFormat
 from smc.distill.measure import DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import DTYPES
-from smc.model.loader import load_model
+from smc.model.source import SourcePair
 
 USER_TOKENS, ANSWER_TOKENS = 64, 112
 MOST_TEXT_TEMPERATURE = 0.7
@@ -108,8 +108,9 @@ def main() -> None:
     plain = "bfloat16" if given.device == "cuda" else "float32"
     pair = ModelPair.load(given.target, given.draft, dtype=DTYPES[plain], device=given.device)
     size = pair.tokenizer.size
+    draft = SourcePair.of("files", given.target, given.draft).draft
     trees = {
-        name: TreeDraft(load_model(given.draft, dtype=DTYPES[name], device=given.device), size, given.n, given.exponent)
+        name: TreeDraft(draft.load(dtype=DTYPES[name], device=given.device), size, given.n, given.exponent)
         for name in given.draft_dtype or [plain]
     }
     record: dict[str, list[dict]] = {}

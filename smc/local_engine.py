@@ -19,10 +19,9 @@ from smc.executor.model_runner import LocalRoundExecutor
 from smc.executor.ops import RoundOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_cache import KVPool, pages_that_fit, pool_for
-from smc.model.check import require_pair
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead
-from smc.model.loader import load_model
+from smc.model.source import SourcePair
 from smc.model.tokenizer import Tokenizer
 from smc.once import warn_once
 from smc.scheduler.capacity import check_fits
@@ -41,15 +40,16 @@ TIMED_TOKENS = 512
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Weights of a draft and a target that share one vocabulary."""
+    """Weights of a draft and a target."""
 
     target: Decoder
     draft: Decoder
     tokenizer: Tokenizer
+    """The target's, which serves both models."""
     max_context: int
     """The shorter of both contexts, in tokens."""
     draft_head: DraftHead | None = None
-    """Reduced output head of the draft; None: the draft uses its own."""
+    """Output head with which the draft proposes; None: its own."""
 
     @staticmethod
     def load(
@@ -62,13 +62,16 @@ class ModelPair:
     ) -> ModelPair:
         """Load a pair from two directories. `draft_dtype`: that of the draft, by default `dtype`. Raises ValueError,
         before reading weights, if the two directories cannot serve as a pair."""
-        report = require_pair(target_dir, draft_dir)
-        target = load_model(target_dir, dtype=dtype, device=device)
+        sources = SourcePair.of("files", Path(target_dir), Path(draft_dir))
+        target = sources.target.load(dtype=dtype, device=device)
+        draft = sources.draft.load(dtype=draft_dtype or dtype, device=device, beside=target)
+        vocab = sources.draft_vocab
         return ModelPair(
             target=target,
-            draft=load_model(draft_dir, dtype=draft_dtype or dtype, device=device, beside=target),
-            tokenizer=Tokenizer.load(target_dir),
-            max_context=report.max_context,
+            draft=draft,
+            tokenizer=sources.target.tokenizer(),
+            max_context=sources.max_context,
+            draft_head=vocab.head(draft) if vocab else None,
         )
 
 

@@ -238,6 +238,8 @@ def _compare(
             torch.log_softmax(_logits(model, tokens, len(prompt), pair.tokenizer.size) / (temperature or 1.0), -1)
             for model in (pair.target, pair.draft)
         )
+        if pair.draft_head is not None:
+            logq_LV = pair.draft_head.vocab.proposal(logq_LV)
         p_LV, q_LV = logp_LV.exp(), logq_LV.exp()
         kl_L = torch.where(p_LV > 0, p_LV * (logp_LV - logq_LV), 0.0).sum(-1)
         same_L = (logp_LV.argmax(-1) == logq_LV.argmax(-1)).float()

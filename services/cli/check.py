@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LEAST_SECONDS = 10
 """Fewest seconds for a probe: the first figures need a few."""
+MOST_NAMED = 16
+"""Maximum number of foreign ids that are named; --json has all of them."""
 Probed = Annotated[
     bool,
     options.flag(
@@ -165,8 +167,10 @@ def _print(report: PairReport, directories: tuple[Path, Path]) -> None:
     if report.target or report.draft:
         out.print(*([""] if report.problems else []), table, "", sep="\n")
     if not report.problems:
-        what = f": {report.vocab_size:,} shared token ids, contexts up to {report.max_context:,} tokens"
+        what = f": {report.shared_ids:,} shared token ids, contexts up to {report.max_context:,} tokens"
         out.print(Text.assemble(("ok", "bold green"), what), soft_wrap=True)
+        for note in report.notes(MOST_NAMED):
+            out.print(Text.assemble(("note: ", "bold"), note), soft_wrap=True)
         if report.shared_bytes:
             out.print(
                 f"shared: {_size(report.shared_bytes)} of the draft's embedding and head are the target's; a process "

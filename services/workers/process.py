@@ -168,9 +168,9 @@ def load_rank(spec: RankSpec) -> Loaded:
                 progress=report,
             )
             report(1.0)
-    draft = spec.models.get(ModelRole.DRAFT)
-    vocab = draft and draft.draft_vocab
-    return Loaded(models, group, vocab.head(models[ModelRole.DRAFT]) if vocab else None)
+        draft = spec.models.get(ModelRole.DRAFT)
+        vocab = draft and draft.draft_vocab
+        return Loaded(models, group, vocab.head(models[ModelRole.DRAFT]) if vocab else None)
 
 
 def _load_reporter(spec: RankSpec, role: ModelRole, store: GroupStore) -> Callable[[float], None]:

@@ -22,6 +22,8 @@ from smc.model.config import SAVED_FAMILIES, ModelConfig
 from smc.model.decoder import Decoder
 from smc.model.files import read_json
 from smc.model.loader import initial_model, load_model, save_with_config
+from smc.model.tokenizer import Tokenizer
+from smc.model.vocabularies import add_rows
 
 DEPTH_SHARE = 7
 """Default number of layers of the target for one layer of the draft."""
@@ -83,7 +85,9 @@ def make_student(target: Decoder, target_dir: Path, spec: StudentSpec, layers: S
     if spec.draft is not None:
         weight = target.embed.weight
         model = load_model(spec.draft, dtype=weight.dtype, device=weight.device)
-        student = Student(model, _without_quantisation(spec.draft), f"the draft {spec.draft.name}")
+        add_rows(model, Tokenizer.load(target_dir).size)  # the draft will have the target's tokenizer
+        config = _without_quantisation(spec.draft) | {"vocab_size": model.config.vocab_size}
+        student = Student(model, config, f"the draft {spec.draft.name}")
     elif spec.shape is not None:
         student = _of_shape(target, spec.shape)
     else:

@@ -66,7 +66,9 @@ class TritonForward(StaticForward, LayerOps):
 
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
         logits_RV = self.product(hidden_RE, head or self.model.lm_head, splits=1)
-        return logits_RV if self.model.plain_logits else self.model.finish_logits(logits_RV.float())
+        if not self.model.plain_logits:
+            logits_RV = self.model.finish_logits(logits_RV.float())
+        return self.model.hide_foreign(logits_RV) if head is None else logits_RV
 
     def _in_one_launch(self, rows: Rows) -> AttendLayer:
         tables, out_THD = _tables(rows), self._heads_of(rows)

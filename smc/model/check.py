@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from smc.model.files import StoredTensor, read_headers, stored_bytes, tensor_fin
 from smc.model.parallel import Shard, held_sizes, local_config
 from smc.model.quantisation import Int4Quantisation, Quantisation
 from smc.model.tokenizer import Tokenizer
+from smc.model.vocabularies import NAMED, ForeignToken, compare_ordinary, foreign_tokens, name_tokens
 from smc.model.weight_map import PLAIN_BYTES, check_weights, count_parameters, int4_formats, rank_bytes, weight_slices
 from smc.once import warn_once
 
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 STORED_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DEGREES = (1, 2, 3, 4, 6, 8)
-MOST_DIFFERENCES = 3
-"""Maximum number of differing ids that a message names."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,28 @@ class PairReport:
     """The shorter maximum context of the two, in tokens. 0 if either directory is invalid."""
     problems: tuple[str, ...]
     """One message for each problem; empty if the pair can be served."""
+    shared_ids: int = 0
+    """Number of ids that mean the same token in both tokenizers. 0 if there is a problem."""
+    foreign: tuple[ForeignToken, ...] = ()
+    """The target's other ids, which the draft does not propose."""
     shared_bytes: int = 0
     """Bytes, in bfloat16, of the draft's embedding and untied head if they equal the target's. A process that holds
     both models on one device stores these matrices once."""
+
+    def notes(self, most: int = NAMED) -> tuple[str, ...]:
+        """Say how the tokenizers differ where they may, one text for each kind of difference. At most `most` ids are
+        named."""
+        if self.problems or self.target is None or self.draft is None:
+            return ()
+        notes, ends = [], [", ".join(map(str, model.eos_ids)) or "none" for model in (self.target, self.draft)]
+        if self.foreign:
+            notes.append(
+                f"the draft does not propose {len(self.foreign):,} of the target's ids, which its tokenizer does not "
+                f"have or calls by another name: {name_tokens(self.foreign, most)}"
+            )
+        if ends[0] != ends[1]:
+            notes.append(f"texts end at the target's end ids ({ends[0]}), not at the draft's ({ends[1]})")
+        return tuple(notes)
 
 
 def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
@@ -78,8 +95,10 @@ def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
     problems: list[str] = []
     target, target_tokenizer = _check_directory("target", target_dir, problems)
     draft, draft_tokenizer = _check_directory("draft", draft_dir, problems)
+    foreign: tuple[ForeignToken, ...] = ()
     if target_tokenizer and draft_tokenizer:
-        problems += _compare(target_tokenizer, draft_tokenizer)
+        problems += compare_ordinary(target_tokenizer, draft_tokenizer)
+        foreign = () if problems else foreign_tokens(target_tokenizer, draft_tokenizer)
     both = (target.config, draft.config) if target and draft else ()
     return PairReport(
         target=target,
@@ -87,6 +106,8 @@ def check_pair(target_dir: str | Path, draft_dir: str | Path) -> PairReport:
         vocab_size=min((config.vocab_size for config in both), default=0),
         max_context=min((config.max_context for config in both), default=0),
         problems=tuple(problems),
+        shared_ids=target_tokenizer.size - len(foreign) if target_tokenizer and not problems else 0,
+        foreign=foreign,
         shared_bytes=_shared_bytes(target_dir, draft_dir, *both) if both else 0,
     )
 
@@ -178,26 +199,3 @@ def _rank_sizes(
         keys = local_config(config, shard).num_kv_heads * config.head_dim
         token_bytes[degree] = 2 * PLAIN_BYTES * config.num_layers * keys
     return weights, heads, token_bytes
-
-
-def _compare(target: Tokenizer, draft: Tokenizer) -> list[str]:
-    problems = []
-    if target.fingerprint() != draft.fingerprint():
-        problems.append(
-            f"target and draft have different vocabularies ({target.size} and {draft.size} ids); "
-            f"every id must mean the same token in both{_first_differences(target, draft)}"
-        )
-    if target.eos_ids != draft.eos_ids:
-        problems.append(
-            f"target ends texts at ids {list(target.eos_ids)}, draft at {list(draft.eos_ids)}; "
-            f"both must have the same end-of-text ids"
-        )
-    return problems
-
-
-def _first_differences(target: Tokenizer, draft: Tokenizer) -> str:
-    """Name the first ids that mean different tokens; empty if one vocabulary only continues the other."""
-    pairs = ((i, target.token(i), draft.token(i)) for i in range(min(target.size, draft.size)))
-    differing = (f"{i} is {ours!r} and {theirs!r}" for i, ours, theirs in pairs if ours != theirs)
-    first = ", ".join(islice(differing, MOST_DIFFERENCES))
-    return f"; the first that do not: {first}" if first else ""

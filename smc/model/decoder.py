@@ -14,7 +14,8 @@ tokens sorted by expert, for prompts on a GPU. Small numbers of rows on a GPU us
 (`smc.kernels.experts`). Weights in FP8 and int4 are widened, and activations stay as they are, so that all forms
 compute the same.
 
-Local axes: P chosen experts of a token, Y pairs of a token and an expert, Z experts. T = R * L for whole sequences."""
+Local axes: P chosen experts of a token, U foreign ids, Y pairs of a token and an expert, Z experts. T = R * L for whole
+sequences."""
 
 from __future__ import annotations
 
@@ -40,6 +41,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_THD, k_TJD, v_TJD) -> out_THD. q and k are already rotated."""
 NOTHING_SHARED: Mapping[str, nn.Parameter] = MappingProxyType({})
 NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+HIDDEN_LOGIT = -1e30
+"""Logit of foreign ids."""
 MAIN, LOCAL, UNROTATED = "main", "local", "unrotated"
 """Kinds of rotation: with the model's frequencies, with those of layers that have a window, or none."""
 
@@ -139,6 +142,8 @@ class Decoder(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tied_embeddings:
             self.lm_head.weight = self.embed.weight
+        self.foreign_U: Tensor | None = None
+        """For a draft, the ids of the target that are foreign to it (`smc.model.vocabularies`)."""
 
     def forward(self, tokens_T: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
         """Run all layers. `rope_T2D` is `RopeTable.at(positions)`. Returns the hidden states after the final norm [T,
@@ -147,7 +152,14 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Next-token logits [T, V] in float32 for the chosen hidden states."""
-        return self.finish_logits(self.lm_head(hidden_TE).float())
+        return self.hide_foreign(self.finish_logits(self.lm_head(hidden_TE).float()))
+
+    def hide_foreign(self, logits_TV: Tensor) -> Tensor:
+        """Give the foreign ids of a draft a logit at which they are not drawn. It is finite, so that a constraint which
+        allows nothing else leaves a distribution."""
+        if self.foreign_U is None:
+            return logits_TV
+        return logits_TV.index_fill(1, self.foreign_U, max(HIDDEN_LOGIT, torch.finfo(logits_TV.dtype).min))
 
     def embedded(self, tokens_T: Tensor) -> Tensor:
         """Return the input of the first layer [T, E]: the embeddings, times the factor that some families have."""

@@ -1,5 +1,6 @@
-"""A reduced draft vocabulary: the draft's head computes logits only for the most frequent tokens of a given text, or of
-the draft's training data, whose tokens `smcserve distill` counts.
+"""A reduced draft vocabulary: the draft's head computes logits only for some tokens. These are the most frequent ones
+of a given text, or of the draft's training data, whose tokens `smcserve distill` counts; or all but the foreign ones,
+which mean another token in the draft's tokenizer (`smc.model.vocabularies`).
 
 The draft reads all of its head at every step, although most tokens are never proposed. The reduced vocabulary changes
 the proposals but not the correctness of answers: exact decoding returns the target's tokens, and SMC weights every
@@ -8,7 +9,8 @@ token by the distribution it was drawn from (`smc.executor.sampling`). Knows not
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,8 @@ from smc.model.presets import NoText
 from smc.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from smc.model.decoder import Decoder
     from smc.model.linear import Linear
 
@@ -44,18 +48,24 @@ class DraftVocab:
     `MOST_SHARE`."""
 
     @staticmethod
-    def of(size: int, text: Path | None, tokenizer: Tokenizer, draft: Path | None = None) -> DraftVocab:
+    def of(
+        size: int,
+        text: Path | None,
+        tokenizer: Tokenizer,
+        draft: Path | None = None,
+        foreign: Collection[int] = (),
+    ) -> DraftVocab:
         """Choose the `size` most frequent tokens of `text`, or without a text those of the counts in the directory
         `draft`; among equally frequent tokens, those with the lowest ids. Special and end-of-text tokens are always
-        included. A model with random weights has no text and gets the first tokens.
+        included, `foreign` ids never. A model with random weights has no text and gets the first tokens.
 
         Raises ValueError if the size is out of range, or if the text is missing, unreadable, empty or has no effect.
         """
-        always = sorted({*tokenizer.eos_ids, *tokenizer.special_ids})
-        least = max(1, len(always))
-        if not isinstance(size, int) or not least <= size < tokenizer.size:
+        always = sorted({*tokenizer.eos_ids, *tokenizer.special_ids}.difference(foreign))
+        least, most = max(1, len(always)), tokenizer.size - max(1, len(foreign))
+        if not isinstance(size, int) or not least <= size <= most:
             raise ValueError(
-                f"draft_vocab={size!r}; allowed: {least}..{tokenizer.size - 1}, "
+                f"draft_vocab={size!r}; allowed: {least}..{most}, "
                 f"at least the special tokens and fewer than the vocabulary"
             )
         if isinstance(tokenizer, NoText):
@@ -75,13 +85,27 @@ class DraftVocab:
             )
         rank_V = count_V.copy()
         rank_V[always] = count_V.sum() + 1
+        rank_V[list(foreign)] = -1
         ids_M = np.sort(np.argsort(-rank_V, kind="stable")[:size])
         share = 1 - count_V[ids_M].sum() / count_V.sum()
         return DraftVocab(ids_M, tokenizer.size, float(np.clip(share, LEAST_SHARE, MOST_SHARE)))
 
+    @staticmethod
+    def without(foreign: Collection[int], vocab: int) -> DraftVocab:
+        """Return all tokens of a vocabulary of `vocab` but the foreign ones."""
+        return DraftVocab(np.setdiff1d(np.arange(vocab), list(foreign)), vocab, LEAST_SHARE)
+
+    def proposal(self, logq_RV: Tensor) -> Tensor:
+        """Return log q [R, V] of proposals, from the draft's log-distribution over the whole vocabulary."""
+        import torch
+
+        ids_M, others = torch.from_numpy(self.ids_M), self.vocab - len(self.ids_M)
+        logq_RM = logq_RV[:, ids_M].log_softmax(-1) + math.log1p(-self.share)
+        return torch.full_like(logq_RV, math.log(self.share / others)).index_copy_(1, ids_M, logq_RM)
+
     def head(self, model: Decoder) -> DraftHead:
-        """Copy the rows of these tokens from a draft's head; every rank holds the whole head. Raises ValueError if a
-        token has no row."""
+        """Return the rows of these tokens of a draft's head, of which every rank holds the whole: a view of the first
+        rows, or a copy. Raises ValueError if a token has no row."""
         import torch
 
         from smc.model.linear import FP8, Linear
@@ -92,10 +116,11 @@ class DraftVocab:
                 f"draft_vocab: tokens {self.ids_M[0]}..{self.ids_M[-1]} of a vocabulary of {self.vocab}; "
                 f"the draft's head has {rows} rows"
             )
-        whole = model.lm_head
-        ids_M = torch.from_numpy(self.ids_M).to(whole.weight.device)
+        whole, size = model.lm_head, len(self.ids_M)
+        are_first = self.ids_M[-1] == size - 1
+        ids_M = slice(size) if are_first else torch.from_numpy(self.ids_M).to(whole.weight.device)
         with torch.device("meta"):
-            matrix = Linear(whole.in_features, len(ids_M))
+            matrix = Linear(whole.in_features, size)
         # torch cannot index FP8 tensors: rows are selected as bytes.
         as_stored = whole.weight.view(torch.uint8) if whole.weight.dtype == FP8 else whole.weight
         matrix.weight = torch.nn.Parameter(as_stored[ids_M].view(whole.weight.dtype), requires_grad=False)

@@ -10,6 +10,7 @@ tokenizer, and weights in safetensors format."""
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -18,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smc.api.limits import LOADS
-from smc.model.check import require_pair
+from smc.model.check import PairReport, require_pair
 from smc.model.config import ModelConfig, default_dtype
 from smc.model.draft_vocab import COUNTS_FILE, DraftVocab
 from smc.model.files import INDEX_FILE, SINGLE_FILE, fingerprint, read_json
 from smc.model.parallel import WHOLE, Reduce, Shard
 from smc.model.presets import NoText, preset
 from smc.model.tokenizer import COPIED_TOKENIZER_FILES, Tokenizer
+from smc.model.vocabularies import ForeignIds
 from smc.model.weight_map import count_parameters
 from smc.types import ModelRole
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     from smc.model.decoder import Decoder
 
-
+logger = logging.getLogger(__name__)
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 SMALL_FILES = (
     "config.json",
@@ -211,6 +213,8 @@ class ModelSource:
     """With `grown`, the directory of the small model. Must exist under the same path on every host."""
     hub: HubModel | None = None
     """The hub's model of which `location` is a snapshot. A host that lacks this directory downloads the same commit."""
+    foreign: ForeignIds | None = None
+    """Of a draft, the ids of the target that it does not know, or knows as other tokens."""
 
     @property
     def _small(self) -> Path:
@@ -239,20 +243,21 @@ class ModelSource:
         beside: Decoder | None = None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> Decoder:
-        """Load the model, or one rank's shard of it, onto a device. `beside` and `progress` are those of `load_model`;
-        they have no effect for random and padded weights."""
-        from smc.model.loader import load_model
+        """Load the model, or one rank's shard of it, onto a device, and fit it to its foreign ids. `beside` and
+        `progress` are those of `load_model`; they have no effect for random and padded weights."""
+        from smc.model.loader import load_model, random_model
+        from smc.model.padded import padded_model
 
         where: dict[str, Any] = {"dtype": dtype, "device": device, "shard": shard, "reduce": reduce}
         if self.kind == "random":
-            from smc.model.loader import random_model
-
-            return random_model(self.config, **where)
-        if self.kind == "grown":
-            from smc.model.padded import padded_model
-
-            return padded_model(load_model(self._small), preset(str(self.location)), **where)
-        return load_model(self.directory, **where, beside=beside, progress=progress)
+            model = random_model(self.config, **where)
+        elif self.kind == "grown":
+            model = padded_model(load_model(self._small), preset(str(self.location)), **where)
+        else:
+            model = load_model(self.directory, **where, beside=beside, progress=progress)
+        if self.foreign is not None:
+            self.foreign.fit(model)
+        return model
 
     @property
     def tokenizer_files(self) -> Path | None:
@@ -278,14 +283,14 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class SourcePair:
-    """A target and a draft with the same vocabulary."""
+    """A target and a draft that suits it."""
 
     target: ModelSource
     draft: ModelSource
     max_context: int
     """The shorter maximum context of the two, in tokens."""
     draft_vocab: DraftVocab | None = None
-    """Reduced vocabulary of the draft; None if its head covers the full vocabulary."""
+    """Tokens that the draft proposes by its own likelihood; None: all."""
 
     def with_draft_vocab(self, size: int | None, text: Path | None) -> SourcePair:
         """Return the pair with the reduced vocabulary that `DraftVocab.of` chooses; unchanged if `size` is None. Raises
@@ -295,7 +300,18 @@ class SourcePair:
                 raise ValueError(f"draft_vocab_text={str(text)!r} has no effect without draft_vocab; leave it out")
             return self
         draft = self.draft.directory if self.draft.kind == "files" else None
-        return replace(self, draft_vocab=DraftVocab.of(size, text, self.target.tokenizer(), draft))
+        foreign = self.draft.foreign.ids if self.draft.foreign else ()
+        return replace(self, draft_vocab=DraftVocab.of(size, text, self.target.tokenizer(), draft, foreign))
+
+    def _with_notes_of(self, report: PairReport) -> SourcePair:
+        """Return the pair with a draft that is fitted to its foreign ids, and log how the tokenizers differ."""
+        for note in report.notes():
+            logger.info("%s", note)
+        if not report.foreign:
+            return self
+        ids = ForeignIds(self.target.tokenizer().size, tuple(token.id for token in report.foreign))
+        draft = replace(self.draft, foreign=ids)
+        return replace(self, draft=draft, draft_vocab=DraftVocab.without(ids.ids, ids.vocab))
 
     @staticmethod
     def of(load: str, target: Path, draft: Path, small: tuple[Path, Path] | None = None) -> SourcePair:
@@ -304,6 +320,7 @@ class SourcePair:
         as a pair."""
         if load not in LOADS:
             raise ValueError(f"load={load!r}; allowed: {', '.join(LOADS)}")
+        report: PairReport | None = None
         if load == "files":
             report = require_pair(target, draft)
             assert report.target is not None and report.draft is not None, "no problem was found"
@@ -311,7 +328,7 @@ class SourcePair:
                 ModelSource(load, directory, each.config, each.parameters, hub=HubModel.of_snapshot(directory))
                 for directory, each in ((target, report.target), (draft, report.draft))
             )
-            return SourcePair(of_target, of_draft, max_context=report.max_context)
+            return SourcePair(of_target, of_draft, max_context=report.max_context)._with_notes_of(report)
         shapes = [preset(str(name)) for name in (target, draft)]
         if shapes[0].vocab_size != shapes[1].vocab_size:
             raise ValueError(
@@ -330,7 +347,8 @@ class SourcePair:
             ModelSource(load, Path(name), config, count_parameters(config), directory)
             for name, config, directory in zip((target, draft), shapes, directories)
         )
-        return SourcePair(target_source, draft_source, max_context=min(config.max_context for config in shapes))
+        pair = SourcePair(target_source, draft_source, max_context=min(config.max_context for config in shapes))
+        return pair._with_notes_of(report) if report else pair
 
     def of_role(self, role: ModelRole) -> ModelSource:
         return self.draft if role == ModelRole.DRAFT else self.target

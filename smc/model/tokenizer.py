@@ -87,6 +87,16 @@ class Tokenizer:
         """Ids of special tokens, which stand for no text, ascending."""
         return tuple(sorted(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special))
 
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of added tokens, which are found in a text before it is split; special tokens are among them."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @property
+    def serialised(self) -> str:
+        """The tokenizer as JSON, as the library writes it."""
+        return self._tokenizer.to_str()
+
     @property
     def start_id(self) -> int | None:
         """Id of the begin-of-text token, or else the first end-of-text id; None if the model has neither."""

@@ -19,8 +19,9 @@ from smc.memory.kv_cache import KVPool
 from smc.model.linear import INT4
 from smc.model.loader import load_model, save_model
 from smc.model.parallel import Shard
+from tests.model.foreign import save_foreign_pair
 from tests.model.int4 import to_int4
-from tests.model.tiny import save_byte_level, save_tiny
+from tests.model.tiny import save_byte_level, save_sentencepiece, save_tiny
 
 
 def test_demo_pair_is_ok(smcserve):
@@ -38,12 +39,27 @@ def test_demo_pair_as_json(smcserve):
 
 def test_a_pair_that_does_not_fit(smcserve, tmp_path):
     target = save_byte_level(save_tiny(tmp_path / "target", vocab_size=304))
-    draft = save_byte_level(save_tiny(tmp_path / "draft", vocab_size=304), words=("extra",))
+    draft = save_sentencepiece(save_tiny(tmp_path / "draft", vocab_size=304))
     ran = smcserve("check", "--target", target, "--draft", draft)
     assert ran.code == 1 and "problem: target and draft have different vocabularies" in ran.out
     missing = smcserve("check", "--target", target, "--draft", tmp_path / "none", "--json")
     report = json.loads(missing.out)
     assert missing.code == 1 and report["ok"] is False and report["draft"] is None
+
+
+def test_a_pair_with_foreign_ids(smcserve, tmp_path):
+    target, draft = save_foreign_pair(tmp_path)
+    ran = smcserve("check", "--target", target, "--draft", draft)
+    assert ran.code == 0 and "ok: 3 shared token ids" in ran.out
+    assert "note: the draft does not propose 2 of the target's ids" in ran.out
+    assert "3 (<x>; draft: <y>), 4 (<new>; draft: no token)" in ran.out
+    assert "note: texts end at the target's end ids (2, 4), not at the draft's (2, 3)" in ran.out
+    report = json.loads(smcserve("check", "--target", target, "--draft", draft, "--json").out)
+    assert report["ok"] is True and report["shared_ids"] == 3
+    assert report["foreign"] == [
+        {"id": 3, "target": "<x>", "draft": "<y>"},
+        {"id": 4, "target": "<new>", "draft": None},
+    ]
 
 
 def test_one_directory_alone(smcserve):

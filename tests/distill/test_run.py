@@ -24,6 +24,7 @@ from smc.distill.measure import HeldOut
 from smc.distill.run import distill, seconds_of_round
 from smc.distill.student import StudentSpec, candidate_layers, choose_layers, cut, make_student, save_student
 from smc.distill.trainer import Ranks, Trainer, TrainingSettings
+from smc.model.check import require_pair
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import load_counts
 from smc.model.loader import load_model, save_model
@@ -41,7 +42,9 @@ from tests.distill.running import (
 )
 from tests.model.dense import dense_logits
 from tests.model.families import save_hf
-from tests.model.tiny import random_decoder, save_byte_level, save_tiny
+from tests.model.foreign import VOCAB as FOREIGN_VOCAB
+from tests.model.foreign import save_foreign_pair
+from tests.model.tiny import random_decoder, save_byte_level, save_sentencepiece, save_tiny
 
 # torch's optimisers import its compiler, and so does transformers: two seconds, once.
 pytestmark = pytest.mark.xdist_group("transformers")
@@ -225,7 +228,7 @@ def test_a_run_that_cannot_begin_leaves_its_directory_free(tmp_path, byte_target
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path, byte_target):
     """The vocabulary is checked before anything is written."""
     draft = save_tiny(tmp_path / "other", vocab_size=400)
-    save_byte_level(draft, words=("<other>",))
+    save_sentencepiece(draft)
     config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft", student=StudentSpec(draft=draft))
     with pytest.raises(ValueError, match="different vocabularies"):
         distill(config, lambda line: None)
@@ -300,6 +303,16 @@ def test_drafts_of_all_families_are_read_again(tmp_path, family):
             dense_logits(model, tokens) for model in (load_model(tmp_path / "draft"), cut(target, (1, 2)))
         )
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_draft_gets_the_target_s_tokens(tmp_path):
+    """A draft that lacks ids of the target has rows for them when it is trained further, and the target's tokenizer
+    when it is saved."""
+    target, draft = save_foreign_pair(tmp_path)
+    assert require_pair(target, draft).foreign
+    save_student(make_student(load_model(target), target, StudentSpec(draft=draft)), target, tmp_path / "out")
+    assert not require_pair(target, tmp_path / "out").foreign
+    assert load_model(tmp_path / "out").config.vocab_size == FOREIGN_VOCAB
 
 
 def test_a_full_disk_leaves_the_files_before(tmp_path):

@@ -20,6 +20,7 @@ from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
+from smc.model.vocabularies import ForeignIds
 from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.tree_policy import LatencyTreePolicy
 from smc.stops import TokenBytes
@@ -191,6 +192,24 @@ def test_a_draft_of_few_tokens_proposes_as_by_the_reference(monkeypatch):
     found = answers(local_engine(made, LOOKAHEAD), asked)
     for request_id, one in expected.items():
         assert_same(one, found[request_id])
+
+
+def test_a_draft_with_foreign_ids_is_that_of_the_reference(monkeypatch):
+    """Alone, and as the draft of an exact round."""
+    made = pair("llama")
+    ForeignIds(8, (2, 6)).fit(made.draft)
+    made = replace(made, draft_head=DraftVocab.without((2, 6), 8).head(made.draft))
+    law = {"max_tokens": 6, "ignore_eos": True, "temperature": 1.5}
+    asked = [
+        request([1, 2, 6], "draft", seed=3, method="draft", **law),
+        request([1, 2, 6], "exact", seed=3, method="exact", particles=2, **law),
+    ]
+    expected = answers(local_engine(made, LOCKSTEP), asked)
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+    found = answers(local_engine(made, LOCKSTEP), asked)
+    for request_id, one in expected.items():
+        assert_same(one, found[request_id])
+    assert not {2, 6} & {*found["draft"].tokens}
 
 
 def test_populations_that_change_their_size_are_those_of_the_reference(monkeypatch):

@@ -79,17 +79,17 @@ def exact_law(
 ) -> dict:
     """Mass prod p^alpha of every answer; EOS absorbs, max_tokens truncates. Sums to 1 at alpha = 1."""
     return law_of(
-        lambda prefix: next_log_probs(model, (*prompt, *prefix), temperature).tolist(), max_tokens, eos, alpha
+        lambda prefix: next_log_probs(model, (*prompt, *prefix), temperature).tolist(), max_tokens, eos, alpha=alpha
     )
 
 
-def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int, eos: int, alpha: float = 1.0) -> dict:
+def law_of(log_probs: Callable[[tuple[int, ...]], list[float]], max_tokens: int, *eos: int, alpha: float = 1.0) -> dict:
     """The probability of every answer where `log_probs` returns the log-probabilities of the next token after a prefix.
     Leaves out answers of probability zero."""
     law: dict[tuple[int, ...], float] = {}
 
     def visit(prefix: tuple[int, ...], log_mass: float) -> None:
-        if len(prefix) == max_tokens or (prefix and prefix[-1] == eos):
+        if len(prefix) == max_tokens or (prefix and prefix[-1] in eos):
             law[prefix] = math.exp(log_mass)
             return
         for token, log_p in enumerate(log_probs(prefix)):

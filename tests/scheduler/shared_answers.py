@@ -40,12 +40,13 @@ def population(
     count: int,
     pair: ModelPair | None = None,
     potentials: Mapping[str, Potential] = NO_POTENTIALS,
+    prompt: tuple[int, ...] = PROMPT,
     **params: object,
 ) -> list[Answer]:
     """Answers, with all their particles, of `count` requests that differ only in their seeds."""
     engine = local_engine(pair or tiny_pair(), config, potentials=potentials)
     law = {"max_tokens": LENGTH, "return_particles": True} | params
-    requests = (Request(str(seed), PROMPT, SamplingParams(seed=seed, **law)) for seed in range(count))
+    requests = (Request(str(seed), prompt, SamplingParams(seed=seed, **law)) for seed in range(count))
     found = [output.answer for output in engine.run(requests) if output.answer]
     assert_empty(engine)
     return found

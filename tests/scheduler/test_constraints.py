@@ -139,7 +139,7 @@ def law_given(by_answer: bool, alpha: float = 1.0) -> dict[tuple[int, ...], floa
         logp_V, may = next_log_probs(tiny_pair().target, (*PROMPT, *prefix)), allowed(expression, prefix, 6)
         return [logp_V[t].item() if t in may else -math.inf for t in range(4)]
 
-    return {answer: mass for answer, mass in law_of(log_probs, LAW["max_tokens"], EOS, alpha).items() if mass > 0}
+    return {answer: mass for answer, mass in law_of(log_probs, LAW["max_tokens"], EOS, alpha=alpha).items() if mass > 0}
 
 
 @pytest.mark.parametrize(

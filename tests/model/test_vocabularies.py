@@ -1,0 +1,161 @@
+"""Tokenizers of a pair may differ in added tokens and in nothing else, and a draft is fitted to ids that it does not
+know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from smc.model.check import check_pair, require_pair
+from smc.model.source import SourcePair
+from smc.model.vocabularies import ForeignToken, add_rows
+from tests.model.foreign import FOREIGN, save_foreign_pair, save_letters
+from tests.model.tiny import in_fp8, random_decoder, save_byte_level, save_tiny, save_tokenizer, tiny_config
+
+RENAMED = ("one", "two", "three", "four", "five")
+
+
+@pytest.fixture
+def pair(tmp_path) -> tuple[Path, Path]:
+    """Two models with the same tokenizer."""
+    target, draft = (save_byte_level(save_tiny(tmp_path / name, vocab_size=304)) for name in ("target", "draft"))
+    return target, draft
+
+
+def change(directory: Path, edit) -> None:
+    """Edit the tokenizer of a directory as the JSON of its file."""
+    path = directory / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+
+
+def test_a_renamed_and_a_missing_token(tmp_path):
+    """Texts end at the target's ids."""
+    report = require_pair(*save_foreign_pair(tmp_path))
+    assert report.foreign == (ForeignToken(3, "<x>", "<y>"), ForeignToken(4, "<new>", None))
+    assert (report.shared_ids, report.vocab_size) == (3, 4)
+    drafted, ends = report.notes()
+    assert "does not propose 2 of the target's ids" in drafted
+    assert drafted.endswith("3 (<x>; draft: <y>), 4 (<new>; draft: no token)")
+    assert ends == "texts end at the target's end ids (2, 4), not at the draft's (2, 3)"
+
+
+def test_notes_name_a_few_ids(pair):
+    for directory, words in zip(pair, (RENAMED, [word.upper() for word in RENAMED])):
+        save_byte_level(directory, words=tuple(words))
+    report = require_pair(*pair)
+    first = report.foreign[0].id
+    assert [token.id for token in report.foreign] == list(range(first, first + 5))
+    (note,) = report.notes()
+    assert note.endswith(f"{first + 2} (three; draft: THREE) and 2 more")
+    assert "(five; draft: FIVE)" in report.notes(5)[0] and "more" not in report.notes(5)[0]
+
+
+def test_a_draft_with_more_added_tokens_has_no_foreign_ids(pair):
+    """Its ids past the target's are never asked for."""
+    save_byte_level(pair[1], words=("more",))
+    assert require_pair(*pair).foreign == () and require_pair(*pair).notes() == ()
+    assert SourcePair.of("files", *pair).draft_vocab is None
+
+
+def test_a_start_logs_what_is_not_drafted(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="smc.model.source"):
+        sources = SourcePair.of("files", *save_foreign_pair(tmp_path))
+    assert [record.getMessage() for record in caplog.records] == list(
+        check_pair(tmp_path / "target", tmp_path / "draft").notes()
+    )
+    assert sources.draft.foreign.ids == FOREIGN and sources.draft_vocab.ids_M.tolist() == [0, 1, 2]
+    assert sources.target.foreign is None
+
+
+def lowercase(raw):
+    raw["normalizer"] = {"type": "Lowercase"}
+
+
+def prefix_space(raw):
+    raw["pre_tokenizer"]["add_prefix_space"] = True
+
+
+def other_merges(raw):
+    merges = raw["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+
+
+def other_token(raw):
+    vocab = raw["model"]["vocab"]
+    first, second = [token for token, i in vocab.items() if i in (7, 8)]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+
+
+@pytest.mark.parametrize("renames", [False, True])
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lowercase, r"different normalisers or pre-tokenizers, .*: number 1 is {.*ByteLevel.*} and {.*Lowercase.*}"),
+        (prefix_space, r"different normalisers or pre-tokenizers, .*: number 1 is .*false.* and .*true"),
+        (other_merges, r"different merges, .*: number 1 is \[.*\] and \[.*\]"),
+        (
+            other_token,
+            r"different vocabularies \(\d+ and \d+ ids\).*ordinary tokens differ at 2 ids: 7 is '.' and '.', 8",
+        ),
+    ],
+)
+def test_ordinary_tokens_must_be_the_same(pair, edit, says, renames):
+    """Whether added tokens differ or not."""
+    if renames:
+        save_byte_level(pair[1], words=("renamed",))
+    change(pair[1], edit)
+    with pytest.raises(ValueError, match=says):
+        require_pair(*pair)
+    assert check_pair(*pair).foreign == () and check_pair(*pair).notes() == ()
+
+
+def test_an_ordinary_token_in_place_of_an_added_one(tmp_path):
+    target, draft = save_foreign_pair(tmp_path)
+    save_letters(draft, ("<eos>",), (3,), letters="abc")
+    with pytest.raises(ValueError, match=r"ordinary tokens differ at 1 ids: 2 is '<eos>' and 'c'"):
+        require_pair(target, draft)
+
+
+def test_two_ways_to_write_one_sentencepiece_tokenizer(tmp_path):
+    """As a normaliser, and as a pre-tokenizer; the other settings of offsets change nothing either."""
+    vocab = {token: i for i, token in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abt"])}
+    pair = []
+    for name, normalizer, splitter in (
+        ("target", normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]), None),
+        ("draft", None, pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)),
+    ):
+        tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+        if normalizer is not None:
+            tokenizer.normalizer = normalizer
+        if splitter is not None:
+            tokenizer.pre_tokenizer = splitter
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(steps)
+        tokenizer.add_special_tokens([AddedToken("<unk>", special=True)])
+        pair.append(save_tokenizer(tokenizer, save_tiny(tmp_path / name), eos_token="<unk>"))
+    require_pair(*pair)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_are_added_to_every_kind_of_head(tied, fp8):
+    """Logits of the rows that were there stay as they are."""
+    model = random_decoder(tiny_config(vocab_size=48, tied_embeddings=tied))
+    if fp8:
+        model = in_fp8(model, torch.float32)
+    mean_E, hidden_TE = model.embed.weight.mean(0), torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    before = model.logits(hidden_TE)
+    add_rows(model, 40)
+    assert model.config.vocab_size == 48, "a model that has enough rows stays as it is"
+    add_rows(model, 51)
+    logits = model.logits(hidden_TE)
+    assert logits.shape == (3, 51) and torch.equal(logits[:, :48], before) and logits.isfinite().all()
+    assert torch.allclose(model.embed(torch.tensor([50])), mean_E, atol=1e-6)
+    assert model.config.vocab_size == model.lm_head.out_features == model.embed.num_embeddings == 51
+    assert (model.lm_head.weight is model.embed.weight) == (tied and not fp8)
