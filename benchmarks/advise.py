@@ -255,8 +255,8 @@ def missed_share(stats: EngineStats, answers: int) -> float:
 
     A round compares tokens up to the first wrong one; the last round of an answer, up to the answer's end.
     """
-    accepted = stats.spec["walk"].accepted_by_position
-    found, unfinished = sum(accepted), stats.spec["walk"].rounds - accepted[-1]
+    accepted = stats.exact["walk"].accepted_by_position
+    found, unfinished = sum(accepted), stats.exact["walk"].rounds - accepted[-1]
     missed = max(0, unfinished - answers)
     return (missed + 0.5) / (found + missed + 1)
 

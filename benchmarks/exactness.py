@@ -28,7 +28,7 @@ from smc.demo.problems import Problem, derived_seed, generate, grade
 from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import DTYPES
 from smc.scheduler.engine import Engine
-from smc.scheduler.stats import SpecStats
+from smc.scheduler.stats import ExactStats
 
 CONFIGS = [
     EngineConfig(form="lockstep", block=5),
@@ -108,7 +108,7 @@ def compare(given: argparse.Namespace) -> None:
     )
 
 
-def misses_of(pair: ModelPair, problems: int, temperature: float, particles: int, branches: int) -> SpecStats:
+def misses_of(pair: ModelPair, problems: int, temperature: float, particles: int, branches: int) -> ExactStats:
     """Answer problems in look-ahead with blocks of 5; return the statistics."""
     engine = local_engine(pair, EngineConfig(block=5, branches=branches, max_slots=BESIDE * particles))
     requests = []
@@ -123,7 +123,7 @@ def misses_of(pair: ModelPair, problems: int, temperature: float, particles: int
         requests.append(problem_request(pair, str(i), problem, params))
     for _ in engine.run(requests):
         pass
-    return engine.take_stats().spec["walk"]
+    return engine.take_stats().exact["walk"]
 
 
 def count_misses(given: argparse.Namespace) -> None:

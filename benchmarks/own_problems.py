@@ -21,7 +21,7 @@ from benchmarks.reports import interval, number_cell
 from smc.api.request import Answer, FinishReason
 from smc.demo.problems import Accuracy
 from smc.local_engine import ModelPair, fitted_engine
-from smc.scheduler.stats import SpecStats
+from smc.scheduler.stats import ExactStats
 from smc.terminal import out, progress_bar
 
 USUAL = (
@@ -133,7 +133,7 @@ class Answered:
     """The answers of one setting, in the order of the problems."""
 
     answers: list[Answer]
-    spec: SpecStats
+    spec: ExactStats
     seconds: float
 
 
@@ -164,7 +164,7 @@ def _answer_all(
         found[answer.request_id] = answer
         on_answer()
     seconds = time.perf_counter() - begin
-    spec = engine.take_stats().spec[setting.verification or "walk"]
+    spec = engine.take_stats().exact[setting.verification or "walk"]
     return Answered([found[request.request_id] for request in requests], spec, seconds)
 
 

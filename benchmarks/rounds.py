@@ -67,7 +67,7 @@ def measure_rounds(
     engine.take_stats()
     medians = [1e3 * statistics.median(column) for column in zip(*(_timed_step(loop) for _ in range(rounds)))]
     params, stride = problems[0].params, engine.rounds_of(Decoding.INDEPENDENT).rules.stride(config)
-    tokens = engine.take_stats().spec["walk"].tokens_a_round or stride
+    tokens = engine.take_stats().exact["walk"].tokens_a_round or stride
     shape = (config.form, config.block, config.branches, requests, params.rows, rounds)
     return RoundTime(decoding_name(params), *shape, tokens, *medians)
 

@@ -176,7 +176,7 @@ class ModeTimer:
         whole, work, stats = seen.round, seen.work, loop.engine.take_stats()
         draft, target, select = (median_length(work, name) for name in (*ModelRole, "select"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
-        spec, alone = stats.spec[mode.verification or "walk"], stats.spec_alone_rounds
+        spec, alone = stats.exact[mode.verification or "walk"], stats.exact_alone_rounds
         tokens = seen.tokens if mode.method is Method.EXACT else _stride(mode)
         return Speed(
             mode=mode.name,

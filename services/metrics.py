@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from smc.api.request import Answer
 from smc.api.sampling_params import VERIFICATIONS
-from smc.scheduler.stats import EngineStats, RoundTimes, SpecStats
+from smc.scheduler.stats import EngineStats, ExactStats, RoundTimes
 
 # The library adds a series `_created` to every counter and histogram, which is unused.
 prom.disable_created_metrics()
@@ -217,9 +217,9 @@ class EngineMetrics(Families):
         self._shrinks.inc(stats.shrinks)
         self._resamples.inc(stats.resamples)
         self._collapses.inc(stats.collapses)
-        for verification, counts in stats.spec.items():
+        for verification, counts in stats.exact.items():
             self._count_exact(verification, counts)
-        self._alone_rounds.inc(stats.spec_alone_rounds)
+        self._alone_rounds.inc(stats.exact_alone_rounds)
         for share in stats.ess_shares:
             self._ess_share.observe(share)
         for lag in stats.committed_lags:
@@ -241,7 +241,7 @@ class EngineMetrics(Families):
         for group, seconds in zip(GROUPS, (times.draft_stall, times.target_stall), strict=True):
             self._stall.labels(group).inc(max(seconds, 0.0))
 
-    def _count_exact(self, verification: str, counts: SpecStats) -> None:
+    def _count_exact(self, verification: str, counts: ExactStats) -> None:
         for metric, count in (
             (self._drafts, counts.rounds),
             (self._draft_tokens, counts.draft_tokens),

@@ -18,7 +18,7 @@ from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.scheduler.engine import Engine
 from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.speculation import LatencyModel
-from smc.scheduler.stats import SpecStats
+from smc.scheduler.stats import ExactStats
 from smc.scheduler.tree_policy import ThroughputForecast
 
 PROMPTS = (
@@ -169,7 +169,7 @@ def probe_pair(
 
 def _measure(
     pair: ModelPair, prompts: Sequence[Sequence[int]], params: SamplingParams, particles: int, clock: ProbeClock
-) -> tuple[list[Tensor], SpecStats | None, list[Answer]]:
+) -> tuple[list[Tensor], ExactStats | None, list[Answer]]:
     """Return the comparisons of the target's answer tokens, the counters of exact decoding (None: there was no time)
     and the answers of SMC (none: likewise)."""
     longest = max(map(len, prompts)) + TOKENS
@@ -186,7 +186,7 @@ def _measure(
     spec, smc = None, []
     if not clock.over("exact"):
         _answers(engine, prompts, replace(params, method=Method.EXACT, particles=particles), "exact", clock)
-        spec = engine.take_stats().spec["walk"]
+        spec = engine.take_stats().exact["walk"]
         clock.say(f"exact decoding: {spec.tokens_a_round or 1.0:.2f} tokens a round")
     if not clock.over("smc"):
         drawn = replace(params, method=Method.SMC, particles=particles, population="distinct")

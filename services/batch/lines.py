@@ -12,7 +12,7 @@ from typing import Any
 
 from services.backend import ServingPair
 from services.errors import status_of
-from services.openai.answers import AnsweredCall, ResponseHeader
+from services.openai.answers import AnsweredCall, AnswerHeading
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
 from services.openai.completions import check_scored, echoes, response
 from services.openai.requests import CompletionRequest, Served, derived_seed, understood
@@ -167,7 +167,7 @@ def answered(
 ) -> dict[str, Any]:
     """Return the record of a line that was answered. `created`: seconds since the epoch."""
     chat, tokenizer = line.url == CHAT, pair.tokenizer
-    heading = ResponseHeader(line.digest, created, pair.target.name, chat, fingerprint)
+    heading = AnswerHeading(line.digest, created, pair.target.name, chat, fingerprint)
     completion = _understood(line, pair)
     reasoning = completion.reasoning(tokenizer, requests[0].prompt)
     texts = echoes(completion, tokenizer)

@@ -30,8 +30,8 @@ OPENAI_FINISH = {
 
 
 @dataclass(frozen=True)
-class ResponseHeader:
-    """Fields that every chunk of a response shares with the whole response."""
+class AnswerHeading:
+    """Fields at the head of a response, which are the same in every event of a stream."""
 
     id: str
     created: int
@@ -55,7 +55,7 @@ class ResponseHeader:
 class AnsweredCall:
     """What the answers of one call are written with."""
 
-    heading: ResponseHeader
+    heading: AnswerHeading
     completion: CompletionRequest
     requests: Sequence[Request]
     tokenizer: Tokenizer

@@ -20,7 +20,7 @@ from services.backend import Unavailable
 from services.errors import DeadlineExceeded, HostNotAllowed, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord
 from services.openai import pages
-from services.openai.answers import ResponseHeader
+from services.openai.answers import AnswerHeading
 from services.openai.anthropic import (
     COUNT_TOKENS,
     MESSAGES,
@@ -377,12 +377,14 @@ class OpenAiServer:
     async def _decode(
         self, call: ApiCall, request_id: str, records: list[CallRecord], reply: HttpReply
     ) -> web.StreamResponse:
+        """Build the requests of a call, add them to `records`, and send their answers. Raises QueueFull, and ValueError
+        that names the fields as the caller's API does."""
         completion = call.completion
         check_waiting(self._handler.pair.engine, self._handler.status().queued)
         try:
             requests = await requests_of(completion, request_id, self._handler)
             records.extend(records[0].another() for _ in requests[1:])
-            heading = ResponseHeader(request_id, int(time.time()), self._names[0], completion.chat, self._fingerprint)
+            heading = AnswerHeading(request_id, int(time.time()), self._names[0], completion.chat, self._fingerprint)
             return await answered(call, requests, heading, self._handler, records, reply)
         except ValueError as error:
             raise call.completion.names.named(error) from error

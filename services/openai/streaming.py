@@ -16,7 +16,7 @@ from aiohttp import web
 
 from services.errors import SlowReader
 from services.gateway.request_handler import CallRecord, RequestHandler
-from services.openai.answers import AnsweredCall, ResponseHeader
+from services.openai.answers import AnsweredCall, AnswerHeading
 from services.openai.bodies import Refusal
 from services.openai.dialects import ApiCall
 from services.openai.requests import CompletionRequest
@@ -133,7 +133,7 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
 async def answered(
     call: ApiCall,
     requests: list[Request],
-    heading: ResponseHeader,
+    heading: AnswerHeading,
     handler: RequestHandler,
     records: list[CallRecord],
     reply: HttpReply,

@@ -215,7 +215,7 @@ class SelectedTrees(NamedTuple):
     """bool: a row continues at the batch index."""
 
 
-def keep_roots(
+def assign_rows(
     root_R: Tensor,
     parent_X: Tensor,
     alive_X: Tensor,
@@ -223,7 +223,7 @@ def keep_roots(
     indices: Spans,
     total: int,
 ) -> tuple[Tensor, Tensor]:
-    """Assign kept rows to batch indices such that no index is both copied from and overwritten. Returns the row at
+    """Assign selected rows to batch indices such that no index is both copied from and overwritten. Returns the row at
     every batch index [A], and whether there is one [A].
 
     `root_R`: batch index whose history a source row continues; `parent_X`: source of each row; `rows`, `indices`: every

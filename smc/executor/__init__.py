@@ -16,7 +16,7 @@ mathematics without batches; classes without a file are in `round_stages`, and f
           2. in each of K steps keep the N F likeliest rows of a group -> `GrownRows`
           `DraftStage.extend`, `smc.algorithm.expansion.expand`, `draft.reparent`
           3. choose by their paths the rows that may be verified next -> `DraftedRows`, sent to the target
-          `draft_tree.choose_rows`, `draft.pack`
+          `draft_tree.prune_tree`, `draft.pack`
   verify  one pass over the blocks in flight, with the target's own draw after each token -> `VerifyOutputs`
           `model_runner.TargetRunner.round`, `verify.lay_out`, `verify.verify`
   select  1. how far each block agrees with the draws, and which drafted rows begin with the outcome -> `Candidates`
@@ -26,7 +26,7 @@ mathematics without batches; classes without a file are in `round_stages`, and f
           `SelectStage._select_trees`, `apply_selection.apply_selection`
   remap   block tables follow the selection -> `Lineage`; the draft keeps candidates of the new
           blocks' inner nodes
-          `remap.remap_target`, `remap.remap_draft`, `draft_tree.keep_nodes`
+          `remap.remap_target`, `remap.remap_draft`, `draft_tree.store_inner_nodes`
   report  tokens, weights and pages enter the host's record; committed tokens are streamed
           `smc.scheduler.decode.RoundScheduler`, `smc.scheduler.slots.Slots.descend`
 

@@ -1,7 +1,7 @@
-"""The draft tree of exact decoding: chooses the rows that are verified, and the inner nodes at which rows ahead start.
-This is the torch form; the Triton form is `smc.kernels.draft_tree`.
+"""The draft tree of exact decoding: prunes it to the rows that are verified, and stores the inner nodes at which rows
+ahead start. This is the torch form; the Triton form is `smc.kernels.draft_tree`.
 
-**Rows that are verified** (`choose_rows`). Every step of the draft keeps the likeliest continuations of the group, so
+**Rows that are verified** (`prune_tree`). Every step of the draft keeps the likeliest continuations of the group, so
 some rows of a step have no continuation in a later step. A row that is verified is a path to any node, of any length.
 The chosen rows hold as much of the tree together as possible: every node has a gain, its share of the group's mass, and
 a row is worth the gains of those of its nodes that no other row holds. Nodes continue in their heaviest child, the one
@@ -10,13 +10,13 @@ this equals greedy selection. In look-ahead the first token of a row is the outc
 outcome comes true, it is known without verification, so it has no gain; and for one outcome at most as many rows are
 useful as the group may have.
 
-**Outcomes at inner nodes** (`keep_nodes`, `with_inner_nodes`). While the target verifies a block, the draft grows rows
-from outcomes. An outcome is the node of the block's tree at which the walk of the target's draws ends, and the token
-that the target draws there, which no row has. At the last token of a row every candidate token makes an outcome. At an
-inner node, outcomes are the tokens that were candidates when the block was drafted and that no row of the block took.
-Their scores were computed then: `InnerNodes` keeps them from the choice of the rows until the next round, whose first
-step chooses among the outcomes of all nodes. A row ahead that starts at an inner node rolls back the rest of its root's
-block (`cut`). Its keys and values continue those of the node, at the positions of the root's rolled-back tokens.
+**Outcomes at inner nodes** (`store_inner_nodes`, `with_inner_nodes`). While the target verifies a block, the draft
+grows rows from outcomes. An outcome is the node of the block's tree at which the walk of the target's draws ends, and
+the token that the target draws there, which no row has. At the last token of a row every candidate token makes an
+outcome. At an inner node, outcomes are the tokens that were candidates when the block was drafted and that no row of
+the block took. Their scores were computed then: `InnerNodes` stores them when a round ends for the next round, whose
+first step chooses among the outcomes of all nodes. A row ahead that starts at an inner node rolls back the rest of its
+root's block (`cut`). Its keys and values continue those of the node, at the positions of the root's rolled-back tokens.
 
 Local axes: U = A * K nodes from which rows may begin (for each batch index the last token of its row, then its inner
 nodes), Y = K * X nodes of a tree (node k * X + x is row x of step k), Z = K - 1 inner nodes of a row (number d has d
@@ -37,9 +37,9 @@ from smc.round.tensors import GrownRows, RoundSelection, TokenTree
 from smc.types import Decoding
 
 
-def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
-    """Choose the rows of groups with draft trees: at most as many as a step has. Other groups keep the rows of the last
-    step."""
+def prune_tree(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
+    """Return the rows of groups with draft trees that are verified: at most as many as a step has. Other groups keep
+    the rows of the last step."""
     steps, rows = grown.steps, len(plan.arrays.branch_pages_XB)
     gain_KX, alive_KX = _gains(plan, grown, lookahead)
     worth_KX, leaf_KX, is_top_KX = _paths(grown, gain_KX, alive_KX)
@@ -144,11 +144,11 @@ def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
     return TokenTree(**values)
 
 
-def keep_nodes(
+def store_inner_nodes(
     nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
 ) -> None:
-    """Keep the outcomes at inner nodes of the chosen rows. A node that several rows of a group share is kept for the
-    first of them. Call it before `advance`."""
+    """Store the outcomes at inner nodes of the selected rows. A node that several rows of a group share is stored for
+    the first of them. Call it before `advance`."""
     slot_A, row_A, count_A = plan.arrays.slot_A, selection.particles.row_A, selection.taken_A
     offset_A = state.logw_S[slot_A[selection.particles.ancestor_A]]
     tokens_AK, width = grown.tree.tokens_XK[row_A].long(), nodes.share_SKC.shape[2]
@@ -159,7 +159,7 @@ def keep_nodes(
         & selection.particles.alive_A
         & plan.is_decoded_by(Decoding.WALK)
     )
-    assert grown.leaf_X is not None, "rows of exact decoding have been chosen"
+    assert grown.leaf_X is not None, "rows of a pruned tree"
     rows = len(grown.tree.mass_X)
     at_A, leaf_step_A = grown.leaf_X[row_A] % rows, grown.leaf_X[row_A] // rows
     for d in range(nodes.block - 2, -1, -1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from smc.algorithm.expansion import expand, keep_roots
+from smc.algorithm.expansion import assign_rows, expand
 from smc.algorithm.selection import select
 from smc.algorithm.verification import match_samples
 from smc.executor import draft, draft_tree
@@ -54,8 +54,8 @@ class RoundOps:
     begin_draft = staticmethod(draft.begin)
     expand = staticmethod(expand)
     reparent = staticmethod(draft.reparent)
-    choose_rows = staticmethod(draft_tree.choose_rows)
-    keep_nodes = staticmethod(draft_tree.keep_nodes)
+    prune_tree = staticmethod(draft_tree.prune_tree)
+    store_inner_nodes = staticmethod(draft_tree.store_inner_nodes)
     limit_outcomes = staticmethod(draft_tree.limit_outcomes)
     with_inner_nodes = staticmethod(draft_tree.with_inner_nodes)
     pack_rows = staticmethod(draft.pack)
@@ -72,7 +72,7 @@ class RoundOps:
 
     score_candidates = staticmethod(score_candidates)
     select = staticmethod(select)
-    keep_roots = staticmethod(keep_roots)
+    assign_rows = staticmethod(assign_rows)
     apply_selection = staticmethod(apply_selection)
 
     # Remap.

@@ -197,7 +197,7 @@ class DraftStage:
         raw_logp = [step.raw_logp_X for step in steps if step.raw_logp_X is not None]
         rows = GrownRows(tree, tuple(kept), raw_logp_XK=torch.stack(raw_logp, 1) if raw_logp else None)
         if kept:
-            rows = self.ops.choose_rows(plan, rows, self.nodes is not None)
+            rows = self.ops.prune_tree(plan, rows, self.nodes is not None)
         return self.ops.pack_rows(self.state, plan, rows.tree), rows
 
     def remap(
@@ -210,7 +210,7 @@ class DraftStage:
         if self.kept_RV is not None and Decoding.WALK in plan.kind.decodings:
             observed = self.ops.observe_draws(self.state, plan, tree, selection, self.kept_RV, self._coupling(plan))
         if self.nodes is not None and grown.steps:
-            self.ops.keep_nodes(self.nodes, self.state, plan, grown, selection)
+            self.ops.store_inner_nodes(self.nodes, self.state, plan, grown, selection)
         self.run.remap(plan, selection.particles.ancestor_A, tree.tail_XB, selection.particles.row_A, pending=True)
         lineage, next_ = self.ops.remap_draft(self.state, plan, tree, selection, plan.kind.steps or self.shape.block)
         self.ops.advance(self.state, plan.arrays.slot_A, selection, next_)
@@ -469,5 +469,5 @@ class SelectStage:
             batch_size,
             LEAST_SHARE,
         )
-        kept = self.ops.keep_roots(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, batch_size)
+        kept = self.ops.assign_rows(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, batch_size)
         return SelectedTrees(chosen, *kept)

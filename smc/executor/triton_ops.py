@@ -42,8 +42,8 @@ class TritonOps(RoundOps):
     begin_draft = staticmethod(draft.begin)
     expand = staticmethod(expansion.expand)
     reparent = staticmethod(draft.reparent)
-    choose_rows = staticmethod(draft_tree.choose_rows)
-    keep_nodes = staticmethod(draft_tree.keep_nodes)
+    prune_tree = staticmethod(draft_tree.prune_tree)
+    store_inner_nodes = staticmethod(draft_tree.store_inner_nodes)
     limit_outcomes = staticmethod(draft_tree.limit_outcomes)
     with_inner_nodes = staticmethod(draft_tree.with_inner_nodes)
     pack_rows = staticmethod(draft.pack)
@@ -56,7 +56,7 @@ class TritonOps(RoundOps):
 
     score_candidates = staticmethod(selecting.score_candidates)
     select = staticmethod(selecting.select)
-    keep_roots = staticmethod(expansion.keep_roots)
+    assign_rows = staticmethod(expansion.assign_rows)
     apply_selection = staticmethod(applying.apply_selection)
 
     remap_draft = staticmethod(remap.remap_draft)

@@ -1,9 +1,9 @@
 """The draft tree of exact decoding: the Triton form of `smc.executor.draft_tree`.
 
-`_choose_rows` has a program for every group. If groups may have many nodes, each of its phases is a launch of its own,
-and all phases but the first have several programs a group. `_take_rows` has a program for every few rows, `keep_nodes`
-one for every batch index, `with_inner_nodes` one for every node, and `limit_outcomes` one for every row, of which the
-first row of an outcome does the work.
+`_prune_tree` has a program for every group. If groups may have many nodes, each of its phases is a launch of its own,
+and all phases but the first have several programs a group. `_take_rows` has a program for every few rows,
+`store_inner_nodes` one for every batch index, `with_inner_nodes` one for every node, and `limit_outcomes` one for every
+row, of which the first row of an outcome does the work.
 
 Local axes: P nodes from which rows may begin, U nodes of a tree or candidates of all rows, Y and Z some of these at
 a time."""
@@ -32,7 +32,7 @@ NONE = tl.constexpr(-float("inf"))
 ROWS = 4
 """Rows of a program of `_take_rows`."""
 PHASES, OUTCOMES = 4, 1
-"""Number of phases of `_choose_rows`, and the phase that limits outcomes, which lockstep skips."""
+"""Number of phases of `_prune_tree`, and the phase that limits outcomes, which lockstep skips."""
 MOST_PROGRAMS = 16
 """Maximum number of programs of a group in one phase. Each compares one tile of nodes after another with all nodes."""
 
@@ -59,8 +59,8 @@ def _kept(steps: tuple[DraftStep, ...]) -> tuple[DraftStep, ...]:
     return contiguous(tuple(step._replace(tree=step.tree.alone) for step in steps))
 
 
-def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
-    """See `smc.executor.draft_tree.choose_rows`."""
+def prune_tree(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
+    """See `smc.executor.draft_tree.prune_tree`."""
     steps = _kept(grown.steps)
     (rows, tokens), pages = steps[0].tree.tokens_XK.shape, steps[0].tree.tail_XB.shape[1]
     arrays, branches = plan.arrays, plan.kind.branches
@@ -79,7 +79,7 @@ def choose_rows(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> G
     apart = [range(phase, phase + 1) for phase in range(PHASES) if lookahead or phase != OUTCOMES]
     phases = [range(PHASES)] if programs == 1 else apart
     for of_launch in phases:
-        _choose_rows[(len(arrays.first_G), programs if of_launch.start else 1)](
+        _prune_tree[(len(arrays.first_G), programs if of_launch.start else 1)](
             arrays, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch.start, UPTO=of_launch.stop,
             K=len(steps), F=branches, AHEAD=lookahead, BLOCK=block, num_warps=8,
         )  # fmt: skip
@@ -110,7 +110,7 @@ def _node_of_all(tile, i, first, size, rows, total):
 
 
 @one_variant()
-def _choose_rows(
+def _prune_tree(
     plan, steps, scratch, leaf_X, is_there_X, rows, FROM: tl.constexpr, UPTO: tl.constexpr,
     K: tl.constexpr, F: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -332,16 +332,16 @@ def _take_rows(
         tl.store(out.tail_XB + to_B, page, mask=is_page)
 
 
-def keep_nodes(
+def store_inner_nodes(
     nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
 ) -> None:
-    """See `smc.executor.draft_tree.keep_nodes`."""
+    """See `smc.executor.draft_tree.store_inner_nodes`."""
     tokens_XK, leaf_X = grown.tree.tokens_XK, grown.leaf_X
     assert leaf_X is not None, "rows of exact decoding have been chosen"
     (batch_size, block), (_, inner, most) = (plan.kind.batch_size, tokens_XK.shape[1]), nodes.share_SKC.shape
     assert block == inner + 1, f"rows of {block} tokens, {inner} inner nodes"
     steps = _kept(grown.steps)
-    _keep_nodes[(batch_size,)](
+    _store_inner_nodes[(batch_size,)](
         nodes, plan.arrays, state.logw_S, tokens_XK, steps, selection, leaf_X, len(leaf_X),
         steps[-1].candidates.token_RC.shape[1],
         K=block, C=most, BLOCK_N=MAX_PARTICLES, BLOCK_C=triton.next_power_of_2(most), num_warps=4,
@@ -458,7 +458,7 @@ def _limit_outcomes(
 
 
 @one_variant()
-def _keep_nodes(
+def _store_inner_nodes(
     nodes, plan, logw_S, tokens_XK, steps, selection, leaf_X, rows, width,
     K: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip

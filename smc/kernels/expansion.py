@@ -93,7 +93,7 @@ class ExpandGroups(NamedTuple):
     round_G: Tensor
 
 
-def keep_roots(
+def assign_rows(
     root_R: Tensor,
     parent_X: Tensor,
     alive_X: Tensor,
@@ -101,11 +101,11 @@ def keep_roots(
     indices: Spans,
     total: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `smc.algorithm.expansion.keep_roots`, for groups of up to MAX_PARTICLES batch indices."""
+    """As `smc.algorithm.expansion.assign_rows`, for groups of up to MAX_PARTICLES batch indices."""
     room, count = Room(root_R.device), len(rows.first_G)
     row_A, alive_A = room.longs(total), room.bools(total)
     given = contiguous((root_R, parent_X, alive_X, rows, indices))
-    _keep_roots[(programs(total, count),)](*given, row_A, alive_A, count, total, BLOCK_N=MAX_PARTICLES, num_warps=8)
+    _assign_rows[(programs(total, count),)](*given, row_A, alive_A, count, total, BLOCK_N=MAX_PARTICLES, num_warps=8)
     return row_A, alive_A
 
 
@@ -351,7 +351,7 @@ def _expand(
 
 
 @one_variant()
-def _keep_roots(
+def _assign_rows(
     root_R, parent_X, alive_X, rows_of, indices, row_A, alive_A, groups, batch_size, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Assign rows to batch indices in two passes over the group's rows, BLOCK_N at a time: count the rows that continue

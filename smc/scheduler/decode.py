@@ -377,6 +377,6 @@ class RoundScheduler:
         columns = [values_G.tolist() for values_G in of_groups]
         for group, *values in zip(population.groups, *columns):
             group.end_round()
-            self._stats.spec_alone_rounds += group.alone
+            self._stats.exact_alone_rounds += group.alone
             facts = RoundFacts._make((*values, block, ahead))
             group.rules.count_round(group, facts, self._stats, self.acceptance)

@@ -303,7 +303,7 @@ class Engine:
         stats = self.registry.rounds[BOTH_MODELS].take_stats()
         for decoding in (Decoding.TARGET, Decoding.DRAFT):
             alone = self.registry.rounds[decoding.roles].take_stats()
-            stats.spec_alone_rounds += alone.spec_alone_rounds
+            stats.exact_alone_rounds += alone.exact_alone_rounds
             stats.mask_seconds += alone.mask_seconds
         memory = self.memory
         stats.potentials = self.potentials.take_stats()

@@ -391,7 +391,7 @@ class Exact(Competing):
         accepted = confirmed if hit else max(confirmed - 1, 0)
         verification = group.params.verification
         assert verification is not None, "the verification of exact decoding is filled in"
-        stats.spec[verification].count(accepted, block, facts.rows, ahead, hit)
+        stats.exact[verification].count(accepted, block, facts.rows, ahead, hit)
 
     def trim_checkpoint(self, checkpoint: Checkpoint) -> None:
         confirmed_N = checkpoint["block_S"] + 1

@@ -21,7 +21,7 @@ LANES = {"coordinator": 0, "draft": 1, "target": 2}
 
 
 @dataclass
-class SpecStats:
+class ExactStats:
     """Counters of exact decoding since the last reading, over rounds that drafted something."""
 
     rounds: int = 0
@@ -116,9 +116,9 @@ class EngineStats:
     """Seconds spent on masks of constrained requests, one value per round and model."""
     potentials: PotentialStats = field(default_factory=PotentialStats)
 
-    spec: dict[str, SpecStats] = field(default_factory=lambda: {name: SpecStats() for name in VERIFICATIONS})
-    """Counters of exact decoding, by verification."""
-    spec_alone_rounds: int = 0
+    exact: dict[str, ExactStats] = field(default_factory=lambda: {name: ExactStats() for name in VERIFICATIONS})
+    """Counters of exact decoding, by the requests' setting `verification`: `walk` and `rejection`."""
+    exact_alone_rounds: int = 0
     """Rounds of requests of exact decoding in which nothing was drafted."""
 
     def count_masks(self, nanoseconds: Iterable[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.expansion import CandidateTokens, expand, inclusion, keep_roots
+from smc.algorithm.expansion import CandidateTokens, assign_rows, expand, inclusion
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
 from smc.types import Decoding
@@ -136,7 +136,7 @@ def test_surviving_roots_keep_their_index(groups):
         root_X[5 * g : 5 * g + len(roots)] = torch.tensor(sorted(roots), dtype=torch.int64) + 5 * g
         alive_X[5 * g : 5 * g + len(roots)] = True
     groups_G = bounds(*[5] * len(groups))
-    row_A, alive_A = keep_roots(root_X, torch.arange(len(root_X)), alive_X, groups_G, groups_G, len(root_X))
+    row_A, alive_A = assign_rows(root_X, torch.arange(len(root_X)), alive_X, groups_G, groups_G, len(root_X))
     for g, roots in enumerate(groups):
         mine = range(5 * g, 5 * g + 5)
         taken = {place: int(row_A[place]) for place in mine if alive_A[place]}

@@ -134,7 +134,7 @@ def test_acceptance_from_round_counts():
     # Two answers of 3 and 2 rounds, each of which ends within a block. Of the other rounds, one accepts its whole block
     # and two reject a token.
     for accepted in (3, 1, 2, 0, 1):
-        stats.spec["walk"].count(accepted, 3, 4, ahead=False, hit=False)
+        stats.exact["walk"].count(accepted, 3, 4, ahead=False, hit=False)
     assert missed_share(stats, 2) == pytest.approx((2 + 0.5) / (7 + 2 + 1))
 
 

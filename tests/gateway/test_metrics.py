@@ -124,9 +124,9 @@ def report_everything(metrics: Metrics) -> None:
     stats.preemptions, stats.shrinks = 3, 4
     stats.resamples, stats.collapses, stats.ess_shares, stats.committed_lags = 5, 1, [0.3, 1.0], [0, 7]
     for accepted, hit in ((2, False), (3, True), (0, False)):
-        stats.spec["walk"].count(accepted, block=3, rows=4, ahead=True, hit=hit)
-    stats.spec["rejection"].count(1, block=3, rows=2, ahead=False, hit=False)
-    stats.spec_alone_rounds = 6
+        stats.exact["walk"].count(accepted, block=3, rows=4, ahead=True, hit=hit)
+    stats.exact["rejection"].count(1, block=3, rows=2, ahead=False, hit=False)
+    stats.exact_alone_rounds = 6
     metrics.observe_step(stats)
     metrics.observe_round(RoundTimes(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001))
     metrics.set_health(draft=True, target=False, serving=False)

@@ -28,7 +28,7 @@ from smc.api.limits import SCHEME_NAMES
 from smc.api.request import Answer, FinishReason, Output, Particle, PromptToken, Request, Statistics
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.scheduler.admission import QueueFull
-from smc.scheduler.stats import EngineStats, PotentialStats, SpecStats
+from smc.scheduler.stats import EngineStats, ExactStats, PotentialStats
 
 POPULATIONS = SETTINGS["population"].check.names
 positive = st.floats(1e-6, 1e6)
@@ -300,7 +300,7 @@ def test_the_state_of_the_engine_round_trips(stats):
     """Engine statistics round-trip. Entries that a model lacks stay absent: leaked pages are unknown while requests
     run."""
     stats.ess_shares, stats.committed_lags = [0.5, 1.0], [0, 7]
-    stats.spec = {"walk": SpecStats(1, 2, 3, [3, 2, 0], 4, 5, 6), "rejection": SpecStats(7, 8, 9, [1], 10, 11, 12)}
+    stats.exact = {"walk": ExactStats(1, 2, 3, [3, 2, 0], 4, 5, 6), "rejection": ExactStats(7, 8, 9, [1], 10, 11, 12)}
     stats.potentials = PotentialStats([0.25, 2.0], 1, 2)
     assert over_the_stream(EngineStep(stats=stats)).stats == stats
 

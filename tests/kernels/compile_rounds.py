@@ -210,9 +210,9 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     selection = selection_of(made)
     TritonOps().observe_draws(made.state, plan, made.tree(), selection, kept_RV, coupling)
     nodes, grown = InnerNodes.allocate(made.slots, made.k, vocab, CPU), grown_rows(made)
-    TritonOps().keep_nodes(nodes, made.state, plan, grown, selection)
+    TritonOps().store_inner_nodes(nodes, made.state, plan, grown, selection)
     for ahead in (True, False):
-        TritonOps().choose_rows(plan, grown, ahead)
+        TritonOps().prune_tree(plan, grown, ahead)
     candidates = grown.steps[0].candidates
     particles = RoundOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
     TritonOps().with_inner_nodes(nodes, plan, particles, candidates)

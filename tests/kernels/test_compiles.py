@@ -35,7 +35,7 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_survey",
         "_observe",
         "_expand",
-        "_keep_nodes",
+        "_store_inner_nodes",
         "_with_inner_nodes",
         "_limit_outcomes",
         "_find",

@@ -232,7 +232,7 @@ def test_edge_points_fill_all_rows_without_zero_mass(uniform, monkeypatch):
 
 @st.composite
 def populations(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans, Spans, int]:
-    """Arguments of `keep_roots`: groups in which no more rows are alive than there are batch indices."""
+    """Arguments of `assign_rows`: groups in which no more rows are alive than there are batch indices."""
     sizes = draw(st.lists(st.sampled_from([0, 1, 2, 5, MAX_PARTICLES]), min_size=1, max_size=4))
     rows = [size and draw(st.sampled_from([1, size, 3 * size])) for size in sizes]
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
@@ -261,7 +261,7 @@ def populations(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans, 
 @examples
 @given(populations())
 def test_roots_are_kept_as_the_torch_ones(arguments):
-    expected, made = reference.keep_roots(*arguments), expansion.keep_roots(*to(DEVICE, arguments))
+    expected, made = reference.assign_rows(*arguments), expansion.assign_rows(*to(DEVICE, arguments))
     for wanted_A, found_A in zip(expected, made):
         assert torch.equal(found_A.cpu(), wanted_A)
 

@@ -60,7 +60,7 @@ def selection_for(made: DraftRound, grown: GrownRows) -> RoundSelection:
 def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundSelection]:
     nodes, grown = InnerNodes.allocate(made.slots, made.k, VOCAB, made.device), grown_rows(made)
     selection = selection_for(made, grown)
-    ops.keep_nodes(nodes, made.state, made.plan, grown, selection)
+    ops.store_inner_nodes(nodes, made.state, made.plan, grown, selection)
     return nodes, selection
 
 
@@ -183,7 +183,7 @@ def test_no_outcome_is_that_of_a_row_and_none_is_there_twice():
             continue
         nodes, grown = InnerNodes.allocate(made.slots, made.k, VOCAB, CPU), grown_rows(made)
         selection = selection_for(made, grown)
-        RoundOps().keep_nodes(nodes, made.state, made.plan, grown, selection)
+        RoundOps().store_inner_nodes(nodes, made.state, made.plan, grown, selection)
         tokens_AK, slot_A = grown.tree.tokens_XK[selection.particles.row_A], made.plan.arrays.slot_A
         for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
             alive = [a for a in range(first, first + size) if selection.particles.alive_A[a]]

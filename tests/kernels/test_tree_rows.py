@@ -78,7 +78,7 @@ def test_rows_are_the_torch_ones(kinds, lookahead):
         found = []
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, lookahead, device, largest=40 if seed == 0 else 6)
-            grown = ops.choose_rows(made.plan, grown_tree(made, ties=seed % 2 == 1), lookahead)
+            grown = ops.prune_tree(made.plan, grown_tree(made, ties=seed % 2 == 1), lookahead)
             tree = grown.tree
             fields = ("root_X", "tokens_XK", "logq_XK", "tail_XB", "count_X", "ended_X", "before_X", "cut_X", "last_X")
             found.append((grown.leaf_X, tree.alive_X, tree.mass_X, *(getattr(tree, name) for name in fields)))
@@ -92,7 +92,7 @@ def test_rows_hold_what_choosing_greedily_holds(lookahead):
     for seed in range(12):
         made = DraftRound(seed, BEST, lookahead, CPU)
         grown = grown_tree(made)
-        chosen = RoundOps().choose_rows(made.plan, grown, lookahead)
+        chosen = RoundOps().prune_tree(made.plan, grown, lookahead)
         rows = made.places * made.f
         for group, (size, first) in enumerate(zip(made.sizes, made.plan.arrays.first_G.tolist())):
             begin, end = first * made.f, (first + size) * made.f

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.openai.answers import AnsweredCall, ResponseHeader
+from services.openai.answers import AnsweredCall, AnswerHeading
 from services.openai.parts import END, Reasoning
 from services.openai.requests import Served, understood
 from services.openai.responses import ResponsesBody, ResponsesWriter
@@ -69,7 +69,7 @@ class Written:
         request = understood({"messages": [{"role": "user", "content": "x"}]}, True, Served(("demo",), tokenizer))
         self.tokenizer = tokenizer
         self.call = AnsweredCall(
-            ResponseHeader("a", 0, "demo", True, ""),
+            AnswerHeading("a", 0, "demo", True, ""),
             replace(request, syntax=CallSyntax(ToolFormat.HERMES, frozenset({"add"}))),
             [Request("a", (0,), params)],
             tokenizer,

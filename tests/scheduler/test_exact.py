@@ -104,7 +104,7 @@ def test_a_draft_equal_to_the_target_is_always_right():
     for config, rounds in ((EngineConfig(form="lockstep", block=4), 8), (EngineConfig(block=4, branches=2), 11)):
         engine = local_engine(equal, config)
         answer = answers(engine, [request(particles=2, **law)])["r"]
-        stats = engine.take_stats().spec["walk"]
+        stats = engine.take_stats().exact["walk"]
         assert answer.statistics.rounds == rounds
         assert stats.misses == 0 and stats.hits == (11 if config.lookahead else 0)
         assert stats.accepted_by_position[0] == stats.rounds == rounds
