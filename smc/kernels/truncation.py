@@ -150,26 +150,39 @@ def truncate(
     untruncated distribution, with that share, and the truncated one. Only the first `vocab` columns count; the row
     stride is free. A row with NaN has NaN after the cut, too."""
     require_rows(logits_RV, vocab)
-    truncations = {
-        Processors.TOP_K: distribution.top_k_R,
-        Processors.TOP_P: distribution.top_p_R,
-        Processors.MIN_P: distribution.min_p_R,
-    }
-    top_k_R, top_p_R, min_p_R = (
-        values_R if one & distribution.active else None for one, values_R in truncations.items()
-    )
+    active = distribution.active
+    used = UsedTruncations(*(int(bool(active & one)) for one in (Processors.TOP_K, Processors.TOP_P, Processors.MIN_P)))
     block = block or min(4096, triton.next_power_of_2(vocab))
     search = _Search(logits_RV, vocab, distribution.temperature_R, block, warps)
-    search.begin(top_k_R, top_p_R, min_p_R)
-    if top_k_R is not None:
+    search.begin(distribution, used)
+    if used.top_k:
         search.find(counts=True)
-    if top_k_R is not None and top_p_R is not None:
-        search.turn(top_p_R)
-    if top_p_R is not None:
+    if used.top_k and used.top_p:
+        search.turn(distribution.top_p_R)
+    if used.top_p:
         search.find(counts=False)
-    if top_k_R is None and top_p_R is None:
+    if not used.top_k and not used.top_p:
         search.measure(searched=False)
-    return search.end(share, counts=top_k_R is not None, weighs=top_p_R is not None)
+    return search.end(share, used)
+
+
+class UsedTruncations(NamedTuple):
+    """Which truncations the distribution of some row has: 1, otherwise 0. The values of others are not read."""
+
+    top_k: int
+    top_p: int
+    min_p: int
+
+
+class RowSums(NamedTuple):
+    """What `sum_block` finds in every block of a row."""
+
+    top_RP: Tensor
+    """float32 maximum."""
+    total_RP: Tensor
+    """float32 sum of exponentials relative to the maximum."""
+    best_RP: Tensor
+    """int32 column of the maximum."""
 
 
 class SearchAims(NamedTuple):
@@ -221,21 +234,16 @@ class _Search:
         self._measured = Measured(*(room.floats(rows, splits) for _ in Measured._fields))
         self._best_RP = room.ints(rows, splits)
 
-    def begin(self, top_k_R: Tensor | None, top_p_R: Tensor | None, min_p_R: Tensor | None) -> None:
+    def begin(self, distribution: DistributionSpec[Tensor], used: UsedTruncations) -> None:
         """Compute every row's maximum and mass, and the aim of the first search."""
         # The memory of later measurements holds the blocks' maxima and sums for now.
-        sums = (self._measured.above_RP, self._measured.mass_RP, self._best_RP)
+        sums = RowSums(self._measured.above_RP, self._measured.mass_RP, self._best_RP)
         options = {"BLOCK": self._block, "num_warps": self._warps}
         sum_block[self._grid](*self._distribution, None, self._vocab, *sums, **options)
-        # Placeholders of the types that the processors would have.
-        unused = self._distribution[2]
-        none = (unused.new_empty(1, dtype=torch.int64), unused, unused)
-        processors = (top_k_R, top_p_R, min_p_R)
-        given = tuple(other if values_R is None else values_R for values_R, other in zip(processors, none))
-        used = tuple(int(values_R is not None) for values_R in processors)
         aims = SearchAims(self._top_R, self._total_R, self._need_R, self._floor_R, self._low_UR)
+        values = (distribution.top_k_R, distribution.top_p_R, distribution.min_p_R)
         _begin[self._grid[1:]](
-            *self._distribution, self._vocab, given, used, sums, aims, self._grid[0], **self._sizes, num_warps=1
+            *self._distribution, self._vocab, *values, used, sums, aims, self._grid[0], **self._sizes, num_warps=1
         )
 
     def find(self, *, counts: bool) -> None:
@@ -253,10 +261,10 @@ class _Search:
         """Turn from counts to mass: top-p keeps a share of the mass that top-k has kept."""
         self._over_rows(_turn, top_p_R, self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_UR)
 
-    def end(self, share: float, *, counts: bool, weighs: bool) -> Cut:
+    def end(self, share: float, used: UsedTruncations) -> Cut:
         log_share = math.log(share) if share else -math.inf
         found = CutSearch(self._total_R, self._need_R, self._bound_R, self._ties_R, share, log_share)
-        given = (*self._distribution[:2], self._vocab, found, self._last_R, self._drop_R, int(counts), int(weighs))
+        given = (*self._distribution[:2], self._vocab, found, self._last_R, self._drop_R, used.top_k, used.top_p)
         self._over_rows(_end, *given, BLOCK=self._block)
         return Cut(self._key_R, self._last_R, self._drop_R)
 
@@ -287,37 +295,37 @@ def copy_distribution(to, at, given, index, mask):
 
 @one_variant()
 def _begin(
-    logits, stride, temperature_R, vocab, processors, used, sums, aims, splits,
+    logits, stride, temperature_R, vocab, top_k_R, top_p_R, min_p_R, used, sums, aims, splits,
     BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Set the aim and the beginning of one row's first search. The last search stops at the floor that min-p sets."""
     row = tl.program_id(0)
     inverse, _ = inverse_temperature(temperature_R, row)
-    max_P, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
+    max_P, top, total = combine(sums.top_RP, sums.total_RP, row, splits, SPLITS)
     lowest = tl.full((), -(1 << (BITS - 1)), tl.int32)
     floor = lowest
-    if used[2] != 0:
-        min_p = tl.load(processors[2] + row)
+    if used.min_p != 0:
+        min_p = tl.load(min_p_R + row)
         key = order_key((top + tl.log(min_p)) / inverse)
         if BITS == 16:
             # The first bfloat16 that is not smaller: in keys of positive numbers its lower bits are zeros, of negative
             # numbers ones.
             key = tl.where(key < 0, key, key + 0xFFFF) >> 16
         # If the row has a NaN, any column may result, even one past the end.
-        column = tl.minimum(best_column(max_P, sums[2], row, splits), vocab - 1)
+        column = tl.minimum(best_column(max_P, sums.best_RP, row, splits), vocab - 1)
         best = tl.load(logits + row.to(tl.int64) * stride + column)
         floor = tl.where(min_p > 0, tl.minimum(key, order_key(best)), floor)
     need = total
-    if used[0] != 0:
-        top_k = tl.load(processors[0] + row)
+    if used.top_k != 0:
+        top_k = tl.load(top_k_R + row)
         need = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab).to(tl.float32)
-    elif used[1] != 0:
-        need = _required(total, tl.load(processors[1] + row))
+    elif used.top_p != 0:
+        need = _required(total, tl.load(top_p_R + row))
     tl.store(aims.top_R + row, top)
     tl.store(aims.total_R + row, total)
     tl.store(aims.need_R + row, need)
     tl.store(aims.floor_R + row, floor)
-    tl.store(aims.low_UR + row, tl.where((used[0] != 0) & (used[1] != 0), lowest, floor))
+    tl.store(aims.low_UR + row, tl.where((used.top_k != 0) & (used.top_p != 0), lowest, floor))
 
 
 @triton.jit
