@@ -42,7 +42,8 @@ from smc.kernels.sampling import draw, score
 from smc.kernels.select import select
 from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.model.linear import FP8, QuantisedRows, quantise
-from smc.philox import exponentials, words
+from smc.philox import Purpose, exponentials
+from smc.round.draws import DrawKeys
 from smc.types import Decoding
 
 BANDWIDTH = 4.26e12
@@ -176,18 +177,16 @@ def bench_draw(rows: int, draws: int, vocab: int = 128256) -> None:
     stream_RF, (seed_R, round_R, position_R) = key[1], key[:, :, 0].contiguous()
     seed_R = seed_R * 2**31 + 7
     ones_R = torch.ones(rows, device="cuda")
-    token_RF, logq_RF, _ = draw(logits[0], vocab, ones_R, seed_R, round_R, stream_RF, position_R, 1)
-    host = [x.cpu().numpy() for x in (seed_R[:, None], round_R[:, None], stream_RF, position_R[:, None])]
-    w0, w1, _, _ = (torch.from_numpy(w).cuda() for w in words(*host, 1))
+    keys = DrawKeys(seed_R, round_R, stream_RF, position_R, Purpose.PROPOSAL)
+    token_RF, logq_RF, _ = draw(logits[0], vocab, ones_R, keys)
+    w0, w1, _, _ = (torch.from_numpy(word).cuda() for word in keys.words())
     expected_RV = logits[0].float().log_softmax(-1)
     expected_RF = distributions.draw(expected_RV, exponentials(w0, w1, vocab))
     assert (token_RF != expected_RF).sum() <= 1, f"{(token_RF != expected_RF).sum()} tokens differ"
     assert (logq_RF - expected_RV.gather(1, token_RF.long())).abs().max() < 2e-5
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
         us = microseconds(
-            lambda x, b=block, w=warps: draw(
-                x, vocab, ones_R, seed_R, round_R, stream_RF, position_R, 1, block=b, warps=w
-            ),
+            lambda x, b=block, w=warps: draw(x, vocab, ones_R, keys, block=b, warps=w),
             logits,
         )
         note(f"draw {rows}x{draws} block {block} warps {warps}", us, rows * vocab * 2)
@@ -295,8 +294,9 @@ def bench_expansion(groups: int, rows: int, kind: Decoding, vocab: int = 128256)
     """Time the candidates of rows, then the choice of the next step's rows: `rows` rows of every group from as many."""
     total, device = groups * rows, torch.device("cuda")
     logits, ones_R = copies(random(total, vocab, scale=3.0)), torch.ones(total, device=device)
-    keys = torch.randint(0, 2**31, (4, total), device=device)
-    candidates = propose_candidates(logits[0], vocab, ones_R, *keys, 1)
+    seed_R, round_R, stream_R, position_R = torch.randint(0, 2**31, (4, total), device=device)
+    keys = DrawKeys(seed_R, round_R, stream_R[:, None], position_R, Purpose.PROPOSAL)
+    candidates = propose_candidates(logits[0], vocab, ones_R, keys)
     likeliest = logits[0].float().log_softmax(-1).topk(32)
     assert (candidates.logq_RC[:, :32] - likeliest.values).abs().max() < 2e-5
     tie_free = likeliest.values.diff(dim=1).ne(0).all(1)
@@ -304,7 +304,7 @@ def bench_expansion(groups: int, rows: int, kind: Decoding, vocab: int = 128256)
     floor = total * vocab * 2
     for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
         us = microseconds(
-            lambda x, b=block, w=warps: propose_candidates(x, vocab, ones_R, *keys, 1, block=b, warps=w), logits
+            lambda x, b=block, w=warps: propose_candidates(x, vocab, ones_R, keys, block=b, warps=w), logits
         )
         note(f"candidates {groups}x{rows} block {block} warps {warps}", us, floor)
     first_G, size_G = torch.arange(groups, device=device) * rows, torch.full((groups,), rows, device=device)

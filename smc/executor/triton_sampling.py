@@ -115,16 +115,12 @@ class TritonSampling(Sampling):
         coupling: Coupling | None = None,
         kept_RV: Tensor | None = None,
     ) -> CandidateTokens:
-        random = (keys.seed_R, keys.round_R, keys.stream_RF[:, 0], keys.position_R, int(keys.purpose))
-        return propose_candidates(
-            logits_RV, self.vocab, temperature_R, *random, cut, has_rest, coupling=coupling, kept_RV=kept_RV
-        )
+        return propose_candidates(logits_RV, self.vocab, temperature_R, keys, cut, has_rest, coupling, kept_RV)
 
     def _draw(
         self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        random = (keys.seed_R, keys.round_R, keys.stream_RF, keys.position_R, int(keys.purpose))
-        return draw(logits_RV, self.vocab, temperature_R, *random, cut)
+        return draw(logits_RV, self.vocab, temperature_R, keys, cut)
 
 
 class TritonHeadSampling(HeadSampling):

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
-from smc.arrays import Room
+from smc.arrays import Room, contiguous
 from smc.kernels.launch import one_variant
 from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import (
@@ -33,7 +33,7 @@ from smc.kernels.truncation import (
     require_rows,
 )
 from smc.philox import Purpose
-from smc.round.draws import Coupling
+from smc.round.draws import Coupling, DrawKeys
 
 PART = 64
 """Columns of a part. The first pass keeps the largest entry of each part."""
@@ -48,21 +48,17 @@ def propose_candidates(
     logits_RV: Tensor,
     vocab: int,
     temperature_R: Tensor,
-    seed_R: Tensor,
-    round_R: Tensor,
-    stream_R: Tensor,
-    position_R: Tensor,
-    purpose: int,
+    keys: DrawKeys,
     cut: Cut | None = None,
     has_rest: bool = True,
-    block: int | None = None,
-    warps: int = 4,
     coupling: Coupling | None = None,
     kept_RV: Tensor | None = None,
+    block: int | None = None,
+    warps: int = 4,
 ) -> CandidateTokens:
     """Return candidate tokens of rows from softmax(logits / temperature) after `cut`: their min(CANDIDATES_PER_ROW,
     vocab) likeliest tokens in descending order, the first column first among equal logits. With `has_rest`, the token
-    drawn from the rest follows, with the random numbers of `smc.kernels.sampling.draw`.
+    drawn from the rest follows, with the random numbers of the first of the row's `keys`.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy. A row with NaN gives NaN.
     `coupling`, `kept_RV`: see `smc.executor.sampling.Sampling.propose_candidates`."""
@@ -75,12 +71,12 @@ def propose_candidates(
     summary = RowSearch(room.ints(rows), room.ints(rows), room.floats(rows), room.floats(rows))
     found = CandidateTokens(room.longs(rows, width), room.floats(rows, width), room.floats(rows, width))
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
-    keys = tuple(key.contiguous() for key in (seed_R, round_R, stream_R, position_R))
+    seed_R, round_R, stream_R, position_R, purpose = contiguous(keys._replace(stream_RF=keys.stream_RF[:, 0]))
     blocks, by_row = {"BLOCK": block, "num_warps": warps}, {"SPLITS": triton.next_power_of_2(splits)}
     parts = (largest_RZ, largest_RZ.shape[1])
     scores_RV, of_rows, kept = None, None, None
     if coupling is not None:
-        scores_RV, of_rows = room.floats(rows, vocab), (keys[3], rows // len(coupling.exponent_A))
+        scores_RV, of_rows = room.floats(rows, vocab), (position_R, rows // len(coupling.exponent_A))
         kept = None if kept_RV is None else (kept_RV, kept_RV.stride(0), len(kept_RV))
     _survey[(splits, rows)](
         *distribution, vocab, sums, parts, coupling, of_rows, scores_RV, kept,
@@ -110,8 +106,9 @@ def propose_candidates(
     # logarithm.
     race = (max_RP, sum_RP, won_RP, token_RP)
     _race_rest[(splits, rows)](
-        *distribution, vocab, *keys, int(purpose), summary, *race, enable_fp_fusion=False, **blocks
-    )
+        *distribution, vocab, seed_R, round_R, stream_R, position_R, int(purpose), summary, *race,
+        enable_fp_fusion=False, **blocks,
+    )  # fmt: skip
     _finish_rest[(rows,)](*distribution, *race, summary, found, splits, most, **by_row, num_warps=1)
     return found
 

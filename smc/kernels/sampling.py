@@ -51,11 +51,7 @@ def draw(
     logits_RV: Tensor,
     vocab: int,
     temperature_R: Tensor,
-    seed_R: Tensor,
-    round_R: Tensor,
-    stream_RF: Tensor,
-    position_R: Tensor,
-    purpose: int,
+    keys: DrawKeys,
     cut: Cut | None = None,
     block: int | None = None,
     warps: int = 4,
@@ -63,14 +59,13 @@ def draw(
     """Draw tokens. Returns them as int32 [R, F], their log-probability [R, F] and the rows' logsumexp(logits /
     temperature) [R], float32.
 
-    Draw d of a row is keyed by (seed, round, stream[d], position, purpose), integers as in `smc.philox.words`. Only the
-    first `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp at
-    temperature 1). All results are of the distribution after `cut`; so is the logsumexp: without its dropped entries,
-    or with them lowered. A row with NaN gives NaN, and token 0."""
+    Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp
+    at temperature 1). All results are of the distribution after `cut`; so is the logsumexp: without its dropped
+    entries, or with them lowered. A row with NaN gives NaN, and token 0."""
+    seed_R, round_R, stream_RF, position_R, purpose = contiguous(keys)
     (rows, draws), block = stream_RF.shape, block or min(4096, triton.next_power_of_2(vocab))
     splits, room = triton.cdiv(vocab, block), Room(logits_RV.device)
     require_rows(logits_RV, vocab)
-    keys = (seed_R.contiguous(), round_R.contiguous(), stream_RF.contiguous(), position_R.contiguous())
     max_RP, sum_RP = room.floats(rows, splits), room.floats(rows, splits)
     key_RPF, token_RPF = room.floats(rows, splits, draws), room.ints(rows, splits, draws)
     token_RF, logq_RF, lse_R = room.ints(rows, draws), room.floats(rows, draws), room.floats(rows)
@@ -80,8 +75,9 @@ def draw(
     options = {"num_warps": warps, "enable_fp_fusion": False}
     shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block}
     _race[(splits, rows)](
-        *distribution, vocab, *keys, int(purpose), max_RP, sum_RP, key_RPF, token_RPF, **shape, **options
-    )
+        *distribution, vocab, seed_R, round_R, stream_RF, position_R, int(purpose), max_RP, sum_RP, key_RPF, token_RPF,
+        **shape, **options,
+    )  # fmt: skip
     _finish_race[(rows, draws)](
         *distribution, max_RP, sum_RP, key_RPF, token_RPF, token_RF, logq_RF, lse_R, splits,
         BLOCK=triton.next_power_of_2(splits), num_warps=1,

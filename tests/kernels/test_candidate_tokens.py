@@ -46,8 +46,7 @@ def made(
     """Run the kernel and return its candidates on the CPU."""
     key, on_device = keys(len(logits_RV)), spec.to(DEVICE)
     cut = truncate(logits_RV, vocab, on_device, share) if spec.active & Processors.TRUNCATION else None
-    random = (key.seed_R, key.round_R, key.stream_RF[:, 0], key.position_R, int(key.purpose))
-    offers = propose_candidates(logits_RV, vocab, on_device.temperature_R, *random, cut, block=block)
+    offers = propose_candidates(logits_RV, vocab, on_device.temperature_R, key, cut, block=block)
     return CandidateTokens(offers.token_RC.cpu(), offers.logq_RC.cpu(), offers.share_RC.cpu())
 
 

@@ -18,6 +18,7 @@ from smc.arrays import to_device
 from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
+from smc.round.draws import DrawKeys
 from tests.kernels.conftest import DEVICE
 from tests.test_distributions import TOLERANCE, Spec, assert_same_law, law_spec, reference, share, softmax
 
@@ -79,7 +80,7 @@ def assert_draws_are_of(
     )
     temperature_R, *on_device = (to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
     token_RF, logq_RF, _ = sampling.draw(
-        logits_RV, vocab, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=BLOCK
+        logits_RV, vocab, temperature_R, DrawKeys(*on_device, Purpose.PROPOSAL), cut, block=BLOCK
     )
     token_RF = token_RF.cpu().long()
     word0_RF, word1_RF, _, _ = words(*(array.reshape(rows, -1) for array in keys), Purpose.PROPOSAL)

@@ -11,6 +11,7 @@ import torch
 from smc import distributions
 from smc.kernels import sampling
 from smc.philox import Purpose, exponentials, words
+from smc.round.draws import DrawKeys
 
 rng = np.random.default_rng(7)
 
@@ -46,7 +47,7 @@ def assert_same_draws(logits_RV, vocab, temperature_R, key, **options) -> None:
     """Tokens must be equal, unless two race keys are within 1e-6 of each other; where tokens are equal,
     log-probabilities must be too."""
     token_RF, logq_RF, lse_R = sampling.draw(
-        logits_RV, vocab, temperature_R, *to(logits_RV.device, *key), purpose=Purpose.PROPOSAL, **options
+        logits_RV, vocab, temperature_R, DrawKeys(*to(logits_RV.device, *key), Purpose.PROPOSAL), **options
     )
     law_RV = logits_RV[:, :vocab]
     expected_RF, expected_logq_RF, race_RFV = reference(law_RV, temperature_R, key, Purpose.PROPOSAL)
@@ -99,7 +100,8 @@ def test_greedy_takes_the_first_of_equal_logits(device):
     logits_RV[2, 699] = 2.0
     logits_RV[3] = -1e30
     zeros = torch.zeros(4, device=device)
-    token_RF, logq_RF, _ = sampling.draw(logits_RV, 700, zeros, *to(device, *keys(4, 2)), purpose=1, block=256)
+    draw_keys = DrawKeys(*to(device, *keys(4, 2)), Purpose.PROPOSAL)
+    token_RF, logq_RF, _ = sampling.draw(logits_RV, 700, zeros, draw_keys, block=256)
     assert token_RF.tolist() == [[0, 0], [300, 300], [699, 699], [0, 0]]
     assert (logq_RF == 0).all()
 
@@ -111,7 +113,8 @@ def test_rows_without_a_law_give_nan(device, bad, temperature):
     logits_RV[1] = bad
     logits_RV[2, 300] = bad if bad != -torch.inf else torch.nan
     temperature_R = torch.full((3,), temperature, device=device)
-    token_RF, logq_RF, _ = sampling.draw(logits_RV, 700, temperature_R, *to(device, *keys(3, 2)), purpose=1, block=256)
+    draw_keys = DrawKeys(*to(device, *keys(3, 2)), Purpose.PROPOSAL)
+    token_RF, logq_RF, _ = sampling.draw(logits_RV, 700, temperature_R, draw_keys, block=256)
     assert logq_RF[0].isfinite().all() and logq_RF[1:].isnan().all()
     assert ((token_RF >= 0) & (token_RF < 700)).all()
     logp_T, _ = sampling.score(
@@ -129,8 +132,7 @@ def test_draws_follow_the_law(device):
         logits_V.expand(8, 40),
         40,
         torch.ones(8, device=device),
-        *to(device, constant, constant, stream_RF, constant),
-        purpose=2,
+        DrawKeys(*to(device, constant, constant, stream_RF, constant), Purpose.TARGET),
     )
     expected_V = logits_V.softmax(0).cpu() * stream_RF.size
     counts_V = torch.bincount(token_RF.flatten().cpu(), minlength=40)

@@ -17,6 +17,7 @@ from smc.arrays import to_device
 from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import Purpose, exponentials, words
+from smc.round.draws import DrawKeys
 from tests.kernels.conftest import DEVICE
 from tests.kernels.truncation_helpers import kept
 from tests.test_distributions import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax
@@ -170,7 +171,8 @@ def test_draws_equal_those_from_the_torch_laws():
     )
     temperature_R, *on_device = (to_device(array, DEVICE) for array in (spec.temperature_R, *keys))
     cut = cut_of(logits_RV, spec, 0.3, block=64)
-    token_RF, logq_RF, _ = sampling.draw(logits_RV, 150, temperature_R, *on_device, Purpose.PROPOSAL, cut, block=64)
+    draw_keys = DrawKeys(*on_device, Purpose.PROPOSAL)
+    token_RF, logq_RF, _ = sampling.draw(logits_RV, 150, temperature_R, draw_keys, cut, block=64)
     word0, word1, _, _ = words(*(array.reshape(len(MIXED), -1) for array in keys), Purpose.PROPOSAL)
     expected_RV = distributions.Distributions(spec).proposal(logits_RV.cpu(), 0.3)
     expected_RF = distributions.draw(expected_RV, exponentials(torch.from_numpy(word0), torch.from_numpy(word1), 150))
