@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smc import distributions
+from smc.algorithm.expansion import SourceRows
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select as torch_select
@@ -42,7 +43,7 @@ from smc.kernels.sampling import draw, score
 from smc.kernels.select import select
 from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.model.linear import FP8, QuantisedRows, quantise
-from smc.philox import Purpose, exponentials
+from smc.philox import Purpose, RoundKeys, exponentials
 from smc.round.draws import DrawKeys
 from smc.types import Decoding
 
@@ -311,11 +312,12 @@ def bench_expansion(groups: int, rows: int, kind: Decoding, vocab: int = 128256)
     decoding_G, seed_G = torch.full_like(size_G, int(kind)), torch.arange(groups, device=device)
     mass_R, there_R = torch.randn(total, device=device, dtype=torch.float64), ones_R > 0
     spans = Spans(first_G, size_G)
-    rest = (mass_R, there_R, spans, spans, size_G, decoding_G, (seed_G, seed_G, 1), total)
-    made, expected = expand(candidates, *rest), torch_expand(candidates, *rest)
+    source, keys_G = SourceRows(candidates, mass_R, there_R, spans), RoundKeys(seed_G, seed_G)
+    rest = (spans, size_G, decoding_G, keys_G, 1, total)
+    made, expected = expand(source, *rest), torch_expand(source, *rest)
     assert torch.equal(made.parent_X, expected.parent_X) and torch.equal(made.candidate_X, expected.candidate_X)
     for chunk, w in ((256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16), (4096, 16)):
-        us = microseconds(lambda o, c=chunk, w=w: expand(o, *rest, chunk=c, warps=w), [candidates])
+        us = microseconds(lambda _, c=chunk, w=w: expand(source, *rest, chunk=c, warps=w), [mass_R])
         note(f"expand {kind.name} {groups}x{rows} chunk {chunk} warps {w}", us, candidates.share_RC.numel() * 4)
 
 

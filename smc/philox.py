@@ -12,6 +12,7 @@ on the device with the logits."""
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -62,6 +63,15 @@ def words(seed: np.ndarray, rounds: np.ndarray, stream: np.ndarray, position: np
     counter[0], counter[1], counter[2], counter[3] = position, stream, rounds, purpose
     seed = seed.astype(np.uint64).reshape((1,) * (len(shape) - seed.ndim) + seed.shape)
     return philox4x32(counter, np.stack((seed & _LOW, seed >> _SHIFT))).astype(np.int64)
+
+
+class RoundKeys(NamedTuple):
+    """What keys the random numbers of rows or groups in a round, besides position and purpose; int64."""
+
+    seed: Tensor
+    """Seed of the request."""
+    round: Tensor
+    """Number of the round; 0 where draws do not depend on it."""
 
 
 def uniforms(seed_R: np.ndarray, round_R: np.ndarray, position_L: np.ndarray, purpose: int) -> np.ndarray:

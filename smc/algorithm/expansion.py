@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smc.algorithm.resampling import Spans, assign_slots, effective_sample_size, grid, normalise
 from smc.arrays import is_one_of, to_device, to_host
-from smc.philox import Purpose, uniforms
+from smc.philox import Purpose, RoundKeys, uniforms
 from smc.types import EXACT, SEPARATE
 
 CANDIDATES_PER_ROW = 32
@@ -60,6 +60,20 @@ class CandidateTokens(NamedTuple):
         )
 
 
+class SourceRows(NamedTuple):
+    """Rows with the candidates for their next token, group after group."""
+
+    candidates: CandidateTokens
+    mass_R: Tensor
+    """float64 log mass."""
+    there_R: Tensor
+    """bool: the row exists."""
+    groups: Spans
+    """The rows of each group; a padding group has size 0."""
+    ended_R: Tensor | None = None
+    """bool: the row has one candidate, which stands for the row itself. None: no row has ended."""
+
+
 class Expansion(NamedTuple):
     """The rows that are kept, group after group, in the order of their source rows. A row that is not alive repeats the
     first row of its group."""
@@ -81,27 +95,22 @@ class Expansion(NamedTuple):
 
 
 def expand(
-    candidates: CandidateTokens,
-    mass_R: Tensor,
-    there_R: Tensor,
-    sources: Spans,
+    source: SourceRows,
     rows: Spans,
     most_G: Tensor,
     decoding_G: Tensor,
-    keys: tuple[Tensor, Tensor, int],
+    keys_G: RoundKeys,
+    step: int,
     total: int,
     least: float = 0.0,
-    ended_R: Tensor | None = None,
     has_rest: bool = False,
 ) -> Expansion:
     """Choose the candidates that each group keeps; groups whose rows are separate keep none here.
 
-    `mass_R`: float64 log mass of the source rows; `there_R`: whether the source row exists. `sources`, `rows`: every
-    group's source rows and kept rows, with `total` kept rows; a padding group has size 0.
-    `most_G`: maximum number of rows kept. `keys`: seed [G], round [G] and the number of this step. `least`: see
-    `inclusion`. Source rows that have `ended` have one candidate, which stands for the row itself. `has_rest`: the last
-    candidate of a row represents the rest of its distribution, which exact decoding ignores. Synchronises with the
-    host."""
+    `rows`: every group's kept rows, `total` in all. `most_G`: maximum number of rows kept. `step`: number of this step,
+    part of the keys of random numbers. `least`: see `inclusion`. `has_rest`: the last candidate of a row represents the
+    rest of its distribution, which exact decoding ignores. Synchronises with the host."""
+    candidates, mass_R, there_R, sources, ended_R = source
     candidates = candidates if ended_R is None else candidates.mask_ended(ended_R)
     is_rest_C = (
         torch.arange(candidates.share_RC.shape[1], device=mass_R.device) >= candidates.share_RC.shape[1] - has_rest
@@ -133,9 +142,9 @@ def expand(
     collapsed_Z = ~is_best_Z & (mass_ZY == -torch.inf).all(-1)
     share_ZY = share_ZRC.nan_to_num(nan=-torch.inf, neginf=-torch.inf).flatten(1)
     mass_ZY = torch.where(collapsed_Z[:, None] & (share_ZY > -torch.inf), 0.0, mass_ZY)
-    position = np.array([EXPANSION_POSITION + keys[2]])
+    position = np.array([EXPANSION_POSITION + step])
     uniform_Z1 = to_device(
-        uniforms(to_host(keys[0][used_Z]), to_host(keys[1][used_Z]), position, Purpose.SELECTION), device
+        uniforms(to_host(keys_G.seed[used_Z]), to_host(keys_G.round[used_Z]), position, Purpose.SELECTION), device
     )
     log_pi_ZY = inclusion(_lead_first(mass_ZY, is_best_Z), most_G[used_Z], is_best_Z, least)
     taken_ZY = _take(log_pi_ZY, most_G[used_Z], uniform_Z1)

@@ -179,7 +179,7 @@ class SelectionApplier:
             return selected, right_A
         step_AQ = plan.arrays.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
         logw_A = torch.where(blocks.alive_A, blocks.logw_A, -torch.inf)
-        seed_G, round_G = (to_host(values_G) for values_G in (plan.seed_G, plan.round_G))
+        seed_G, round_G = map(to_host, plan.keys_G)
         uniform_G1 = uniforms(seed_G, round_G, np.array([PREFIX_POSITION]), Purpose.SELECTION)
         uniform_G = to_device(uniform_G1[:, 0], blocks.count_A.device)
         drawn_A, kept_A = surviving_prefix(step_AQ, blocks.count_A, logw_A, plan.arrays.groups, uniform_G)

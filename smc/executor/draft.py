@@ -27,7 +27,7 @@ from smc.algorithm.coupling import is_ranked, score_of_exponent
 from smc.algorithm.resampling import Spans
 from smc.arrays import PackedFields
 from smc.distributions import DistributionSpec
-from smc.philox import STREAMS_PER_PARTICLE
+from smc.philox import STREAMS_PER_PARTICLE, RoundKeys
 from smc.round.draws import Coupling
 from smc.round.plan import RoundPlan
 from smc.round.slots import SlotState
@@ -116,10 +116,8 @@ def _candidate_layout(
         rows=Spans(plan.arrays.first_G * f, plan.arrays.size_G * f),
         rank_R1=rank_R[:, None],
         stream_RF=stream_AF.view(len(index_R), -1),
-        seed_R=plan.arrays.seed_A[index_R],
-        round_R=round_R if shape.by_round else torch.zeros_like(round_R),
-        seed_G=plan.seed_G,
-        round_G=plan.round_G,
+        keys_R=RoundKeys(plan.arrays.seed_A[index_R], round_R if shape.by_round else torch.zeros_like(round_R)),
+        keys_G=plan.keys_G,
         distribution=distribution.take(index_R),
     )
 

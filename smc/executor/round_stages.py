@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import SelectedTrees
+from smc.algorithm.expansion import SelectedTrees, SourceRows
 from smc.algorithm.resampling import Bounds
 from smc.algorithm.selection import Selection
 from smc.arrays import PackedFields, to_device
@@ -166,7 +166,7 @@ class DraftStage:
         own = chosen = chains = raw_logp_X = None
         nodes = tree
         if plan.kind.has_separate:
-            keys = DrawKeys(layout.seed_R, layout.round_R, layout.stream_RF, tree.next_X, self.purpose)
+            keys = DrawKeys(*layout.keys_R, layout.stream_RF, tree.next_X, self.purpose)
             own = OwnDraws(*self.sampling.propose(logits_RV, layout.distribution, self.mixture, keys))
         if raw_RV is not None:
             assert own is not None and isinstance(self.sampling, Sampling), "a target that decodes alone"
@@ -235,7 +235,7 @@ class DraftStage:
             token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, assigned.guess_Y[:, None])[:, 0]
             logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
         else:
-            seed_Y, rank_Y1 = layout.seed_R[at_Y], assigned.rank_Y[:, None]
+            seed_Y, rank_Y1 = layout.keys_R.seed[at_Y], assigned.rank_Y[:, None]
             keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
             assert self.dists_YKV is not None
             dist_YV = self.dists_YKV[: len(at_Y), step - self.shape.guesses]
@@ -261,22 +261,22 @@ class DraftStage:
         the candidate that stands for the rest."""
         has_rest = Decoding.DISTINCT in plan.kind.decodings
         coupling = self._coupling(plan) if Decoding.WALK in plan.kind.decodings else None
-        keys = DrawKeys(layout.seed_R, layout.round_R, layout.rank_R1, tree.next_X, self.purpose)
+        keys = DrawKeys(*layout.keys_R, layout.rank_R1, tree.next_X, self.purpose)
         kept_RV = None if coupling is None or step else self.kept_RV
         candidate_tokens = self.sampling.propose_candidates(
             logits_RV, layout.distribution, self.mixture, keys, has_rest, coupling, kept_RV
         )
-        rows, random, sources = layout.rows, (layout.seed_G, layout.round_G, step), layout.sources
-        useful = candidate_tokens
+        sources, useful = layout.sources, candidate_tokens
         if self.nodes is not None and coupling is not None:
             if step == 0:
                 candidate_tokens, tree, sources = self.ops.with_inner_nodes(self.nodes, plan, tree, candidate_tokens)
                 useful = candidate_tokens
             elif plan.kind.branches > 1:
                 useful = self.ops.limit_outcomes(plan, tree, candidate_tokens, has_rest)
-        total = len(plan.arrays.branch_pages_XB)
-        given = (useful, tree.mass_X, tree.alive_X, sources, rows, rows.size_G, plan.arrays.decoding_G, random, total)
-        chosen = self.ops.expand(*given, ended_R=tree.ended_X, has_rest=has_rest)
+        source = SourceRows(useful, tree.mass_X, tree.alive_X, sources, tree.ended_X)
+        rows, total = layout.rows, len(plan.arrays.branch_pages_XB)
+        given = (source, rows, rows.size_G, plan.arrays.decoding_G, layout.keys_G, step, total)
+        chosen = self.ops.expand(*given, has_rest=has_rest)
         return ChosenTokens(chosen, candidate_tokens), tree
 
 
@@ -450,7 +450,7 @@ class SelectStage:
     def _select_independent(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""
         bounds = Bounds(plan.arrays.first_G, candidates.own_size_G, plan.arrays.count_G, plan.arrays.draws_G)
-        random = (plan.arrays.threshold_G, plan.arrays.scheme_G, candidates.seed_G, candidates.round_G)
+        random = (plan.arrays.threshold_G, plan.arrays.scheme_G, *candidates.keys_G)
         weight_AF = candidates.weight_X.view(len(candidates.alive_A), -1)
         return self.ops.select(weight_AF, candidates.alive_A, bounds, *random)
 
@@ -458,14 +458,12 @@ class SelectStage:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
         rows, batch_size = plan.arrays.groups, len(plan.arrays.slot_A)
         chosen = self.ops.expand(
-            candidates.candidate_tokens,
-            candidates.weight_X,
-            candidates.there_X,
-            candidates.sources,
+            SourceRows(candidates.candidate_tokens, candidates.weight_X, candidates.there_X, candidates.sources),
             rows,
             plan.arrays.draws_G,
             plan.arrays.decoding_G,
-            (candidates.seed_G, candidates.round_G, step),
+            candidates.keys_G,
+            step,
             batch_size,
             LEAST_SHARE,
         )

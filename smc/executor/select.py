@@ -108,8 +108,7 @@ class CandidateScorer:
             draft_nan_G=nan_2G[1],
             own_size_G=torch.where(plan.is_separate_G, plan.arrays.size_G, 0),
             sources=Spans(plan.arrays.first_G * width, plan.arrays.size_G * width),
-            seed_G=plan.seed_G,
-            round_G=plan.round_G,
+            keys_G=plan.keys_G,
         )
 
     def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:

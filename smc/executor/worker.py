@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.algorithm.expansion import SourceRows
 from smc.algorithm.resampling import Spans
 from smc.api.constraint import Constraint
 from smc.arrays import is_one_of, offsets, to_device
@@ -35,6 +36,7 @@ from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.draft_vocab import DraftHead
+from smc.philox import RoundKeys
 from smc.round.draws import DrawKeys
 from smc.round.slots import BiasTables
 from smc.stops import StopMachine, TokenBytes
@@ -336,13 +338,11 @@ class ModelWorker:
         keys = keys._replace(stream_RF=keys.stream_RF[:, :1])
         candidate_tokens, candidate_logp_RC, _ = Sampling(self.vocab_size).propose_bonus(logits_RV, distribution, keys)
         rows = torch.arange(len(logits_RV), device=self.device)
-        one_R, there_R = torch.ones_like(rows), rows >= 0
+        one_R = torch.ones_like(rows)
         decoding_R, count_R = to_device(draws.decoding_R, self.device), to_device(draws.count_R, self.device)
-        random = (to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device), FIRST_STEP)
-        bounds = (Spans(rows, one_R), Spans(rows * most, one_R * most))
-        chosen = self.ops.expand(
-            candidate_tokens, weight_R, there_R, *bounds, count_R, decoding_R, random, len(rows) * most
-        )
+        source = SourceRows(candidate_tokens, weight_R, rows >= 0, Spans(rows, one_R))
+        kept, keys_R = Spans(rows * most, one_R * most), RoundKeys(keys.seed_R, keys.round_R)
+        chosen = self.ops.expand(source, kept, count_R, decoding_R, keys_R, FIRST_STEP, len(rows) * most)
         token_X = candidate_tokens.token_RC[chosen.parent_X, chosen.candidate_X]
         logp_X = candidate_logp_RC[chosen.parent_X, chosen.candidate_X]
         return token_X.view(-1, most), logp_X.view(-1, most), chosen.mass_X.view(-1, most)

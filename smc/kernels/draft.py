@@ -25,7 +25,7 @@ from smc.kernels.decodings import REJECTION, is_separate
 from smc.kernels.launch import Sizes, one_variant
 from smc.kernels.stops import DONE, after, after_all
 from smc.kernels.truncation import copy_distribution, finite
-from smc.philox import STREAMS_PER_PARTICLE
+from smc.philox import STREAMS_PER_PARTICLE, RoundKeys
 from smc.round.draws import Coupling
 from smc.round.plan import RoundPlan
 from smc.round.slots import SlotState
@@ -83,10 +83,8 @@ def begin(
         rows=spans,
         rank_R1=room.longs(rows, 1),
         stream_RF=stream_X[:, None],
-        seed_R=room.longs(rows),
-        round_R=room.longs(rows),
-        seed_G=room.longs(groups),
-        round_G=room.longs(groups),
+        keys_R=RoundKeys(room.longs(rows), room.longs(rows)),
+        keys_G=RoundKeys(room.longs(groups), room.longs(groups)),
         distribution=DistributionSpec.allocate(room, rows, distribution.active),
     )
     group_R = room.ints(batch_size)
@@ -114,10 +112,8 @@ def begin(
             rows=spans,
             rank_R1=room.longs(batch_size, 1),
             stream_RF=stream_X.view(batch_size, branches),
-            seed_R=arrays.seed_A,
-            round_R=arrays.round_A if shape.by_round else none_A,
-            seed_G=later.seed_G,
-            round_G=later.round_G,
+            keys_R=RoundKeys(arrays.seed_A, arrays.round_A if shape.by_round else none_A),
+            keys_G=later.keys_G,
             distribution=distribution,
         ),
         later=later,
@@ -194,8 +190,8 @@ def _begin(
     at = tl.minimum(first_of, batch_size - 1)
     tl.store(out.later.rows.first_G + x, first_of * F, mask=is_group)
     tl.store(out.later.rows.size_G + x, tl.load(plan.size_G + x, mask=is_group, other=0) * F, mask=is_group)
-    tl.store(out.later.seed_G + x, tl.load(plan.seed_A + at, mask=is_group, other=0), mask=is_group)
-    tl.store(out.later.round_G + x, tl.load(plan.round_A + at, mask=is_group, other=0), mask=is_group)
+    tl.store(out.later.keys_G.seed + x, tl.load(plan.seed_A + at, mask=is_group, other=0), mask=is_group)
+    tl.store(out.later.keys_G.round + x, tl.load(plan.round_A + at, mask=is_group, other=0), mask=is_group)
     own = inside & (x % F == 0)
     slot = tl.load(plan.slot_A + index, mask=own, other=0)
     end, pending = tl.load(slots.end_S + slot, mask=own, other=1), tl.load(slots.pending_S + slot, mask=own, other=1)
@@ -238,8 +234,8 @@ def _begin_rows(x, inside, index, group, first, plan, given, out, F: tl.constexp
     stream = tl.load(plan.particle_A + index, mask=inside, other=0) * STREAMS + x % F
     tl.store(out.stream_RF + x, stream, mask=inside)
     tl.store(out.rank_R1 + x, (x - first * F).to(tl.int64), mask=inside)
-    tl.store(out.seed_R + x, tl.load(plan.seed_A + index, mask=inside, other=0), mask=inside)
-    tl.store(out.round_R + x, rounds if BY_ROUND else rounds * 0, mask=inside)
+    tl.store(out.keys_R.seed + x, tl.load(plan.seed_A + index, mask=inside, other=0), mask=inside)
+    tl.store(out.keys_R.round + x, rounds if BY_ROUND else rounds * 0, mask=inside)
     tl.store(out.group_R + x, group.to(tl.int32), mask=inside)
     copy_distribution(out.distribution, x, given, index, inside)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import EXPANSION_POSITION, CandidateTokens, Expansion
+from smc.algorithm.expansion import EXPANSION_POSITION, Expansion, SourceRows
 from smc.algorithm.expansion import LEAD as MOST_MASS
 from smc.algorithm.resampling import Spans
 from smc.api.limits import MAX_PARTICLES
@@ -25,6 +25,7 @@ from smc.arrays import Room, contiguous
 from smc.kernels.decodings import is_exact, is_separate
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.select import draw_uniforms
+from smc.philox import RoundKeys
 
 CHUNKS = (256, 512, 1024, 2048)
 """Number of candidates that a program handles at a time: all of them, unless there are more than the last size."""
@@ -32,26 +33,23 @@ LEAD = tl.constexpr(MOST_MASS)
 
 
 def expand(
-    candidates: CandidateTokens,
-    mass_R: Tensor,
-    there_R: Tensor,
-    sources: Spans,
+    source: SourceRows,
     rows: Spans,
     most_G: Tensor,
     decoding_G: Tensor,
-    keys: tuple[Tensor, Tensor, int],
+    keys_G: RoundKeys,
+    step: int,
     total: int,
     least: float = 0.0,
-    ended_R: Tensor | None = None,
     has_rest: bool = False,
     chunk: int | None = None,
     warps: int = 8,
 ) -> Expansion:
     """As `smc.algorithm.expansion.expand`. If a group keeps nothing, its rows repeat the first candidate of its first
     source row."""
-    (count, width), groups_count, room = candidates.share_RC.shape, len(decoding_G), Room(mass_R.device)
-    source = contiguous(SourceRows(candidates.share_RC, mass_R, there_R, ended_R))
-    groups = contiguous(ExpandGroups(sources, rows, most_G, decoding_G, *keys[:2]))
+    (count, width), groups_count = source.candidates.share_RC.shape, len(decoding_G)
+    source, room = contiguous(source), Room(source.mass_R.device)
+    groups = contiguous(ExpandGroups(rows, most_G, decoding_G, keys_G))
     log_mass_U, relative_U = room.doubles(count * width), room.doubles(count * width)
     out = Expansion(
         parent_X=room.longs(total),
@@ -64,7 +62,7 @@ def expand(
     )
     # One more program, for the rows that belong to no group.
     _expand[(groups_count + 1,)](
-        source, groups, out, log_mass_U, relative_U, EXPANSION_POSITION + keys[2], width,
+        source, groups, out, log_mass_U, relative_U, EXPANSION_POSITION + step, width,
         width - 1 if has_rest else -1, total,
         LEAST=least, CHUNK=chunk or next(size for size in CHUNKS if size >= count * width or size == CHUNKS[-1]),
         # The reference rounds a product before it adds it.
@@ -73,24 +71,13 @@ def expand(
     return out
 
 
-class SourceRows(NamedTuple):
-    """Candidate tokens of source rows."""
-
-    share_RC: Tensor
-    mass_R: Tensor
-    there_R: Tensor
-    ended_R: Tensor | None
-
-
 class ExpandGroups(NamedTuple):
-    """Bounds, kinds and random numbers of groups."""
+    """What `expand` knows about groups."""
 
-    sources: Spans
     rows: Spans
     most_G: Tensor
     decoding_G: Tensor
-    seed_G: Tensor
-    round_G: Tensor
+    keys_G: RoundKeys
 
 
 def assign_rows(
@@ -301,8 +288,8 @@ def _expand(
             end = tl.maximum(end, tl.max(end_Y, 0))
         _clear((out.parent_X, out.candidate_X, out.mass_X, out.alive_X), end, total, CHUNK)
         return
-    sources, decoding = tl.load(groups.sources.size_G + group).to(tl.int32), tl.load(groups.decoding_G + group)
-    source_first = tl.load(groups.sources.first_G + group).to(tl.int64)
+    sources, decoding = tl.load(source.groups.size_G + group).to(tl.int32), tl.load(groups.decoding_G + group)
+    source_first = tl.load(source.groups.first_G + group).to(tl.int64)
     row_first = tl.load(groups.rows.first_G + group).to(tl.int64)
     size, most = tl.load(groups.rows.size_G + group).to(tl.int32), tl.load(groups.most_G + group).to(tl.int32)
     is_best = is_exact(decoding)
@@ -314,7 +301,11 @@ def _expand(
         tl.store(out.nan_G + group, False)
         return
     count, at = sources * width, source_first * width
-    share_U, mass_R, there_R = source.share_RC + at, source.mass_R + source_first, source.there_R + source_first
+    share_U, mass_R, there_R = (
+        source.candidates.share_RC + at,
+        source.mass_R + source_first,
+        source.there_R + source_first,
+    )
     log_mass_U, relative_U, ended_R = log_mass_U + at, relative_U + at, None
     if source.ended_R is not None:
         ended_R = source.ended_R + source_first
@@ -336,9 +327,8 @@ def _expand(
         tl.debug_barrier()
     if valid > most:
         bound, ties, factor = find_bound(log_mass_U, relative_U, count, lowest, top, most, is_best, CHUNK)
-    uniform = tl.sum(
-        draw_uniforms(tl.load(groups.seed_G + group), position + tl.arange(0, 1), tl.load(groups.round_G + group)), 0
-    )
+    seed, rounds = tl.load(groups.keys_G.seed + group), tl.load(groups.keys_G.round + group)
+    uniform = tl.sum(draw_uniforms(seed, position + tl.arange(0, 1), rounds), 0)
     went, first = _draw(
         log_mass_U, relative_U, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
         lead, lead_mass, rows_N, CHUNK, LEAST,

@@ -26,7 +26,7 @@ from smc.arrays import Room, contiguous
 from smc.kernels.decodings import DISTINCT, is_exact, is_separate
 from smc.kernels.launch import Sizes, one_variant, own_indices, programs
 from smc.kernels.truncation import finite
-from smc.philox import Purpose
+from smc.philox import Purpose, RoundKeys
 from smc.round.tensors import Candidates, ScoreInputs
 
 NONE = tl.constexpr(-float("inf"))
@@ -68,8 +68,7 @@ def score_candidates(inputs: ScoreInputs) -> Candidates:
         draft_nan_G=room.bools(groups),
         own_size_G=room.ints(groups),
         sources=Spans(room.ints(groups), room.ints(groups)),
-        seed_G=room.longs(groups),
-        round_G=room.longs(groups),
+        keys_G=RoundKeys(room.longs(groups), room.longs(groups)),
     )
     _score_candidates[(triton.cdiv(rows, ROWS) + groups,)](
         plan, inputs.state.alive_S, verified, drafted, target, contiguous(inputs.matched), out,
@@ -233,8 +232,8 @@ def _score_group(
     tl.store(out.own_size_G + group, tl.where(is_separate(decoding), size, 0))
     tl.store(out.sources.first_G + group, first * F)
     tl.store(out.sources.size_G + group, size * F)
-    tl.store(out.seed_G + group, tl.load(plan.seed_A + lead))
-    tl.store(out.round_G + group, tl.load(plan.round_A + lead))
+    tl.store(out.keys_G.seed + group, tl.load(plan.seed_A + lead))
+    tl.store(out.keys_G.round + group, tl.load(plan.round_A + lead))
     target_nan, draft_nan = 0, 0
     q = tl.arange(0, BLOCK_Q)
     for begin in range(0, size, BLOCK_X):

@@ -15,6 +15,7 @@ from torch import Tensor
 from smc.algorithm.resampling import Spans
 from smc.arrays import FieldMemory, is_one_of, map_tensors
 from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
+from smc.philox import RoundKeys
 from smc.stops import StopMachine
 from smc.types import EXACT, SEPARATE, Array, Decoding, ModelRole
 
@@ -300,12 +301,10 @@ class RoundPlan(Generic[Array]):
         return tuple(getattr(self, name) for name in PARTS)
 
     @property
-    def seed_G(self: RoundPlan[Tensor]) -> Tensor:
-        return self._of_group(self.arrays.seed_A)
-
-    @property
-    def round_G(self: RoundPlan[Tensor]) -> Tensor:
-        return self._of_group(self.arrays.round_A)
+    def keys_G(self: RoundPlan[Tensor]) -> RoundKeys:
+        """Keys of each group's random numbers: those of its first batch index."""
+        first_G = self.arrays.first_G.long().clamp(max=len(self.arrays.seed_A) - 1)
+        return RoundKeys(self.arrays.seed_A[first_G], self.arrays.round_A[first_G])
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
         return self.target_unconditional if role is ModelRole.TARGET else None
@@ -341,9 +340,6 @@ class RoundPlan(Generic[Array]):
         """Return whether masks hold anywhere in a group, bool [masks, G]; `group_R` is the group of every entry."""
         counts = torch.zeros(len(masks), len(self.arrays.first_G), device=masks.device)
         return counts.index_add(1, group_R, masks.float()) > 0
-
-    def _of_group(self: RoundPlan[Tensor], values_A: Tensor) -> Tensor:
-        return values_A[self.arrays.first_G.long().clamp(max=len(values_A) - 1)]
 
 
 PARTS = tuple(field.name for field in fields(RoundPlan))[2:]

@@ -15,6 +15,7 @@ from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.algorithm.verification import Matches
 from smc.arrays import FieldMemory, Room, field
 from smc.distributions import DistributionSpec
+from smc.philox import RoundKeys
 from smc.round.draws import DrawKeys
 from smc.round.plan import Contexts, RoundPlan
 from smc.round.slots import SlotState
@@ -151,10 +152,8 @@ class CandidateLayout(NamedTuple):
     """int64 index of the row in its group."""
     stream_RF: Tensor
     """int64 random streams, for independent groups: one for each of the F rows that continue the row."""
-    seed_R: Tensor
-    round_R: Tensor
-    seed_G: Tensor
-    round_G: Tensor
+    keys_R: RoundKeys
+    keys_G: RoundKeys
     distribution: DistributionSpec[Tensor]
 
 
@@ -556,7 +555,5 @@ class Candidates(NamedTuple):
     """Number of batch indices of groups of independent particles; 0 for other groups."""
     sources: Spans
     """Candidates of each group."""
-    seed_G: Tensor
-    """Seed of each group's draws."""
-    round_G: Tensor
-    """Number of the round, for each group's draws."""
+    keys_G: RoundKeys
+    """Keys of each group's draws."""

@@ -22,11 +22,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from smc.algorithm.expansion import CandidateTokens, expand
+from smc.algorithm.expansion import CandidateTokens, SourceRows, expand
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
 from smc.memory.pages import PageAllocator
+from smc.philox import RoundKeys
 from smc.round.tensors import Lineage
 from smc.types import Decoding, ModelRole
 
@@ -252,11 +253,11 @@ def expand_rows(checkpoint: Checkpoint, rows: int, kind: Decoding, keys: RandomK
     """Keep `rows` particles of a population drawn without replacement: `smc.algorithm.expansion`."""
     logw_N = torch.from_numpy(checkpoint["logw_S"])
     n, one_G = len(logw_N), torch.ones(1, dtype=torch.int64)
-    random = (torch.tensor([keys.seed]), one_G * (SHRINK_ROUND + keys.choice), 0)
+    keys_G = RoundKeys(torch.tensor([keys.seed]), one_G * (SHRINK_ROUND + keys.choice))
     sources, kept = (Spans(one_G * 0, one_G * size) for size in (n, rows))
     there_N = torch.ones(n, dtype=torch.bool)
-    whole = CandidateTokens.whole(logw_N)
-    chosen = expand(whole, logw_N, there_N, sources, kept, one_G * rows, one_G * int(kind), random, rows)
+    source = SourceRows(CandidateTokens.whole(logw_N), logw_N, there_N, sources)
+    chosen = expand(source, kept, one_G * rows, one_G * int(kind), keys_G, 0, rows)
     parent_X = chosen.parent_X[chosen.alive_X].numpy()
     arrays = {name: values[parent_X] for name, values in checkpoint.arrays.items()}
     arrays["logw_S"] = chosen.mass_X[chosen.alive_X].numpy()

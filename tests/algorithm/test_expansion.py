@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smc.algorithm.expansion import CandidateTokens, assign_rows, expand, inclusion
+from smc.algorithm.expansion import CandidateTokens, SourceRows, assign_rows, expand, inclusion
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
+from smc.philox import RoundKeys
 from smc.types import Decoding
 
 DISTINCT, BEST = int(Decoding.DISTINCT), int(Decoding.WALK)
@@ -32,12 +33,13 @@ def expanded(share_RC, mass_R, sizes, most, kind, *, seeds=None, there_R=None, l
     token_RC = torch.arange(share_RC.numel()).view(share_RC.shape)
     count = len(sizes)
     there_R = torch.ones(len(share_RC), dtype=torch.bool) if there_R is None else torch.tensor(there_R)
-    keys = (torch.tensor(seeds or [7] * count), torch.ones(count, dtype=torch.int64), step)
+    keys_G = RoundKeys(torch.tensor(seeds or [7] * count), torch.ones(count, dtype=torch.int64))
     most_G, decoding_G = torch.full((count,), most), torch.full((count,), kind)
     rows = bounds(*[most] * count)
     offers = CandidateTokens(token_RC, share_RC, share_RC)
     mass_R = torch.tensor(mass_R, dtype=torch.float64)
-    return expand(offers, mass_R, there_R, bounds(*sizes), rows, most_G, decoding_G, keys, most * count, least)
+    source = SourceRows(offers, mass_R, there_R, bounds(*sizes))
+    return expand(source, rows, most_G, decoding_G, keys_G, step, most * count, least)
 
 
 @settings(max_examples=30, deadline=None)

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
-from smc.algorithm.expansion import CandidateTokens, Expansion
+from smc.algorithm.expansion import CandidateTokens, Expansion, SourceRows
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
 from smc.distributions import DistributionSpec, Processors
@@ -46,7 +46,7 @@ from smc.model.decoder import Experts, RopeTable
 from smc.model.linear import INT4, Linear
 from smc.model.loader import random_model
 from smc.model.quantisation import Int4Format
-from smc.philox import Purpose
+from smc.philox import Purpose, RoundKeys
 from smc.round.draws import Coupling, DrawKeys
 from smc.round.plan import Contexts
 from smc.round.slots import InnerNodes
@@ -225,18 +225,9 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
         torch.zeros(1, dtype=torch.int64),
     )
     candidates, is_there_R = CandidateTokens(token_RC, share_RC, share_RC), torch.ones(places) > 0
-    given = (
-        candidates,
-        one_R.double(),
-        is_there_R,
-        bounds,
-        bounds,
-        most_G,
-        decoding_G,
-        (random_G, random_G, 0),
-        places,
-    )
-    TritonOps().expand(*given, ended_R=is_there_R, has_rest=True)
+    source = SourceRows(candidates, one_R.double(), is_there_R, bounds, is_there_R)
+    keys_G = RoundKeys(random_G, random_G)
+    TritonOps().expand(source, bounds, most_G, decoding_G, keys_G, step=0, total=places, has_rest=True)
 
 
 def passes(family: str) -> None:

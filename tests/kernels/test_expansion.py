@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc.algorithm import expansion as reference
-from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens, Expansion
+from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens, Expansion, SourceRows
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples as reference_match
 from smc.api.limits import MAX_PARTICLES
 from smc.arrays import map_tensors
 from smc.kernels import expansion
 from smc.kernels.verify import match_samples
+from smc.philox import RoundKeys
 from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
 
@@ -62,14 +63,12 @@ def grouped(
     offers = CandidateTokens(torch.zeros_like(share_RC).long(), share_RC, share_RC)
     total = int(rows[1].sum()) + padding
     return (
-        offers,
-        mass_R,
-        there_R,
-        sources,
+        SourceRows(offers, mass_R, there_R, sources),
         rows,
         most_G,
         decoding_G,
-        (seed_G, torch.full_like(seed_G, 7), step),
+        RoundKeys(seed_G, torch.full_like(seed_G, 7)),
+        step,
         total,
         least,
     )
@@ -80,7 +79,7 @@ def assert_same(arguments: tuple, chunk: int | None = CHUNK) -> Expansion:
     and candidates are not compared: they mean nothing."""
     expected, made = reference.expand(*arguments), expansion.expand(*to(DEVICE, arguments), chunk=chunk)
     made = Expansion(*(value.cpu() for value in made))
-    rows, alive_X = arguments[4], expected.alive_X
+    rows, alive_X = arguments[1], expected.alive_X
     assert torch.equal(made.alive_X, alive_X) and torch.equal(made.collapsed_G, expected.collapsed_G)
     said_X = torch.ones_like(alive_X)
     for first, size in zip(*(bound.tolist() for bound in rows)):
@@ -224,7 +223,7 @@ def test_edge_points_fill_all_rows_without_zero_mass(uniform, monkeypatch):
     made = expansion.expand(*arguments, chunk=4)
     assert [int(made.alive_X[8 * i : 8 * i + 8].sum()) for i in range(3)] == [2, 4, 5]
     alive = made.alive_X
-    assert (arguments[1][made.parent_X[alive]] > NO_MASS).all()
+    assert (arguments[0].mass_R[made.parent_X[alive]] > NO_MASS).all()
     for i in range(3):
         parents = made.parent_X[8 * i : 8 * i + 8][alive[8 * i : 8 * i + 8]]
         assert (parents.diff() > 0).all()

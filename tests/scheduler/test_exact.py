@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smc.algorithm.expansion import CandidateTokens, expand
+from smc.algorithm.expansion import CandidateTokens, SourceRows, expand
 from smc.algorithm.resampling import Spans
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason
 from smc.api.sampling_params import POPULATIONS, Method, SamplingParams
 from smc.local_engine import local_engine
+from smc.philox import RoundKeys
 from smc.types import Decoding
 from tests.model.tiny import in_fp8
 from tests.pairwise import one_of
@@ -188,13 +189,8 @@ def test_the_tree_is_of_tokens_that_are_likely_themselves():
     share_RC = torch.tensor([[-4.0, -5.0, -0.1]])
     offers = CandidateTokens(torch.arange(3)[None], torch.tensor([[-4.0, -5.0, -9.0]]), share_RC)
     one_G, zero_G = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    given = (
-        torch.zeros(1).double(),
-        one_G > 0,
-        Spans(zero_G, one_G),
-        Spans(zero_G, one_G * 3),
-        one_G * 3,
-        one_G * int(Decoding.WALK),
-    )
-    chosen = expand(offers, *given, (zero_G.long(), zero_G.long(), 0), 3, has_rest=True)
+    source = SourceRows(offers, torch.zeros(1).double(), one_G > 0, Spans(zero_G, one_G))
+    keys_G = RoundKeys(zero_G.long(), zero_G.long())
+    given = (Spans(zero_G, one_G * 3), one_G * 3, one_G * int(Decoding.WALK), keys_G)
+    chosen = expand(source, *given, step=0, total=3, has_rest=True)
     assert chosen.candidate_X.tolist() == [0, 1, 0] and chosen.alive_X.tolist() == [True, True, False]
