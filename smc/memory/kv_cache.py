@@ -12,19 +12,16 @@ import mmap
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from smc.memory.pages import DUMMY_PAGE, OutOfPages, PageAllocator, Pages
+from smc.memory.prefix_keys import BLOCK, Tokens, block_keys
 from smc.model.config import ModelConfig
 from smc.types import ModelRole
 
-KEY_BYTES = 16
-
-Tokens = np.ndarray | Sequence[int]
 RESERVED_BYTES = 5 << 30
 """Memory of a GPU that is reserved for activations and captured graphs."""
 WATERMARK = 0.05
@@ -45,7 +42,7 @@ class PrefixCache:
     """Cached blocks of one pool. The key of a block covers a salt and all tokens up to its end: sequences share a block
     only if both are equal."""
 
-    def __init__(self, allocator: PageAllocator, block: int = 16) -> None:
+    def __init__(self, allocator: PageAllocator, block: int = BLOCK) -> None:
         if block < 1:
             raise ValueError(f"a block of the prefix cache needs at least 1 token, got {block}")
         self.allocator = allocator
@@ -69,16 +66,7 @@ class PrefixCache:
 
     def keys(self, tokens: Tokens, salt: str = "") -> list[bytes]:
         """Return the keys of the whole blocks of `tokens`, in order."""
-        whole = len(tokens) // self.block * self.block
-        text = memoryview(np.asarray(tokens[:whole], dtype=np.int64).tobytes())
-        # `person` keeps salts apart from blocks, so that no salt can be constructed that continues another caller's
-        # text.
-        key = blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest()
-        keys, size = [], 8 * self.block
-        for start in range(0, len(text), size):
-            key = blake2b(key + text[start : start + size], digest_size=KEY_BYTES).digest()
-            keys.append(key)
-        return keys
+        return block_keys(tokens, salt, self.block)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """Return the number of leading tokens that are cached, and the page of the last of them, or 0.
