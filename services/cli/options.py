@@ -12,9 +12,10 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from enum import StrEnum
-from functools import wraps
+from functools import reduce, wraps
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from typer.models import ArgumentInfo
@@ -32,6 +33,8 @@ SAMPLING, PARTICLES, MEASURE, OUTPUT = "Sampling", "Particles", "Measurement", "
 
 FILE_ONLY = object()
 """Marks a field of a record that is a key of the configuration file but not a flag of the command."""
+COUNT_OR_WORD = int | str
+"""Type of an option that is a number or a word."""
 SHOWN = 88
 """Maximum number of columns of a comment in a printed configuration file, and of a value in an error."""
 
@@ -63,7 +66,7 @@ def option_types(kind: type) -> dict[str, Any]:
     for name, known in settings_of(kind).items():
         if known.option is None:
             continue
-        held = next((one for one in get_args(kinds[name]) if one is not types.NoneType), kinds[name])
+        held = _given_kind(kinds[name])
         if get_origin(kinds[name]) is tuple:
             (item, *_) = get_args(kinds[name])
             held = dict[str, str] if get_origin(item) is tuple else list.__class_getitem__(item)
@@ -72,6 +75,13 @@ def option_types(kind: type) -> dict[str, Any]:
         marks = () if known.option.has_flag else (FILE_ONLY,)
         made[option_name(kind, name)] = Annotated[(held | None, option_of(kind, name), *marks)]
     return made
+
+
+def _given_kind(kind: Any) -> Any:
+    """Return a type without None, if it is a union with None."""
+    if get_origin(kind) not in (types.UnionType, Union):
+        return kind
+    return reduce(or_, (one for one in get_args(kind) if one is not types.NoneType))
 
 
 def with_fields_of(*kinds: type) -> Callable[[type[Record]], type[Record]]:
@@ -174,10 +184,10 @@ def keys_of(record: type) -> dict[str, Key]:
 
 def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | None]], Callable[..., int | None]]:
     """Decorate a command that takes an instance of the dataclass `record`: its fields become the options, except those
-    with FILE_ONLY."""
+    with FILE_ONLY. Flags for numbers or words are text, which the library converts."""
     kinds = get_type_hints(record, include_extras=True)
     parameters = [
-        one.replace(annotation=kinds[one.name])
+        one.replace(annotation=_flag_kind(kinds[one.name]))
         for one in inspect.signature(record).parameters.values()
         if FILE_ONLY not in get_args(kinds[one.name])
     ]
@@ -190,6 +200,13 @@ def with_options(record: type[Record]) -> Callable[[Callable[[Record], int | Non
         return with_parameters(call, parameters)
 
     return of
+
+
+def _flag_kind(annotated: Any) -> Any:
+    """Return the annotation of a flag, with text in place of `COUNT_OR_WORD`, for which the command line has no
+    type."""
+    kind, *marks = get_args(annotated)
+    return Annotated[(str | None, *marks)] if _given_kind(kind) == COUNT_OR_WORD else annotated
 
 
 def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,11 +337,11 @@ def _comment(text: str) -> list[str]:
     return [f"#{line}" for line in lines]
 
 
-def value_kind(key: Key) -> tuple[type, type | None]:
+def value_kind(key: Key) -> tuple[Any, type | None]:
     """Return the type of a key's value, and the container that holds such values: `list`, `dict` or None."""
-    kind = next(one for one in get_args(key.kind) if one is not types.NoneType) if get_args(key.kind) else key.kind
+    kind = _given_kind(key.kind)
     container = get_origin(kind)
-    return (kind, None) if container is None else (get_args(kind)[0], container)
+    return (kind, None) if container in (None, types.UnionType, Union) else (get_args(kind)[0], container)
 
 
 def _converted(path: Path, key: Key, value: Any) -> Any:
@@ -366,11 +383,16 @@ def _truth(value: Any) -> bool:
     return value
 
 
-_CONVERSIONS: Mapping[type, tuple[Callable[[Any], Any], str]] = types.MappingProxyType(
+def _count_or_word(value: Any) -> Any:
+    return value if isinstance(value, str) else _number(int)(value)
+
+
+_CONVERSIONS: Mapping[Any, tuple[Callable[[Any], Any], str]] = types.MappingProxyType(
     {
         int: (_number(int), "a whole number"),
         float: (_number(float), "a number"),
         str: (_text, "text"),
+        COUNT_OR_WORD: (_count_or_word, "a whole number, or a word"),
         Path: (lambda value: Path(_text(value)), "a path"),
         bool: (_truth, "true, false"),
     }

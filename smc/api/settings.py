@@ -168,6 +168,18 @@ def flag() -> Check:
 
 
 @dataclass(frozen=True)
+class CountOr:
+    """A check that accepts a whole number of at least 1, also as text, or a word."""
+
+    word: str
+
+    def __call__(self, name: str, value: Any) -> Any:
+        found = int(value) if isinstance(value, str) and value.isdecimal() else value
+        require(name, found, found == self.word or (is_integer(found) and found >= 1), f">= 1, or {self.word}")
+        return found
+
+
+@dataclass(frozen=True)
 class OneOf:
     """A check that accepts one of these names. Where messages have an enum, its values have the same names."""
 

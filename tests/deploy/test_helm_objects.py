@@ -238,7 +238,7 @@ def test_a_configuration_key_that_the_command_does_not_know_is_refused(command, 
 
 def test_every_key_of_the_commands_is_accepted(tmp_path):
     """Values of the right type, as each command writes and reads them."""
-    values = {int: 1, float: 1.5, str: "a", Path: "/a", bool: True}
+    values = {int: 1, float: 1.5, str: "a", Path: "/a", bool: True, options.COUNT_OR_WORD: "auto"}
     schema = json.loads((CHART / "values.schema.json").read_text())
     for name, record in (("serveConfig", ServeOptions), ("batchConfig", BatchOptions)):
         checker = jsonschema.Draft7Validator({"$ref": f"#/definitions/{name}", "definitions": schema["definitions"]})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from services.cli.options import keys_of, value_kind
+from services.cli.options import COUNT_OR_WORD, keys_of, value_kind
 from services.cli.service_options import BatchOptions, ServeOptions
 
 HERE = Path(__file__).parent
@@ -23,12 +23,13 @@ DEPLOY = HERE.parents[1]
 TABLE = "<!-- values -->"
 CONFIGS = {"serveConfig": ServeOptions, "batchConfig": BatchOptions}
 """Definition in the schema -> the record that a command reads from its configuration file."""
-KINDS: dict[tuple[type, type | None], tuple[str, dict[str, object]]] = {
+KINDS: dict[tuple[object, type | None], tuple[str, dict[str, object]]] = {
     (int, None): ("wholeKey", {"type": ["integer", "string", "null"], "pattern": r"^[-+]?[0-9]+$"}),
     (float, None): (
         "numberKey",
         {"type": ["number", "string", "null"], "pattern": r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$"},
     ),
+    (COUNT_OR_WORD, None): ("countKey", {"type": ["integer", "string", "null"], "pattern": r"^([0-9]+|[a-z]+)$"}),
     (str, None): ("textKey", {"type": ["string", "null"]}),
     (Path, None): ("textKey", {"type": ["string", "null"]}),
     (bool, None): ("truthKey", {"type": ["boolean", "null"]}),
