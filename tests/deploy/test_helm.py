@@ -33,6 +33,7 @@ from tests.deploy.chart import (
     this_chart,
     values,
 )
+from tests.gateway.harness import value_of
 
 # A single process renders each variant of the chart once.
 pytestmark = pytest.mark.xdist_group("chart")
@@ -546,9 +547,20 @@ def test_gpus():
     assert found == {"draft": (1, "1"), "target": (3, "3")}
     (together,) = of_kind(render(FOUR_GPUS), "Deployment")["spec"]["template"]["spec"]["containers"]
     assert together["resources"]["limits"]["nvidia.com/gpu"] == 4
-    for variant, gpus in (("values-8b-one-gpu", 1), ("four GPUs with both models", 4)):
+    for variant, gpus in (("values-8b-one-gpu", 1), ("values-8b-eight-gpus", 8), ("four GPUs with both models", 4)):
         (shared,) = of_kind(rendered(variant), "Deployment")["spec"]["template"]["spec"]["containers"]
         assert shared["resources"]["limits"]["nvidia.com/gpu"] == gpus
+
+
+def test_each_worker_group_has_gpus():
+    """In one pod, GPUs for all worker groups together; in a cluster, a pod for each."""
+    (pod,) = of_kind(render(FOUR_GPUS | {"workerGroups": 2}), "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert pod["resources"]["limits"]["nvidia.com/gpu"] == 8
+    with pytest.raises(ValueError, match=re.escape("draft.replicas=1 with workerGroups=2; allowed: at least 2, a pod")):
+        render("values-8b", {"workerGroups": 2})
+    pods = {side: {"replicas": 2} for side in ("draft", "target")}
+    groups = of_kind(render("values-8b", {"workerGroups": 2, **pods}), "RayCluster")["spec"]["workerGroupSpecs"]
+    assert [group["replicas"] for group in groups] == [2, 2]
 
 
 def test_keda_asks_for_metrics_that_there_are():
@@ -569,8 +581,8 @@ def test_keda_sees_no_load_where_models_are_loading(tmp_path):
             "1", "big", "lookahead", "grpc", 64, block=8, weights={"draft": "", "target": ""}, placement="apart"
         )
     for replica in (full, lost):
-        replica.observe_step(EngineStats(slots_free=16))
-    full.set_health(draft=True, target=True, serving=True)
+        replica.groups[0].observe_step(EngineStats(slots_free=16))
+    full.set_serving(True)
     pods = {
         "demo-smcserve-6d4-a": full,
         "demo-smcserve-6d4-b": loading,
@@ -578,7 +590,7 @@ def test_keda_sees_no_load_where_models_are_loading(tmp_path):
         "demo-smcserve-b-6d4-d": full,
     }
     series = [
-        {"series": f'{name}{{namespace="llm",pod="{pod}"}}', "values": str(replica.registry.get_sample_value(name))}
+        {"series": f'{name}{{namespace="llm",pod="{pod}"}}', "values": str(value_of(replica, name, {}))}
         for pod, replica in pods.items()
         for name in ("smc_slots_free", "smc_slots_capacity", "smc_serving")
     ]

@@ -63,6 +63,13 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and $v.serve.enabled (eq $v.topology "cluster") -}}
+{{- range $side := list "draft" "target" -}}
+{{- if lt (int (index $v $side "replicas")) (int $v.workerGroups) -}}
+{{- fail (printf "%s.replicas=%v with workerGroups=%v; allowed: at least %v, a pod for each worker group" $side (index $v $side "replicas") $v.workerGroups $v.workerGroups) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- include "smcserve.checkModels" . -}}
 {{- include "smcserve.checkPods" . -}}
 {{- include "smcserve.checkPorts" . -}}
@@ -278,7 +285,7 @@
 {{- include "smcserve.unused" (dict "root" . "paths" (list "monitoring.runbookUrl") "where" "monitoring.rules=false") -}}
 {{- end -}}
 {{- if not $v.serve.enabled -}}
-{{- $unused = list "tls" "auth" "service" "keda" "hpa" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
+{{- $unused = list "workerGroups" "tls" "auth" "service" "keda" "hpa" "podDisruptionBudget" "monitoring.serviceMonitor" "monitoring.podMonitor" -}}
 {{- $unused = concat $unused (list "gateway.port" "gateway.httpPort" "gateway.metricsPort" "gateway.resources" "gateway.config" "test" "ingress" "route" "router") -}}
 {{- $unused = concat $unused (list "engine.maxQueue" "engine.maxQueuePages") -}}
 {{- include "smcserve.unused" (dict "root" . "paths" $unused "where" "serve.enabled=false") -}}

@@ -49,7 +49,7 @@
 {{- $http := include "smcserve.httpPort" . | int -}}
 {{- $keys := list
   (list "host" "0.0.0.0") (list "port" $v.gateway.port) (list "http-port" (ternary $http "" (ne $http 0))) (list "no-http" (ternary "" true (ne $http 0))) (list "metrics-port" $v.gateway.metricsPort)
-  (list "max-queue" $v.engine.maxQueue) (list "max-queue-pages" $v.engine.maxQueuePages) (list "drain-timeout" $v.gateway.drainTimeout)
+  (list "worker-groups" $v.workerGroups) (list "max-queue" $v.engine.maxQueue) (list "max-queue-pages" $v.engine.maxQueuePages) (list "drain-timeout" $v.gateway.drainTimeout)
 -}}
 {{- $cert := ternary "/etc/smcserve/tls/tls.crt" "" (not (empty $v.tls.secret)) -}}
 {{- $key := ternary "/etc/smcserve/tls/tls.key" "" (not (empty $v.tls.secret)) -}}

@@ -57,7 +57,7 @@ app.kubernetes.io/component: replica
 {{- default (ternary (include "smcserve.name" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* Number of GPUs for a draft or a target; 0 on CPUs, and for a draft that is on the target's GPUs. Arguments: root, side. */}}
+{{/* Number of GPUs for the draft or the target of a worker group; 0 on CPUs, and for a draft that is on the target's GPUs. Arguments: root, side. */}}
 {{- define "smcserve.gpus" -}}
 {{- $group := index .root.Values .side -}}
 {{- if and (eq .root.Values.device "cuda") (not (and (eq .side "draft") (eq .root.Values.placement "shared"))) -}}{{ default $group.tp $group.gpus | int }}{{- else -}}0{{- end -}}
