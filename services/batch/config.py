@@ -38,16 +38,6 @@ class BatchConfig:
         flag(),
         option=Option("Decode lines that failed in OUT again; existing answers are kept.", panel=BATCH),
     )
-    worker_groups: int | None = setting(
-        None,
-        at_least(1),
-        option=Option(
-            "Number of worker groups, each with both models. Default: 1 if OUT is a file, otherwise as many as fit on "
-            "the cluster.",
-            "COUNT",
-            panel=BATCH,
-        ),
-    )
     part_lines: int | None = setting(
         None,
         at_least(1),

@@ -17,7 +17,7 @@ from typing import Any
 
 from services.batch.config import FORMATS
 from services.batch.lines import Kept, Line, parse_line, record_id
-from services.batch.output_file import REMEDY, OutputFile, Survey
+from services.batch.output_file import REMEDY, Survey
 from services.batch.progress import Counts
 from services.batch.storage import Store, records_of, to_parquet
 
@@ -51,32 +51,26 @@ class InputPart:
     start: int
     end: int
     """The first byte or row after the part."""
-    first: int | None = None
-    """Number of the part's first line; None: lines are named by their offsets."""
     earlier: str | None = None
     """Name of an earlier output of this part: its answers stay, and lines without an answer are decoded again."""
-    earlier_range: tuple[int, int] | None = None
-    """Range of bytes of the part in that output; None: all of it."""
 
     def read(self, source: Store) -> tuple[int, bytes]:
-        """Return the number of the first line, and the lines as JSON."""
+        """Return the number of the first row, or the offset of the first line, and the lines as JSON."""
         if self.unit == "row":
             return self.start + 1, source.rows(self.file, self.start, self.end)
-        offset, data = source.lines(self.file, self.start, self.end)
-        return offset if self.first is None else self.first, data
+        return source.lines(self.file, self.start, self.end)
 
     def parse(self, first: int, data: bytes, earlier: Iterable[dict[str, Any]] = ()) -> Iterator[Line | Kept]:
         """Yield the lines in the result of `read`. `earlier`: records of some of them; those with an answer replace
         their lines."""
         answers = {record["id"]: record for record in earlier if record["error"] is None}
-        unit = "line" if self.first is not None else self.unit
         number = first
         for raw in BytesIO(data):
             if raw.strip():
-                line = parse_line(number, raw, self.name, unit)
+                line = parse_line(number, raw, self.name, self.unit)
                 known = answers.get(record_id(line))
                 yield line if known is None else Kept(known)
-            number += len(raw) if unit == "byte" else 1
+            number += len(raw) if self.unit == "byte" else 1
 
     def output_name(self, counts: Counts, form: str) -> str:
         return (
@@ -94,7 +88,7 @@ class DonePart:
     kept: Counts = NOTHING
     """Counts of the records that were copied from earlier runs."""
     data: bytes = b""
-    """Its records, if the caller is to write them."""
+    """Its records, until they are written."""
     error: str | None = None
     """Why the part could not be read or written; then it is not done."""
 
@@ -169,15 +163,14 @@ class PartsOutput:
         ]
         return again + cut
 
-    def take(self, done: DonePart) -> bool:
-        """Record that a part has been written. Returns True: parts may arrive in any order."""
+    def take(self, done: DonePart) -> None:
+        """Record that a part has been written. Parts may arrive in any order."""
         part, counts = done.part, done.new + done.kept
         if part.earlier is not None:
             self._redone.add((part.file, part.start))
         there = [one for one in self._found.get(part.file, []) if one.start != part.start]
         there.append(Found(part.start, part.end, counts, part.output_name(counts, self.form)))
         self._found[part.file] = sorted(there, key=lambda one: one.start)
-        return True
 
     def _again(self) -> list[InputPart]:
         """Return the parts with failed lines that this run has not tried again yet."""
@@ -269,72 +262,9 @@ class PartsOutput:
         return max(1.0, sum(means) / len(means)) if means else 1.0
 
 
-class FileParts:
-    """One output file, to which parts of one input file are appended in their order."""
-
-    form = None
-    is_estimate = False
-
-    def __init__(self, source: Path, output: OutputFile, before: Survey, earlier: OutputFile | None) -> None:
-        """`before`: survey of the output. `earlier`: another output of this input, whose answers are copied."""
-        self._source, self._output, self.survey, self._earlier = source, output, before, earlier
-        self.sink = Store.of(str(output.path.absolute().parent))
-        self._next: int | None = None
-
-    def parts(self, groups: int, most_lines: int | None) -> list[InputPart]:
-        """Return the parts to be done by `groups` worker groups, in order."""
-        parts = list(self._cut(math.ceil(_part_lines(self.survey.total - self.survey.done, groups, most_lines))))
-        self._next = parts[0].start if parts else None
-        return parts
-
-    def take(self, done: DonePart) -> bool:
-        """Append a part. Return False, and do nothing, if the part before it is missing."""
-        if done.part.start != self._next:
-            return False
-        self._output.extend(done.data)
-        counts, before = done.new + done.kept, self.survey
-        self.survey = replace(before, done=before.done + counts.written, failed=before.failed + counts.failed)
-        self._next = done.part.end
-        return True
-
-    def _cut(self, step: int) -> Iterator[InputPart]:
-        """Yield the lines that are not done, in parts of `step` lines."""
-        ends = _line_ends(self._earlier.path) if self._earlier else iter(())
-        offset = index = count = start = known_start = known_end = 0
-        first = 1
-        with self._source.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                offset += len(raw)
-                if not raw.strip():
-                    continue
-                known_end = next(ends, known_end)
-                index += 1
-                count += index > self.survey.done
-                if count == step or index == self.survey.done:
-                    if count:
-                        yield self._part(start, offset, first, known_start, known_end)
-                    start, first, known_start, count = offset, number + 1, known_end, 0
-        if count:
-            yield self._part(start, offset, first, known_start, known_end)
-
-    def _part(self, start: int, end: int, first: int, known_start: int, known_end: int) -> InputPart:
-        part = InputPart("", "", "byte", start, end, first)
-        if self._earlier is None or known_start == known_end:
-            return part
-        return replace(part, earlier=self._earlier.path.name, earlier_range=(known_start, known_end))
-
-
 def _part_lines(lines: float, groups: int, most: int | None) -> float:
     """Return the number of lines of a part if `lines` are to be done. `most`: the maximum that the user allows."""
     return max(1, min(most or max(PART_LINES, lines / MANY_PARTS), lines / (PARTS_EACH * groups)))
-
-
-def _line_ends(path: Path) -> Iterator[int]:
-    end = 0
-    with path.open("rb") as file:
-        for raw in file:
-            end += len(raw)
-            yield end
 
 
 def _sizes(source: Store) -> tuple[dict[str, int], str]:
@@ -355,8 +285,6 @@ def earlier_records(part: InputPart, sink: Store, form: str) -> list[dict[str, A
     """Return the records of the earlier output of a part that is done again."""
     if part.earlier is None:
         return []
-    if part.earlier_range is not None:
-        return records_of(sink.lines(part.earlier, *part.earlier_range)[1], form)
     return records_of(sink.read(part.earlier) or b"", form)
 
 

@@ -41,15 +41,15 @@ class Pool:
     groups: int
     source: Store
     sink: Store
-    form: str | None
-    """Format of the files that actors write; None: they write nothing, and return the records in order."""
+    form: str
+    """Format of the files that actors write."""
 
     def answer(self, parts: Sequence[InputPart], monitor: ray.actor.ActorHandle) -> Iterator[DonePart]:
         """Yield each part when it is done. A part whose worker group is lost for good is left out. Needs Ray to be
         connected; the worker groups end with the iterator."""
-        from ray import data  # it and pandas take a second to import; a run of one worker group needs neither
+        from ray import data  # it and pandas take a second to import
 
-        _set_up(in_order=self.form is None)
+        _set_up()
         compute = data.ActorPoolStrategy(
             size=self.groups,
             max_tasks_in_flight_per_actor=PARTS_AT_A_TIME,
@@ -121,12 +121,10 @@ class ReplicaActor:
                 kept += Counts.of(record)
             self._parts[part] = new
 
-        earlier = earlier_records(part, pool.sink, pool.form or "jsonl")
+        earlier = earlier_records(part, pool.sink, pool.form)
         inputs = part.parse(*part.read(pool.source), earlier)
         asyncio.run_coroutine_threadsafe(self._replica.answer(inputs, write), self._loop).result()
-        done = DonePart(part, new, kept, b"".join(lines))
-        if pool.form is not None:
-            done = write_part(done, pool.sink, pool.form)
+        done = write_part(DonePart(part, new, kept, b"".join(lines)), pool.sink, pool.form)
         self._monitor.report.remote(dict(self._parts))
         self._parts.pop(part, None)
         return done
@@ -137,25 +135,13 @@ class ReplicaActor:
             self._monitor.report.remote(dict(self._parts))
 
 
-def count_that_fit(spec: ReplicaSpec, is_own_cluster: bool) -> int:
-    """Return the number of worker groups that the cluster has room for now; at least 1, even if that one has to wait
-    for hosts."""
-    group = spec.group
-    if is_own_cluster and group.device == "cpu":  # our own cluster declares more CPUs than the machine has
-        return max(1, (os.cpu_count() or 1) // group.ranks)
-    return max(
-        1, cluster.count_that_fit([(one.size, group.device == "cuda", one.resource) for one in group.rank_groups])
-    )
-
-
-def _set_up(in_order: bool) -> None:
+def _set_up() -> None:
     """Configure Ray Data in this process."""
     from ray.data import DataContext
 
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.execution_options.preserve_order = in_order
     # A part that is lost for good is done by another pass over the remaining parts; until then the others go on.
     context.max_errored_blocks = -1
     context.max_consecutive_actor_init_deaths = -1  # the caller counts them

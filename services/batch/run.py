@@ -1,12 +1,14 @@
 """One run of `smcserve batch`: the worker groups that it starts, and its end.
 
-The output, one file or a directory of parts, determines which lines are to be done. They are answered by one worker
-group, with its supervisor in this process, or by a pool of them."""
+The output, one file or a directory of parts, determines which lines are to be done. Lines of one file are answered by
+worker groups with their balancer in this process, lines of a directory by a pool of actors, each with its own worker
+group."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -21,10 +23,10 @@ from services.batch.lines import RequestReader
 from services.batch.output_file import OutputFile, Survey, rest, survey
 from services.batch.progress import BatchProgress, Counts, Display
 from services.batch.runner import Replica, ReplicaSpec, ServiceLost
-from services.launch.config import WorkerGroupConfig, WorkerGroupError, check_gpus
+from services.launch.config import WorkerGroupConfig, WorkerGroupError, check_gpus, count_worker_groups, groups_that_fit
 
 if TYPE_CHECKING:
-    from services.batch.parts import DonePart, FileParts, InputPart, PartsOutput
+    from services.batch.parts import DonePart, InputPart, PartsOutput
     from services.batch.pool import Pool
     from services.batch.progress import Snapshot
 
@@ -55,7 +57,7 @@ class BatchRun:
         self._fingerprint = self._pair.fingerprint()
         self._requests = RequestReader(self._pair, config.seed)
         self._spec = ReplicaSpec(group, config.seed, config.concurrency)
-        if self._is_pooled and group.trace is not None:
+        if config.has_parts and group.trace is not None:
             raise ValueError("trace is available only with one worker group and one output file; leave it out")
 
     def run(self) -> BatchProgress:
@@ -66,10 +68,6 @@ class BatchRun:
         the cluster; Stopped on a signal."""
         with self._display.serving(self._config.metrics_port, self._config.host):
             return self._fill_directory() if self._config.has_parts else self._fill_file()
-
-    @property
-    def _is_pooled(self) -> bool:
-        return self._config.has_parts or (self._config.worker_groups or 1) > 1
 
     def _fill_file(self) -> BatchProgress:
         path = Path(self._config.output)
@@ -88,15 +86,10 @@ class BatchRun:
     def _append(self, output: OutputFile, before: Survey, earlier: OutputFile | None) -> BatchProgress:
         """Append the answers that the output lacks. `earlier`: another output of the same input, whose answers are
         copied."""
-        progress, source = BatchProgress(before), Path(self._config.input)
+        progress = BatchProgress(before)
         if progress.done < progress.total:
             self._begin(progress)
-            if self._is_pooled:
-                from services.batch.parts import FileParts
-
-                asyncio.run(self._pooled(FileParts(source, output, before, earlier), progress))
-            else:
-                asyncio.run(self._alone(output, progress, earlier))
+            asyncio.run(self._answer_file(output, progress, earlier))
         return progress
 
     def _fill_directory(self) -> BatchProgress:
@@ -113,31 +106,43 @@ class BatchRun:
             progress = BatchProgress(output.survey, is_estimate=output.is_estimate)
             if output.parts(1, config.part_lines):
                 self._begin(progress)
-                asyncio.run(self._pooled(output, progress))
+                asyncio.run(self._answer_parts(output, progress))
         return progress
 
     def _begin(self, progress: BatchProgress) -> None:
-        check_gpus(self._group, self._ray_address, self._config.worker_groups or 1)
+        check_gpus(self._group, self._ray_address)
         left = progress.total - progress.done
         self._display.step(f"{left:,} of {progress.goal} to do; connecting to Ray")
 
-    async def _alone(self, output: OutputFile, progress: BatchProgress, earlier: OutputFile | None) -> None:
-        """Answer the lines with one worker group, whose supervisor and client are in this process."""
+    def _count_groups(self, is_own_cluster: bool) -> int:
+        """Return the number of worker groups. Without GPUs, `auto` is as many as fit."""
+        group = self._group
+
+        def on_cpus() -> int:
+            # Our own cluster declares more CPUs than the machine has.
+            return max(1, (os.cpu_count() or 1) // group.ranks) if is_own_cluster else groups_that_fit(group)
+
+        return count_worker_groups(group, on_cpus)
+
+    async def _answer_file(self, output: OutputFile, progress: BatchProgress, earlier: OutputFile | None) -> None:
+        """Answer the lines with worker groups whose balancer and clients are in this process."""
 
         def write(record: dict[str, Any], is_new: bool) -> None:
             output.append(record)
             progress.add(Counts.of(record), is_new)
             self._display.update(progress)
 
-        async with _connected(self._ray_address, "services.launch.supervisor"):
-            replica = Replica(self._spec, self._pair)
-            self._display.step("starting the models")
-            self._display.worker_groups(starting=1, ready=0)
+        async with _connected(self._ray_address, "services.launch.balancer") as is_own:
+            groups = self._count_groups(is_own)
+            replica = Replica(self._spec, self._pair, groups)
+            whose = "" if groups == 1 else f" of {groups} worker groups"
+            self._display.step(f"starting the models{whose}")
+            self._display.worker_groups(starting=groups, ready=0)
             try:
                 with _ended_by_signals():
                     await replica.start()
                     self._display.step("the models are ready")
-                    self._display.worker_groups(starting=0, ready=1)
+                    self._display.worker_groups(starting=0, ready=groups)
                     progress.start()
                     known = earlier.records() if earlier is not None else ()
                     with self._display.showing(progress):
@@ -145,14 +150,14 @@ class BatchRun:
             finally:
                 await replica.stop()
 
-    async def _pooled(self, output: FileParts | PartsOutput, progress: BatchProgress) -> None:
-        """Answer the lines with several worker groups, each in an actor. Makes passes over the remaining parts until
+    async def _answer_parts(self, output: PartsOutput, progress: BatchProgress) -> None:
+        """Answer the lines with worker groups that each belong to an actor. Makes passes over the remaining parts until
         none is left. A pass that completes no part raises an error."""
         async with _connected(self._ray_address, "services.batch.pool") as is_own:
-            from services.batch.pool import Pool, count_that_fit
+            from services.batch.pool import Pool
             from services.batch.storage import Store
 
-            groups = self._config.worker_groups or count_that_fit(self._spec, is_own)
+            groups = self._count_groups(is_own)
             with _ended_by_signals():
                 while parts := output.parts(groups, self._config.part_lines):
                     source, count = Store.of(self._config.input), min(groups, len(parts))
@@ -170,15 +175,13 @@ class _Pass:
         self,
         pool: Pool,
         parts: list[InputPart],
-        output: FileParts | PartsOutput,
+        output: PartsOutput,
         progress: BatchProgress,
         display: Display,
     ) -> None:
         self._pool, self._parts, self._output, self._progress = pool, parts, output, progress
         self._display = display
         self._num_started, self._num_done = 0, 0
-        self._ended = threading.Event()
-        """Set when a part is missing and the parts after it cannot be appended."""
         self._error = "every worker group was lost before it completed a part"
         self._written: list[InputPart] = []
         """Parts that were written since the last request to the monitor."""
@@ -220,9 +223,7 @@ class _Pass:
         if item.error is not None:
             self._error = item.error
             return
-        if not self._output.take(item):
-            self._ended.set()
-            return
+        self._output.take(item)
         self._num_done += 1
         self._progress.add(item.new)
         self._progress.add(item.kept, is_new=False)
@@ -236,8 +237,6 @@ class _Pass:
 
         try:
             for part in self._pool.answer(self._parts, monitor):
-                if self._ended.is_set():
-                    break
                 put(part)
         except Exception as error:
             put(error)

@@ -1,5 +1,5 @@
 """Answers lines with records in the same order. Many requests are in flight, on a service that may be lost and come
-back; `Replica` is one worker group that does so. Knows nothing about files. Imports neither Ray nor torch.
+back; `Replica` is the worker groups that do so. Knows nothing about files. Imports neither Ray nor torch.
 
 Memory is bounded: reading pauses while too many lines wait, be it for free slots or for the answer of an earlier
 line."""
@@ -24,8 +24,8 @@ ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
 WINDOW = 1024
-"""Maximum number of lines that are read and not yet written: this many later lines can finish before further lines have
-to wait for a slow one."""
+"""Maximum number of lines for each worker group that are read and not yet written: this many later lines can finish
+before further lines have to wait for a slow one."""
 
 
 class ServiceLost(RuntimeError):
@@ -40,9 +40,9 @@ class ServiceState:
         self._patience = patience
         self._now = asyncio.Event()
 
-    def set_health(self, draft: bool, target: bool) -> None:
-        """The `on_health` callback of a `Supervisor`. Lines wait for both models, since each may need the draft."""
-        if draft and target:
+    def set_health(self, ready: bool) -> None:
+        """Set whether a worker group has both models: lines wait for both, since each may need the draft."""
+        if ready:
             self._now.set()
         else:
             self._now.clear()
@@ -115,9 +115,11 @@ class BatchRunner:
         decode: Callable[[Request], Coroutine[Any, Any, Answer]],
         fingerprint: str,
         limit: Limit,
+        window: int = WINDOW,
     ) -> None:
+        """`window`: maximum number of lines that are read and not yet written."""
         self._pair, self._requests, self._fingerprint = pair, requests, fingerprint
-        self._decode, self._limit = decode, limit
+        self._decode, self._limit, self._window = decode, limit, window
         self._free = limit.room
         self._freed = asyncio.Condition()
 
@@ -125,7 +127,7 @@ class BatchRunner:
         """Answer `lines`. `write` is called for every line, in order, as soon as its record and all earlier ones are
         known, with the record and whether it is new. An error of one line becomes its record. Raises the errors of
         `write`, and ServiceLost."""
-        window: asyncio.Queue[asyncio.Task | dict | Kept | None] = asyncio.Queue(WINDOW)
+        window: asyncio.Queue[asyncio.Task | dict | Kept | None] = asyncio.Queue(self._window)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(_write_all(window, write))
@@ -188,7 +190,7 @@ class BatchRunner:
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """Settings of every worker group of a run. Picklable."""
+    """Settings of every `Replica` of a run. Picklable."""
 
     group: WorkerGroupConfig
     seed: int
@@ -196,29 +198,36 @@ class ReplicaSpec:
     concurrency: int | None
     """See `BatchConfig.concurrency`."""
 
-    @property
-    def limit(self) -> Limit:
+    def limit(self, groups: int) -> Limit:
+        """Return the limit of `groups` worker groups together."""
         if self.concurrency is not None:
-            return Limit(self.concurrency)
+            return Limit(groups * self.concurrency)
         # Twice as many as can run, so that slots that a round frees are filled at once.
-        return Limit(2 * self.group.engine.max_slots, in_slots=True)
+        return Limit(groups * 2 * self.group.engine.max_slots, in_slots=True)
 
 
 class Replica:
-    """One worker group that answers lines. Needs Ray to be connected. Use it in one asyncio loop."""
+    """Worker groups that answer lines. Needs Ray to be connected. Use it in one asyncio loop."""
 
-    def __init__(self, spec: ReplicaSpec, pair: ServingPair) -> None:
-        from services.launch.supervisor import Supervisor  # imports torch
+    def __init__(self, spec: ReplicaSpec, pair: ServingPair, groups: int = 1) -> None:
+        """`groups`: number of worker groups."""
+        from services.launch.balancer import Balancer  # imports torch
 
+        ready = [(False, False)] * groups
         serving = ServiceState(spec.group.start_timeout)
-        self._supervisor = Supervisor(spec.group, pair, on_health=serving.set_health)
-        decode = RetryingDecoder(self._supervisor, serving).decode
+
+        def set_health(number: int, draft: bool, target: bool) -> None:
+            ready[number] = (draft, target)
+            serving.set_health(any(all(one) for one in ready))
+
+        self._balancer = Balancer(spec.group, pair, groups, on_health=set_health)
+        decode = RetryingDecoder(self._balancer, serving).decode
         requests = RequestReader(pair, spec.seed)
-        self._runner = BatchRunner(pair, requests, decode, pair.fingerprint(), spec.limit)
+        self._runner = BatchRunner(pair, requests, decode, pair.fingerprint(), spec.limit(groups), groups * WINDOW)
 
     async def start(self) -> None:
-        """Start the worker group; return when it has warmed up. Raises WorkerGroupError."""
-        await self._supervisor.start()
+        """Start the worker groups; return when they have warmed up. Raises WorkerGroupError."""
+        await self._balancer.start()
 
     async def answer(self, lines: Iterable[Line | Kept], write: Callable[[dict[str, Any], bool], None]) -> None:
         """See `BatchRunner.run`. Several calls may run at a time."""
@@ -226,7 +235,7 @@ class Replica:
 
     async def stop(self) -> None:
         """End every process."""
-        await self._supervisor.stop()
+        await self._balancer.stop()
 
 
 async def _write_all(window: asyncio.Queue, write: Callable[[dict[str, Any], bool], None]) -> None:

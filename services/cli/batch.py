@@ -22,12 +22,13 @@ def batch(arguments: BatchOptions) -> int:
     from services.batch.progress import Display
     from services.batch.run import BatchRun, Stopped
     from services.batch.runner import ServiceLost
-    from services.launch.config import WorkerGroupError
+    from services.launch.config import AUTO, WorkerGroupError
     from services.launch.logs import TEXT
 
     logging.basicConfig(level=logging.WARNING, format=TEXT)
-    given = placed(options.values_of(arguments))
+    given = options.values_of(arguments)
     config = BatchConfig(**fields_of(BatchConfig, given))
+    given = placed({"worker_groups": AUTO if config.has_parts else 1} | given)
     output = config.output if is_url(config.output) else str(Path(config.output).resolve())
     if JOB_DIRECTORIES in Path(output).parts:
         print_warning(

@@ -73,7 +73,7 @@ def test_output_locked_by_another_run(smcserve, files):
         (("in.jsonl", "out/", "--output-format", "csv"), "output_format='csv'; allowed: jsonl, parquet"),
         (
             ("in.jsonl", "out.jsonl", "--worker-groups", 2, "--trace", "trace.json"),
-            "trace is available only with one worker group",
+            "trace is given with worker_groups=2; allowed: worker_groups 1, or no trace",
         ),
         (("in.jsonl", "notes.txt/"), "cannot write notes.txt/: it is a file; needed: a directory"),
         (("in.jsonl", "./"), "./ is the input's directory, or inside it; give another output directory"),

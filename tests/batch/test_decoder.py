@@ -27,9 +27,9 @@ class Shaky:
         if self._left.get(request.request_id, 0):
             self._left[request.request_id] -= 1
             self._lost = asyncio.Event()
-            self._serving.set_health(False, False)
+            self._serving.set_health(False)
             lost.set()
-            asyncio.get_running_loop().call_later(0.01, self._serving.set_health, True, True)
+            asyncio.get_running_loop().call_later(0.01, self._serving.set_health, True)
         try:
             async with asyncio.timeout(0.005):
                 await lost.wait()
@@ -42,7 +42,7 @@ class Shaky:
 def decode_all(deadly: dict[str, int], ids: str) -> tuple[dict, list[str]]:
     async def run():
         serving = ServiceState(patience=1)
-        serving.set_health(True, True)
+        serving.set_health(True)
         backend = Shaky(serving, deadly)
         decoder = RetryingDecoder(backend, serving)
         requests = [Request(each, (1, 2)) for each in ids]

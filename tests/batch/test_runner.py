@@ -9,18 +9,17 @@ from dataclasses import replace
 import pytest
 
 from services.backend import RequestFailed, Unavailable
-from services.batch import runner as module
 from services.batch.lines import RequestReader
-from services.batch.runner import BatchRunner, Limit, ServiceLost
+from services.batch.runner import WINDOW, BatchRunner, Limit, ServiceLost
 from smc.api.constraint import ConstraintFailed
 from smc.api.request import FinishReason
 from smc.scheduler.admission import QueueFull
 from tests.batch.asking import PRINT, answer_of, chat, decode_at_once, line
 
 
-def run(pair, lines, decode, limit, write=None) -> list[dict]:
+def run(pair, lines, decode, limit, write=None, window=WINDOW) -> list[dict]:
     records = []
-    runner, take = BatchRunner(pair, RequestReader(pair, 0), decode, PRINT, limit), write or records.append
+    runner, take = BatchRunner(pair, RequestReader(pair, 0), decode, PRINT, limit, window), write or records.append
     asyncio.run(runner.run(lines, lambda record, is_new: take(record)))
     return records
 
@@ -67,10 +66,9 @@ def test_no_more_particles_than_allowed_but_one_request_at_least(pair):
     assert small.most_rows == 20
 
 
-def test_a_slow_line_stops_the_reading_of_others(pair, monkeypatch):
+def test_a_slow_line_stops_the_reading_of_others(pair):
     """A slow line stops the reading of further lines, as otherwise all answers of a long file could accumulate in
     memory."""
-    monkeypatch.setattr(module, "WINDOW", 10)
     read, waiting = [], []
 
     def lines():
@@ -84,7 +82,7 @@ def test_a_slow_line_stops_the_reading_of_others(pair, monkeypatch):
             waiting.append(len(read))
         return await decode_at_once(request)
 
-    assert len(run(pair, lines(), decode, Limit(50))) == 100
+    assert len(run(pair, lines(), decode, Limit(50), window=10)) == 100
     assert 10 <= waiting[0] <= 13
 
 
