@@ -27,7 +27,7 @@ from services.coordinator.client import Dispatcher
 from services.coordinator.messages import EngineStep
 from services.coordinator.service import EngineLoop
 from services.gateway.config import GatewayConfig
-from services.gateway.request_handler import ServiceStatus
+from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.gateway.server import Gateway
 from services.launch.service import FRONT_ENDS
 from services.metrics import Metrics
@@ -39,7 +39,6 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, FinishReason, Output, Request, Statistics
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
-from smc.scheduler.stats import EngineStats
 
 STREAMS = 64
 WARM_UP = 4
@@ -100,7 +99,7 @@ async def serve(ready: bool) -> None:
     )
     backend: Any = ReadyBackend() if ready else EngineBackend(local_engine(pair, ENGINE))
     config = GatewayConfig(port=0, http_port=0)
-    status = ServiceStatus.of(1, EngineStats())
+    status = ServiceStatus((WorkerGroupStatus(1),))
     gateway = Gateway(config, serving, backend, Metrics(), lambda: status, FRONT_ENDS)
     await gateway.start()
     gateway.set_health(True, True)

@@ -31,8 +31,8 @@ RAY = "ray"
 """Name of all processes of Ray itself together."""
 TIMEOUT = 5.0
 PREFIXES = ("smc_", "process_")
-OF_MODELS = ("model_name", "pair")
-"""Labels of series that say which models are served."""
+LEFT_OUT = ("model_name", "pair", "worker_group")
+"""Labels of series that say which models are served, and by which worker group."""
 WORDS = 2000
 """Maximum number of characters of the child's log in the error message if it does not start."""
 COMMAND = (
@@ -174,13 +174,14 @@ def scrape(url: str) -> dict[str, float]:
 
 def parse(text: str) -> dict[str, float]:
     """Parse Prometheus' text format. Returns the service's values by series, without buckets and without the labels
-    that name the models."""
-    metrics = {}
+    that name the models. Values of several worker groups are added up."""
+    metrics: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             if name.startswith(PREFIXES) and not name.endswith("_bucket"):
-                shown = ",".join(f'{key}="{word}"' for key, word in labels.items() if key not in OF_MODELS)
-                metrics[f"{name}{{{shown}}}" if shown else name] = value
+                shown = ",".join(f'{key}="{word}"' for key, word in labels.items() if key not in LEFT_OUT)
+                series = f"{name}{{{shown}}}" if shown else name
+                metrics[series] = metrics.get(series, 0.0) + value
     return metrics
 
 

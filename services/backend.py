@@ -1,8 +1,8 @@
 """The interface between the gateway (or the batch command) and its backend, which decodes requests: a request goes in,
 final tokens come out.
 
-The service's backend is `services.launch.supervisor.Supervisor`, which passes requests on to
-`services.coordinator.client.CoordinatorClient`."""
+The service's backend is `services.launch.balancer.Balancer`, which sends each request to the
+`services.coordinator.client.CoordinatorClient` of one of its worker groups."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ WITHOUT_EFFECT = (
 )
 """Settings that are left out of the fingerprint, because they change nothing unless a request gives them. So batch runs
 of earlier versions, which did not have these settings, can be resumed."""
+
+
+START_STEPS = ("reserve", "load", "prepare")
+"""Steps of the start of a worker group, in order."""
 
 
 class Unavailable(RuntimeError):

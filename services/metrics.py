@@ -5,21 +5,16 @@ Labels come from fixed sets, and every series exists from the start, so that a r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 import prometheus_client as prom
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import ProcessCollector
 
+from services.metrics_page import Families, Page
 from smc.api.request import Answer
 from smc.api.sampling_params import VERIFICATIONS
 from smc.scheduler.stats import EngineStats, ExactStats, RoundTimes
 
-# The library adds a series `_created` to every counter and histogram, which is unused.
-prom.disable_created_metrics()
-Metric = TypeVar("Metric", Counter, Gauge, Histogram)
-
-PREFIX = "smc_"
 GROUPS = ("draft", "target")
 PARTS = ("draft", "target", "link", "coordinator")
 ROUND_BUCKETS = (
@@ -102,100 +97,39 @@ E2E_BUCKETS = (
 )
 
 
-OF_PAIR = (
-    *("smc_build", "smc_spec_decode", "smc_log_evidence_per_token"),
-    *("smc_ess_share_ratio", "smc_committed_lag_tokens", "smc_collapses"),
-)
-"""How names begin of metrics that say how well a draft fits its target, and of the service's description."""
-
-
-class Page(CollectorRegistry):
-    """The registry that is scraped. It labels every `smc_` series with the name of the served model, and those of
-    `OF_PAIR` with `pair`, a fingerprint of both models: a window over a restart does not mix two pairs."""
-
-    def __init__(self, registry: Any) -> None:
-        super().__init__()
-        self._registry = registry
-        self.model: str | None = None
-        self.pair = ""
-
-    def restricted_registry(self, names: Iterable[str]) -> Any:
-        """Return a page of the metrics that a scraper asks for by name."""
-        page = Page(self._registry.restricted_registry(names))
-        page.model, page.pair = self.model, self.pair
-        return page
-
-    def collect(self) -> Iterator[prom.Metric]:
-        for metric in self._registry.collect():
-            if self.model is not None and metric.name.startswith(PREFIX):
-                added = {"model_name": self.model}
-                if metric.name.startswith(OF_PAIR):
-                    added["pair"] = self.pair
-                metric.samples = [sample._replace(labels=sample.labels | added) for sample in metric.samples]
-            yield metric
-
-
-class Families:
-    """Creates metrics in its own registry, so that several services can live in one process, and serves them."""
+class WorkerGroupMetrics(Families):
+    """Metrics of one worker group: of its engine's steps and rounds, and of its health. Methods may be called from any
+    thread."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._scraped = self.registry
-        """What `serve` answers with."""
+        super().__init__()
+        self._make_engine_metrics()
+        self._make_exact_metrics()
+        self._make_round_metrics()
+        self._make_health_metrics()
 
-    def serve(
-        self, port: int, host: str = "127.0.0.1", refusal: Callable[[Iterable[str]], str | None] = lambda hosts: None
-    ) -> tuple[int, Callable[[], None]]:
-        """Answer scrapes at `/metrics`. `refusal`: returns why a request with these `Host` headers is refused. Returns
-        the bound port (a free one if `port` is 0) and a function that stops the server. Raises OSError if it cannot
-        listen."""
-        try:
-            server, thread = prom.start_http_server(port, addr=host, registry=self._scraped)
-        except OSError as error:
-            raise OSError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror}; give another metrics port, or 0 for any"
-            ) from error
+    def set_health(self, draft: bool, target: bool) -> None:
+        for group, healthy in zip(GROUPS, (draft, target), strict=True):
+            self._group_healthy.labels(group).set(healthy)
 
-        answer = server.get_app()
-        assert answer is not None
+    def set_incarnation(self, incarnation: int) -> None:
+        self._epoch.set(incarnation)
 
-        def guarded(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
-            given = environ.get("HTTP_HOST")
-            if given is None or (why := refusal([given])) is None:
-                return answer(environ, start)
-            start("403 Forbidden", [("content-type", "text/plain; charset=utf-8")])
-            return [f"{why}\n".encode()]
+    def workers_restarted(self) -> None:
+        """Record that all workers were started again after a loss."""
+        self._restarts.inc()
 
-        server.set_app(guarded)
+    def draft_restarted(self) -> None:
+        """Record that the draft alone was started again after a loss."""
+        self._draft_restarts.inc()
 
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return server.server_port, stop
-
-    def _counter(self, name: str, text: str, **labels: Iterable[str]) -> Counter:
-        return _with_series(Counter(name, text, tuple(labels), registry=self.registry), labels)
-
-    def _gauge(self, name: str, text: str, **labels: Iterable[str]) -> Gauge:
-        return _with_series(Gauge(name, text, tuple(labels), registry=self.registry), labels)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: Iterable[str]) -> Histogram:
-        return _with_series(Histogram(name, text, tuple(labels), buckets=buckets, registry=self.registry), labels)
-
-
-def _with_series(metric: Metric, labels: dict[str, Iterable[str]]) -> Metric:
-    """Return `metric`, after creating a series for each value of its label. For several labels none is created, because
-    only some combinations of values make sense."""
-    if len(labels) == 1:
-        for value in next(iter(labels.values())):
-            metric.labels(value)
-    return metric
-
-
-class EngineMetrics(Families):
-    """Metrics of the engine's steps and rounds. Methods may be called from any thread."""
+    def set_size(self, max_slots: int, block: int) -> None:
+        """Record the number of slots, and of tokens drafted a round. Call it once, while no request holds a slot."""
+        self._slots_capacity.set(max_slots)
+        self._slots_free.set(max_slots)
+        for verification in VERIFICATIONS:
+            for position in range(block):
+                self._accepted_at.labels(verification, position)
 
     def observe_step(self, stats: EngineStats) -> None:
         """Record the engine's state after a step, and what happened since the last one."""
@@ -204,15 +138,15 @@ class EngineMetrics(Families):
         self._slots_free.set(stats.slots_free)
         for group, total in stats.pages_total.items():
             used = stats.pages_used.get(group, 0)
-            self._pages_used.labels(group).set(used)
-            self._pages_cached.labels(group).set(stats.pages_cached.get(group, 0))
-            self._pages_free.labels(group).set(total - used)
-            self._pages_capacity.labels(group).set(total)
+            self.pages_used.labels(group).set(used)
+            self.pages_cached.labels(group).set(stats.pages_cached.get(group, 0))
+            self.pages_free.labels(group).set(total - used)
+            self.pages_capacity.labels(group).set(total)
             self._kv_usage.labels(group).set((used - stats.pages_cached.get(group, 0)) / total if total else 0.0)
             self._prefix_queries.labels(group).inc(stats.prefix_queries.get(group, 0))
             self._prefix_hits.labels(group).inc(stats.prefix_hits.get(group, 0))
         for group, leaked in stats.pages_leaked.items():
-            self._pages_leaked.labels(group).set(leaked)
+            self.pages_leaked.labels(group).set(leaked)
         self._preemptions.inc(stats.preemptions)
         self._shrinks.inc(stats.shrinks)
         self._resamples.inc(stats.resamples)
@@ -261,22 +195,22 @@ class EngineMetrics(Families):
         self._slots_capacity = self._gauge(
             "smc_slots_capacity", "Slots for the particles of all running requests together."
         )
-        self._pages_used = self._gauge(
+        self.pages_used = self._gauge(
             "smc_kv_pages_used", "KV pages that requests or the prefix cache hold.", group=GROUPS
         )
-        self._pages_cached = self._gauge(
+        self.pages_cached = self._gauge(
             "smc_kv_pages_cached",
             "KV pages that the prefix cache holds, including those that requests share.",
             group=GROUPS,
         )
-        self._pages_free = self._gauge("smc_kv_pages_free", "KV pages that are free.", group=GROUPS)
-        self._pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
+        self.pages_free = self._gauge("smc_kv_pages_free", "KV pages that are free.", group=GROUPS)
+        self.pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
         self._kv_usage = self._gauge(
             "smc_kv_cache_usage_ratio",
             "Share of the pool's KV pages that requests hold; pages that only the prefix cache holds count as free.",
             group=GROUPS,
         )
-        self._pages_leaked = self._gauge(
+        self.pages_leaked = self._gauge(
             "smc_kv_pages_leaked",
             "KV pages and page references without an owner, when the engine was last idle; anything but 0 is a bug.",
             group=GROUPS,
@@ -393,6 +327,18 @@ class EngineMetrics(Families):
             "Time since the end of the last round, or since the start; grows while no request runs.",
         )
         age.set_function(lambda: time.monotonic() - self._last_round)
+
+    def _make_health_metrics(self) -> None:
+        self._group_healthy = self._gauge(
+            "smc_group_healthy", "1 while every rank of the group is ready, otherwise 0.", group=GROUPS
+        )
+        self._epoch = self._gauge("smc_epoch", "Number of starts of all workers, or of the draft alone.")
+        self._restarts = self._counter(
+            "smc_worker_restarts_total", "Times that all workers were started again after a loss."
+        )
+        self._draft_restarts = self._counter(
+            "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
+        )
 
 
 TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
@@ -548,43 +494,28 @@ class RequestMetrics(Families):
         )
 
 
-class Metrics(RequestMetrics, EngineMetrics):
-    """All metrics of a service: those of requests, of the engine, and of the service's own health. Methods may be
-    called from any thread."""
+class Metrics(RequestMetrics):
+    """All metrics of a service: those of requests, of each worker group, and of the service's own health. Methods may
+    be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker_groups: int = 1) -> None:
         super().__init__()
-        self._scraped = self._page = Page(self.registry)
+        self.groups = [WorkerGroupMetrics() for _ in range(worker_groups)]
+        self._scraped = self.page = Page(self.registry, [group.registry for group in self.groups])
         ProcessCollector(registry=self.registry)
         self._make_request_metrics()
-        self._make_engine_metrics()
-        self._make_exact_metrics()
-        self._make_round_metrics()
         self._make_service_metrics()
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return prom.generate_latest(self._page)
+        return prom.generate_latest(self.page)
 
-    def set_health(self, draft: bool, target: bool, serving: bool) -> None:
-        for group, healthy in zip(GROUPS, (draft, target), strict=True):
-            self._group_healthy.labels(group).set(healthy)
+    def set_serving(self, serving: bool) -> None:
         self._serving.set(serving)
 
     def gateway_paused(self, seconds: float) -> None:
         """Record that the gateway's event loop was blocked for `seconds`."""
         self._paused.inc(seconds)
-
-    def set_incarnation(self, incarnation: int) -> None:
-        self._epoch.set(incarnation)
-
-    def workers_restarted(self) -> None:
-        """Record that all workers were started again after a loss."""
-        self._restarts.inc()
-
-    def draft_restarted(self) -> None:
-        """Record that the draft alone was started again after a loss."""
-        self._draft_restarts.inc()
 
     def set_build_info(
         self,
@@ -599,32 +530,19 @@ class Metrics(RequestMetrics, EngineMetrics):
     ) -> None:
         """Describe this service. Call it once, at the start, while no request holds a slot. `model`: the name under
         which the pair is served; `weights`: fingerprints of both models' weights, by role."""
-        self._page.model = model
-        self._page.pair = f"{weights['target'][:8]}-{weights['draft'][:8]}"
-        for verification in VERIFICATIONS:
-            for position in range(block):
-                self._accepted_at.labels(verification, position)
+        self.page.model = model
+        self.page.pair = f"{weights['target'][:8]}-{weights['draft'][:8]}"
+        for group in self.groups:
+            group.set_size(max_slots, block)
         # `weights` are the target's: answers depend on them, so a rollout is about them.
         fingerprints = {"weights": weights["target"], "draft_weights": weights["draft"]}
         self._build.info({"version": version, "form": form, "link": link, "placement": placement, **fingerprints})
-        self._slots_capacity.set(max_slots)
-        self._slots_free.set(max_slots)
 
     def _make_service_metrics(self) -> None:
         self._serving = self._gauge("smc_serving", "1 while requests are accepted, otherwise 0.")
-        self._group_healthy = self._gauge(
-            "smc_group_healthy", "1 while every rank of the group is ready, otherwise 0.", group=GROUPS
-        )
         self._paused = self._counter(
             "smc_gateway_paused_seconds_total",
             "Total time of the pauses longer than 0.25 s in which the gateway's event loop was blocked.",
-        )
-        self._epoch = self._gauge("smc_epoch", "Number of starts of all workers, or of the draft alone.")
-        self._restarts = self._counter(
-            "smc_worker_restarts_total", "Times that all workers were started again after a loss."
-        )
-        self._draft_restarts = self._counter(
-            "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
         )
         self._build = prom.Info(
             "smc_build", "Version, form, link and placement of the service, and its models.", registry=self.registry

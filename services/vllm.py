@@ -295,19 +295,20 @@ class VllmService(pb_grpc.VllmEngineServicer):
             uptime_seconds=time.monotonic() - self._started,
             server_type="vllm-grpc",
             data_parallel_size=1,
-            max_num_seqs=self._most_running,
+            max_num_seqs=self._most_running * len(status.groups),
         )
 
     async def GetLoads(self, message: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
         status = self._handler.status()
+        held, room = status.tokens
         load = pb.SchedulerLoad(
             num_running_reqs=status.running,
             num_waiting_reqs=status.queued,
             num_total_reqs=status.running + status.queued,
-            num_used_tokens=status.tokens_held,
-            max_total_num_tokens=status.tokens_room,
-            token_usage=status.tokens_held / max(status.tokens_room, 1),
-            max_running_requests=self._most_running,
+            num_used_tokens=held,
+            max_total_num_tokens=room,
+            token_usage=held / max(room, 1),
+            max_running_requests=self._most_running * len(status.groups),
         )
         version = importlib.metadata.version("smcserve")
         return pb.GetLoadsResponse(

@@ -128,6 +128,19 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class WorkerGroupInfo:
+    """State of one worker group."""
+
+    serving: bool
+    """Whether it decodes requests."""
+    has_draft: bool
+    incarnation: int
+    """Grows by one with every start of all its processes, or of its draft alone."""
+    running: int
+    queued: int
+
+
+@dataclass(frozen=True)
 class ServerInfo:
     version: str
     form: str
@@ -137,10 +150,10 @@ class ServerInfo:
     branches: int
     """F, branches drafted per particle."""
     max_slots: int
-    """Maximum number of particles of all running requests together."""
+    """Maximum number of particles of all running requests of a worker group together."""
     link: str
     incarnation: int
-    """Grows by one with every start of all workers, or of the draft alone."""
+    """Grows by one with every start of a worker group, or of a draft alone."""
     serving: bool
     running: int
     queued: int
@@ -156,8 +169,11 @@ class ServerInfo:
     placement: str
     """`apart`: each model has processes of its own; `shared`: every process has its share of both models."""
     draft_pages: int
-    """Token positions in the KV pool of the draft; 0 until the workers have reported them."""
+    """Token positions in the KV pool of the draft, of the worker group with fewest; 0 until the workers have reported
+    them."""
     target_pages: int
+    worker_groups: tuple[WorkerGroupInfo, ...] = ()
+    """In the order of their numbers."""
 
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -352,11 +368,13 @@ class Client:
         return data_of(ModelInfo, info, **models, eos_token_ids=tuple(info.eos_token_ids))
 
     def server_info(self) -> ServerInfo:
-        return data_of(ServerInfo, self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        answer = self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest())
+        groups = tuple(data_of(WorkerGroupInfo, group) for group in answer.worker_groups)
+        return data_of(ServerInfo, answer, worker_groups=groups)
 
     def health(self, service: str = "") -> str:
         """Return `SERVING` or `NOT_SERVING`. `service`: empty for the whole service, or one of `smc.draft`,
-        `smc.target` and `smc.gateway`."""
+        `smc.target`, `smc.gateway` and, if there are several worker groups, `smc.worker_group.0`, .."""
         answer = self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 

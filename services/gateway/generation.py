@@ -87,6 +87,16 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             placement=self._pair.placement,
             draft_pages=status.pages.get(ModelRole.DRAFT, 0),
             target_pages=status.pages.get(ModelRole.TARGET, 0),
+            worker_groups=[
+                pb.WorkerGroup(
+                    serving=group.has_target,
+                    has_draft=group.has_draft,
+                    incarnation=group.incarnation,
+                    running=group.stats.running,
+                    queued=group.stats.queued,
+                )
+                for group in status.groups
+            ],
         )
 
     async def _request(self, request_id: str, message: pb.GenerateRequest) -> Request:

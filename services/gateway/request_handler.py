@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -50,28 +50,58 @@ arrive a moment before the deadline passes here."""
 
 
 @dataclass(frozen=True)
-class ServiceStatus:
-    """State of the workers, from their supervisor."""
+class WorkerGroupStatus:
+    """State of one worker group, from its supervisor."""
 
     incarnation: int
-    """Grows by one with every start of all workers, or of the draft alone."""
-    running: int
-    """Requests that hold slots."""
-    queued: int
-    tokens_held: int = 0
-    """Positions that requests hold in the fuller of the two KV pools. Positions in the prefix cache do not count,
-    because they can be released."""
-    tokens_room: int = 0
-    """Positions of that pool; 0 before the first step."""
-    pages: Mapping[ModelRole, int] = field(default_factory=dict)
-    """KV pages of each model; empty until the workers have reported them."""
+    """Grows by one with every start of all its processes, or of its draft alone."""
+    stats: EngineStats = field(default_factory=EngineStats)
+    has_target: bool = True
+    """Whether it decodes."""
+    has_draft: bool = True
 
-    @staticmethod
-    def of(incarnation: int, stats: EngineStats) -> ServiceStatus:
-        held = {role: max(0, stats.pages_used[role] - stats.pages_cached.get(role, 0)) for role in stats.pages_total}
-        fullest = max(held, key=lambda role: held[role] / stats.pages_total[role], default=ModelRole.TARGET)
-        room = stats.pages_total.get(fullest, 0)
-        return ServiceStatus(incarnation, stats.running, stats.queued, held.get(fullest, 0), room, stats.pages_total)
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Positions that requests hold in the fuller of the two KV pools, and positions of that pool: 0 before the
+        first step. Positions in the prefix cache do not count, because they can be released."""
+        used, cached, total = self.stats.pages_used, self.stats.pages_cached, self.stats.pages_total
+        held = {role: max(0, used[role] - cached.get(role, 0)) for role in total}
+        fullest = max(held, key=lambda role: held[role] / total[role], default=ModelRole.TARGET)
+        return held.get(fullest, 0), total.get(fullest, 0)
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """State of all worker groups, in order."""
+
+    groups: tuple[WorkerGroupStatus, ...]
+
+    @property
+    def incarnation(self) -> int:
+        """Grows by one with every start of a worker group, or of a draft alone."""
+        return sum(group.incarnation for group in self.groups)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold slots."""
+        return sum(group.stats.running for group in self.groups)
+
+    @property
+    def queued(self) -> int:
+        return sum(group.stats.queued for group in self.groups)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """See `WorkerGroupStatus.tokens`."""
+        held, room = zip(*(group.tokens for group in self.groups))
+        return sum(held), sum(room)
+
+    @property
+    def pages(self) -> dict[ModelRole, int]:
+        """KV pages that a request can have, of each model: those of the smallest pool. Empty until a worker group has
+        reported them."""
+        totals = [group.stats.pages_total for group in self.groups if group.stats.pages_total]
+        return {role: min(total[role] for total in totals) for role in totals[0]} if totals else {}
 
 
 Key = tuple[str, str]

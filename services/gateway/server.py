@@ -40,7 +40,9 @@ LOG_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 HEALTH = pb.DESCRIPTOR.services_by_name["Health"].full_name
 DRAFT, TARGET = "smc.draft", "smc.target"
-"""Names of the draft's and the target's workers in health checks."""
+"""Names of the draft's and the target's workers in health checks: SERVING if any worker group has them."""
+WORKER_GROUP = "smc.worker_group."
+"""Beginning of the names of worker groups in health checks, if there are several; its number follows."""
 GATEWAY = "smc.gateway"
 """Name of the gateway in health checks: SERVING for as long as the gateway is alive, whatever the state of the
 workers."""
@@ -168,11 +170,16 @@ class Gateway:
         self._http: HttpServer | None = None
         for add_to in front_ends:
             add_to(self)
-        self._health = Health(("", *self._services, DRAFT, TARGET, GATEWAY))
+        groups = [f"{WORKER_GROUP}{number}" for number in range(len(metrics.groups))]
+        self._groups = groups if len(groups) > 1 else []
+        """Names of the worker groups in health checks."""
+        self._health = Health(("", *self._services, DRAFT, TARGET, GATEWAY, *self._groups))
         self._health.set({GATEWAY: True})
         self._server: grpc.aio.Server | None = None
         self._watchdog: Watchdog | None = None
         self._stop_metrics: Callable[[], None] | None = None
+        self._ready = [(False, False)] * len(metrics.groups)
+        """Whether each worker group has a draft, and a target."""
         self._ending = False
         self.port: int | None = None
         """Bound port; known once started, as the next two. None: not served."""
@@ -227,14 +234,17 @@ class Gateway:
     def add_http_server(self, server: HttpServer) -> None:
         self._http = server
 
-    def set_health(self, draft: bool, target: bool) -> None:
-        """Set which models are ready. Generate is served while the target is: without a draft, the target alone decodes
-        the requests that allow it. During a drain this has no effect: nothing is ready any more."""
+    def set_health(self, draft: bool, target: bool, worker_group: int = 0) -> None:
+        """Set which models of a worker group are ready. Generate is served while any target is: without a draft, the
+        target alone decodes the requests that allow it. During a drain this has no effect: nothing is ready any
+        more."""
         if self._ending:
             return
+        self._ready[worker_group] = (draft, target)
         self._calls.starting = None
-        self._calls.closed = None if target else "the service is not ready: its workers are starting; try again later"
-        self._report_health(draft, target)
+        serves = any(target for _, target in self._ready)
+        self._calls.closed = None if serves else "the service is not ready: its workers are starting; try again later"
+        self._report_health()
 
     def set_progress(self, progress: StartProgress) -> None:
         """Set the progress of the workers' start. Until they have started, calls are refused with it."""
@@ -285,12 +295,17 @@ class Gateway:
 
     def _close(self) -> None:
         self._ending, self._calls.closed = True, "the service is shutting down; try again later, or elsewhere"
-        self._report_health(draft=False, target=False)
+        self._ready = [(False, False)] * len(self._ready)
+        self._report_health()
 
-    def _report_health(self, draft: bool, target: bool) -> None:
+    def _report_health(self) -> None:
+        draft, target = (any(ready) for ready in zip(*self._ready))
         apis = dict.fromkeys(("", *self._services), target)
-        self._health.set({**apis, DRAFT: draft, TARGET: target})
-        self.metrics.set_health(draft, target, serving=target)
+        groups = dict(zip(self._groups, (target for _, target in self._ready)))
+        self._health.set({**apis, DRAFT: draft, TARGET: target, **groups})
+        self.metrics.set_serving(target)
+        for metrics, ready in zip(self.metrics.groups, self._ready, strict=True):
+            metrics.set_health(*ready)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         config = self._config

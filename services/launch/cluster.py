@@ -286,12 +286,12 @@ def local_pid(process: ray.ObjectRef) -> int | None:
     return pid if node == ray.get_runtime_context().get_node_id() else None
 
 
-def start_coordinator(host: str | None) -> ray.actor.ActorHandle:
+def start_coordinator(host: str | None, name: str) -> ray.actor.ActorHandle:
     """Start the coordinator's actor on `host` (Ray's id of it); None: on the host of this process, where the gateway
     is."""
     here = NodeAffinitySchedulingStrategy(host or ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
-    return _remote(CoordinatorActor, "coordinator").options(scheduling_strategy=here, **options).remote()
+    return _remote(CoordinatorActor, name).options(scheduling_strategy=here, **options).remote()
 
 
 def _quiet() -> None:

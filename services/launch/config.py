@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from smc.api.settings import (
     CLUSTER,
     ENGINE,
     MODELS,
+    CountOr,
     Holds,
     OneOf,
     Option,
@@ -44,6 +45,8 @@ RESOURCE = Holds(
     f"a name of `ray start --resources`, none of {', '.join(RAY_RESOURCES)}",
 )
 PLACEMENTS = ("apart", "shared")
+AUTO = "auto"
+"""As many worker groups as the cluster has room for."""
 LONGEST = 1_000_000
 """Longest deadline in seconds: torch and Ray accept neither infinity nor durations that overflow their clocks."""
 logger = logging.getLogger(__name__)
@@ -124,6 +127,17 @@ class WorkerGroupConfig:
             panel=MODELS,
         ),
     )
+    worker_groups: int | str = setting(
+        1,
+        CountOr(AUTO),
+        option=Option(
+            "Number of worker groups, each with both models, that share the requests. auto: as many as the cluster's "
+            "free GPUs allow; on CPUs 1, in `batch` as many as fit. Default: 1; in `batch` auto if OUT is a directory.",
+            "COUNT|auto",
+            panel=MODELS,
+        ),
+    )
+    """All other settings are those of each worker group."""
     device: str = setting(
         "cpu",
         OneOf(tuple(DEVICES)),
@@ -269,6 +283,15 @@ class WorkerGroupConfig:
                 f"heartbeat={self.heartbeat:g}; allowed: below link_timeout={self.link_timeout:g}, "
                 "or an idle process would count as dead"
             )
+        if self.engine.max_queue is not None and self.least_groups > self.engine.max_queue:
+            raise ValueError(
+                f"max_queue={self.engine.max_queue} with worker_groups={self.worker_groups}; allowed: at least "
+                f"{self.worker_groups}, one waiting request for each worker group"
+            )
+        if self.trace is not None and self.worker_groups != 1:
+            raise ValueError(
+                f"trace is given with worker_groups={self.worker_groups!r}; allowed: worker_groups 1, or no trace"
+            )
         if self.trace is not None and not self.trace.absolute().parent.is_dir():
             raise ValueError(f"trace={str(self.trace)!r}: its directory does not exist")
 
@@ -304,8 +327,13 @@ class WorkerGroupConfig:
         )
 
     @property
+    def least_groups(self) -> int:
+        """Number of worker groups; 1 if it depends on the cluster."""
+        return self.worker_groups if isinstance(self.worker_groups, int) else 1
+
+    @property
     def ranks(self) -> int:
-        """Number of processes that hold models, and of GPUs if they use GPUs."""
+        """Number of processes of a worker group that hold models, and of GPUs if they use GPUs."""
         return sum(group.size for group in self.rank_groups)
 
     def ranks_of(self, role: ModelRole) -> RankGroup:
@@ -368,10 +396,11 @@ def default_placement(given: Mapping[str, Any]) -> str:
     cluster and its GPUs suffice for it, but not for `apart`. Imports torch for `device=cuda` only."""
     if given.get("device") != "cuda" or given.get("form") == "lookahead" or _joins_cluster(given.get("ray_address")):
         return "apart"
-    target, draft = given.get("target_tp", 1), given.get("draft_tp", 1)
+    target, draft, groups = given.get("target_tp", 1), given.get("draft_tp", 1), given.get("worker_groups", 1)
+    groups = int(groups) if str(groups).isdecimal() else 1
     import torch
 
-    suffices = draft in (1, target) and target <= torch.cuda.device_count() < target + draft
+    suffices = draft in (1, target) and groups * target <= torch.cuda.device_count() < groups * (target + draft)
     return "shared" if suffices else "apart"
 
 
@@ -379,16 +408,16 @@ def _joins_cluster(ray_address: str | None) -> bool:
     return bool(ray_address or os.environ.get("RAY_ADDRESS"))
 
 
-def check_gpus(config: WorkerGroupConfig, ray_address: str | None, groups: int = 1) -> None:
-    """Raise ValueError if this machine is the whole cluster and has fewer GPUs than the ranks of `groups` worker groups
+def check_gpus(config: WorkerGroupConfig, ray_address: str | None) -> None:
+    """Raise ValueError if this machine is the whole cluster and has fewer GPUs than the ranks of all worker groups
     need. Imports torch for `device=cuda` only."""
     if config.device != "cuda" or _joins_cluster(ray_address):
         return
     import torch
 
-    if (count := torch.cuda.device_count()) < groups * config.ranks:
+    if (count := torch.cuda.device_count()) < config.least_groups * config.ranks:
         why = "" if torch.version.cuda else " (this torch was built without CUDA)"
-        times = "" if groups == 1 else f", for each of {groups} worker groups"
+        times = "" if config.least_groups == 1 else f", for each of {config.least_groups} worker groups"
         fewer = ""
         if config.placement == "apart" and config.draft_tp in (1, config.target_tp):
             fewer = f"; --placement shared needs {config.target_tp}"
@@ -402,9 +431,26 @@ def warn_of_few_gpus(config: WorkerGroupConfig) -> None:
         return
     import ray
 
-    if (count := int(ray.cluster_resources().get("GPU", 0))) < config.ranks:
+    if (count := int(ray.cluster_resources().get("GPU", 0))) < config.least_groups * config.ranks:
         waits = f"waiting for hosts to join, at most {config.start_timeout:g} s"
-        logger.warning("the cluster has %s; %s; %s", _counted(count), _needed(config), waits)
+        times = "" if config.least_groups == 1 else f", for each of {config.least_groups} worker groups"
+        logger.warning("the cluster has %s; %s%s; %s", _counted(count), _needed(config), times, waits)
+
+
+def count_worker_groups(config: WorkerGroupConfig, on_cpus: Callable[[], int] = lambda: 1) -> int:
+    """Return the number of worker groups. `auto` is as many as the free resources of the cluster that Ray is connected
+    to allow, at least 1 even if that one has to wait for hosts; `on_cpus` returns the number without GPUs."""
+    if isinstance(config.worker_groups, int):
+        return config.worker_groups
+    return on_cpus() if config.device == "cpu" else groups_that_fit(config)
+
+
+def groups_that_fit(config: WorkerGroupConfig) -> int:
+    """Return the number of worker groups that the free resources of the cluster allow; at least 1."""
+    from services.launch import cluster
+
+    gpus = config.device == "cuda"
+    return max(1, cluster.count_that_fit([(group.size, gpus, group.resource) for group in config.rank_groups]))
 
 
 def _counted(count: int) -> str:

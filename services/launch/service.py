@@ -1,4 +1,5 @@
-"""Runs the whole service in one call: the worker group with its supervisor, and the gateway. Stops them on a signal."""
+"""Runs the whole service in one call: the worker groups with their balancer, and the gateway. Stops them on a
+signal."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from services import vllm
 from services.coordinator.messages import EngineStep
 from services.gateway import generation
 from services.gateway.config import GatewayConfig
-from services.gateway.request_handler import ServiceStatus
+from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.gateway.server import Gateway
 from services.launch import cluster
-from services.launch.config import WorkerGroupConfig
-from services.launch.supervisor import Supervisor
+from services.launch.balancer import Balancer
+from services.launch.config import WorkerGroupConfig, count_worker_groups
 from services.metrics import Metrics
 from services.openai import server as openai_server
 
@@ -26,28 +27,29 @@ FRONT_ENDS = (generation.add_to, vllm.add_to, openai_server.add_to)
 
 
 class Service:
-    """Gateway, supervisor and metrics, wired together. Needs Ray to be connected; lives in one asyncio loop."""
+    """Gateway, worker groups and metrics, wired together. Needs Ray to be connected; lives in one asyncio loop."""
 
     def __init__(self, group: WorkerGroupConfig, gateway: GatewayConfig) -> None:
         """Raises ValueError if the models cannot be served with this configuration."""
-        pair = group.serving_pair()
-        self.metrics = Metrics()
-        self._ready = (False, False)
-        """Whether there is a draft, and whether there is a target."""
-        self.supervisor = Supervisor(
+        pair, count = group.serving_pair(), count_worker_groups(group)
+        self.metrics = Metrics(count)
+        self._ready = [(False, False)] * count
+        """Whether each worker group has a draft, and whether it has a target."""
+        self.balancer = Balancer(
             group,
             pair,
+            count,
             on_health=self._health,
             on_step=self._step,
             on_start=lambda progress: self.gateway.set_progress(progress),
         )
-        self.gateway = Gateway(gateway, pair, self.supervisor, self.metrics, self._status, FRONT_ENDS)
+        self.gateway = Gateway(gateway, pair, self.balancer, self.metrics, self._status, FRONT_ENDS)
 
     async def start(self) -> None:
-        """Listen at once, with health status NOT_SERVING; return when the worker group has warmed up. Raises OSError if
-        a port cannot be used, WorkerGroupError if the worker group does not start."""
+        """Listen at once, with health status NOT_SERVING; return when every worker group has warmed up. Raises OSError
+        if a port cannot be used, WorkerGroupError if a worker group does not start."""
         await self.gateway.start()
-        await self.supervisor.start()
+        await self.balancer.start()
 
     async def stop(self, drain: bool) -> None:
         """If `drain`, let calls in flight finish within the gateway's time limit. Then end every process."""
@@ -55,26 +57,31 @@ class Service:
             await self.gateway.drain()
         else:
             await self.gateway.stop()
-        await self.supervisor.stop()
+        await self.balancer.stop()
 
-    def _health(self, draft: bool, target: bool) -> None:
-        self.metrics.set_incarnation(self.supervisor.incarnation)
-        had_draft, had_target = self._ready
-        if self.supervisor.incarnation > 1:
+    def _health(self, number: int, draft: bool, target: bool) -> None:
+        metrics, incarnation = self.metrics.groups[number], self.balancer.groups[number].incarnation
+        metrics.set_incarnation(incarnation)
+        had_draft, had_target = self._ready[number]
+        if incarnation > 1:
             if target and not had_target:
-                self.metrics.workers_restarted()
+                metrics.workers_restarted()
             elif draft and not had_draft:
-                self.metrics.draft_restarted()
-        self._ready = (draft, target)
-        self.gateway.set_health(draft=draft, target=target)
+                metrics.draft_restarted()
+        self._ready[number] = (draft, target)
+        self.gateway.set_health(draft, target, number)
 
-    def _step(self, step: EngineStep) -> None:
-        self.metrics.observe_step(step.stats)
+    def _step(self, number: int, step: EngineStep) -> None:
+        metrics = self.metrics.groups[number]
+        metrics.observe_step(step.stats)
         if step.times is not None:
-            self.metrics.observe_round(step.times)
+            metrics.observe_round(step.times)
 
     def _status(self) -> ServiceStatus:
-        return ServiceStatus.of(self.supervisor.incarnation, self.supervisor.stats)
+        groups = self.balancer.groups
+        return ServiceStatus(
+            tuple(WorkerGroupStatus(one.incarnation, one.stats, one.serving, one.has_draft) for one in groups)
+        )
 
 
 async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Callable[[Gateway], None]) -> None:
@@ -92,7 +99,7 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
                 starting.result()
                 announce(service.gateway)
                 started = True
-                failed = asyncio.create_task(service.supervisor.wait_failed())
+                failed = asyncio.create_task(service.balancer.wait_failed())
                 await asyncio.wait((interrupted, failed), return_when=asyncio.FIRST_COMPLETED)
                 if failed.done():
                     failed.result()

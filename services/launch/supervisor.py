@@ -1,15 +1,13 @@
-"""Keeps a worker group alive and serves as the backend in front of it. Only this module decides what happens when a
-process dies.
+"""Keeps one worker group alive and passes requests on to it. Only this module decides what happens when a process dies;
+it knows nothing about other worker groups.
 
 A lost draft costs speed: its processes are ended and start again beside the target, which meanwhile decodes alone the
 requests that need no draft. Requests that need the draft end with UNAVAILABLE, both those in flight and new ones.
 
 If any other process dies, or a draft whose link to the target cannot be made again, the worker group is lost: every
-process is ended, and a new worker group starts. Until it has warmed up, new requests are refused with UNAVAILABLE.
-Requests in flight end with UNAVAILABLE if they need the draft (`smc`, `draft`). The others (`exact`, `target`) wait for
-the new worker group and are resumed from where their answers broke off. Their tokens are the target's own draws, so the
-same seed draws the same tokens whatever else is in the batch. Every start, of a worker group or of a draft, has the
-next incarnation.
+process is ended, and a new worker group starts. Requests in flight end with UNAVAILABLE, and so do new ones until it
+has warmed up; `services.launch.balancer` resumes those that can be resumed. Every start, of a worker group or of a
+draft, has the next incarnation.
 
 A request is quarantined for a while if it was the only one when a worker group failed. A request that ran beside others
 is not: resumed answers return together and would be quarantined together."""
@@ -19,32 +17,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, MutableMapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from services.backend import RequestFailed, ServingPair, StartProgress, Unavailable
 from services.coordinator.client import CoordinatorClient
 from services.coordinator.messages import EngineStep
 from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import WorkerGroup
-from smc.api.request import Answer, FinishReason, Output, Particle, Request
-from smc.api.sampling_params import Method
+from smc.api.request import Output, Request
 from smc.scheduler.stats import EngineStats
 
 REMEMBERED = 1000
 """Maximum number of quarantined requests; the oldest are forgotten first."""
 FORGOTTEN = 600.0
 """Seconds after which a quarantined request is accepted again."""
-RESUMED = (Method.EXACT, Method.TARGET)
-MOST = 3
-"""Maximum number of times that one answer is resumed: a request that is lost more often may itself make the worker
-group fail."""
 logger = logging.getLogger(__name__)
-Generate = Callable[[Request], AsyncGenerator[Output, None]]
 CHECK_SECONDS = 0.5
 """Length of one wait for the end of a process, before the next wait begins. An end is noticed at once."""
 SILENCE_SECONDS = 5.0
@@ -91,124 +82,42 @@ def _key(request: Request) -> bytes:
     return hashlib.blake2b(repr((request.prompt, request.negative_prompt, params)).encode(), digest_size=16).digest()
 
 
-async def resuming(
-    request: Request, ask: Generate, is_back: Callable[[], Awaitable[None]]
-) -> AsyncGenerator[Output, None]:
-    """Yield the updates of a request until its answer, across losses of the worker group. `ask` submits the request;
-    `is_back` waits until `ask` works again, and raises Unavailable if it never will. Raises the errors of `ask`;
-    Unavailable if the worker group is lost and the request cannot be resumed."""
-    if request.params.method not in RESUMED:
-        async with aclosing(ask(request)) as updates:
-            async for output in updates:
-                yield output
-        return
-    arrived = time.monotonic() - request.waited
-    if request.params.seed is None:
-        request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
-    given = _ReplayCursor()
-    for left in reversed(range(MOST + 1)):
-        try:
-            async with aclosing(ask(replace(request, waited=time.monotonic() - arrived))) as updates:
-                given.begin()
-                async for output in updates:
-                    if (more := given.more(output)) is not None:
-                        yield more
-            return
-        except Unavailable as error:
-            if isinstance(error, _AnswerDiffers) or not left:
-                raise
-            logger.warning("request %s is submitted again: %s", request.request_id, error)
-        await is_back()
+class _NamingLogger(logging.LoggerAdapter):
+    """Begins every message with the name of a worker group."""
 
-
-class _AnswerDiffers(Unavailable):
-    """The resumed answer differs from the part that was already delivered."""
-
-
-class _ReplayCursor:
-    """Records the delivered part of an answer. When the answer is decoded again, this part is compared and left out."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._pieces: list[str] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """Expect the answer once more from its beginning."""
-        self._text = "".join(self._pieces)
-        self._pieces = [self._text]
-        self._come, self._text_come = 0, 0
-        """Numbers of tokens and of characters that have arrived since `begin`."""
-
-    def more(self, output: Output) -> Output | None:
-        """Return the part of this update that has not been delivered; None if there is none. Raises _AnswerDiffers if
-        the update contradicts the delivered part."""
-        known = self._tokens[self._come : self._come + len(output.tokens)]
-        known_text = self._text[self._text_come : self._text_come + len(output.text)]
-        if list(output.tokens[: len(known)]) != known or output.text[: len(known_text)] != known_text:
-            raise _AnswerDiffers(
-                "the service was lost, and decoding again gave a different answer; send the request again"
-            )
-        self._come += len(output.tokens)
-        self._text_come += len(output.text)
-        tokens, text = output.tokens[len(known) :], output.text[len(known_text) :]
-        logprobs = output.logprobs[len(known) :]
-        self._tokens.extend(tokens)
-        self._logprobs.extend(logprobs)
-        self._pieces.append(text)
-        if output.answer is None and not tokens and not text:
-            return None
-        answer = output.answer and self._whole(output.answer)
-        return replace(output, tokens=tokens, text=text, answer=answer, logprobs=logprobs)
-
-    def _whole(self, answer: Answer) -> Answer:
-        """Add the delivered log-probabilities to the answer. If its time ran out before it reached the end of the
-        delivered part, replace its tokens and text with the delivered ones."""
-        if answer.logprobs is not None or self._logprobs:
-            answer = replace(answer, logprobs=tuple(self._logprobs))
-        missing = len(self._tokens) - len(answer.tokens)
-        if missing <= 0:
-            return answer
-        reason = FinishReason.TIME_BUDGET if answer.finish_reason is FinishReason.QUEUE_TIME else answer.finish_reason
-        top_logprobs = None if answer.top_logprobs is None else (*answer.top_logprobs, *[()] * missing)
-        tokens, text = tuple(self._tokens), "".join(self._pieces)
-        particles = None if answer.particles is None else (Particle(tokens, text, reason, 1.0),)
-        return replace(
-            answer,
-            tokens=tokens,
-            text=text,
-            finish_reason=reason,
-            top_logprobs=top_logprobs,
-            particles=particles,
-        )
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"{self.extra['name']}: {msg}" if self.extra and self.extra["name"] else msg, kwargs
 
 
 class Supervisor:
-    """A `services.backend.Backend` that outlives its worker group. Needs Ray to be connected."""
+    """Starts a worker group, starts it again whenever it is lost, and passes requests on to it. Needs Ray to be
+    connected."""
 
     def __init__(
         self,
         config: WorkerGroupConfig,
         pair: ServingPair,
+        quarantine: Quarantine | None = None,
         *,
+        name: str = "",
         on_health: Callable[[bool, bool], None] = lambda draft, target: None,
         on_step: Callable[[EngineStep], None] = lambda step: None,
         on_start: Callable[[StartProgress], None] | None = None,
+        may_give_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`on_health` is called whenever the draft or the target comes or goes, with two flags: whether there is a
-        draft, and whether there is a target. With a target, the service decodes. `on_step` is called with every engine
-        step, `on_start` with the progress of the start of a worker group."""
-        self._config, self.pair = config, pair
+        """`quarantine`: shared by all worker groups of a service. `name`: of the worker group, for the log and the
+        names of its processes; empty if there is only one. `on_health` is called whenever the draft or the target comes
+        or goes, with two flags: whether there is a draft, and whether there is a target. With a target, the worker
+        group decodes. `on_step` is called with every engine step, `on_start` with the progress of a start.
+        `may_give_up`: asked after `max_failed_starts` failed starts in a row, and after each further one."""
+        self._config, self.pair, self.name = config, pair, name
         self._on_health, self._on_step, self._on_start = on_health, on_step, on_start
+        self._may_give_up = may_give_up
+        self._log = _NamingLogger(logger, {"name": name})
         self.group: WorkerGroup | None = None
         self._client: CoordinatorClient | None = None
         self._watch: asyncio.Task | None = None
-        self._quarantine = Quarantine()
-        self._changed = asyncio.Event()
-        """Set when a worker group serves, or when no other worker group will be started."""
-        self._over = False
-        """No other worker group will be started."""
+        self._quarantine = quarantine or Quarantine()
         self._heard = 0.0
         """Time (`time.monotonic`) of the engine's last step."""
         self._draft_incarnation = 0
@@ -217,6 +126,11 @@ class Supervisor:
         """Requests that were in flight when the coordinator reported the loss of the draft; None if it has reported no
         loss that is still to be handled."""
         self._draft_start: asyncio.Task | None = None
+        self._settled = asyncio.Event()
+        """Not set between the loss of the worker group and the decision whether a request is to blame."""
+        self._settled.set()
+        self.failed_starts = 0
+        """Starts of the worker group in a row that have failed."""
         self.incarnation = 0
         self.stats = EngineStats()
         """Statistics of the engine's last step; once the worker group is lost, those of an engine that holds
@@ -237,14 +151,13 @@ class Supervisor:
         self._watch = asyncio.create_task(self._keep_alive())
 
     async def wait_failed(self) -> None:
-        """Wait until the service cannot come back, since too many starts in a row have failed. Then raises
+        """Wait until the worker group is given up, since too many starts in a row have failed. Then raises
         WorkerGroupError; never returns."""
         assert self._watch is not None
         await asyncio.shield(self._watch)
 
     async def stop(self) -> None:
         """End every process. Calls still in flight end with UNAVAILABLE."""
-        self._end()
         tasks = [task for task in (self._watch, self._draft_start) if task is not None]
         for task in tasks:
             task.cancel()
@@ -254,27 +167,20 @@ class Supervisor:
             await asyncio.to_thread(self.group.stop)
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """See `Backend.generate`. Answers that consist of the target's own draws survive the loss of the worker
-        group."""
-        return resuming(request, self._ask, self._is_back)
-
-    def _ask(self, request: Request) -> AsyncGenerator[Output, None]:
+        """See `Backend.generate`. A request in flight ends with Unavailable if the worker group is lost."""
         if self._client is None:
             raise Unavailable("the service is starting; try again in a few seconds")
         self._quarantine.check(request)
         return self._client.generate(request)
 
-    async def _is_back(self) -> None:
-        """Wait until the next worker group serves. Raises Unavailable if there will be none."""
-        while not self.serving:
-            self._changed.clear()
-            if self._over:
-                raise Unavailable("the service has stopped; try again later, or elsewhere")
-            await self._changed.wait()
+    async def settled(self) -> None:
+        """If the worker group was just lost, wait until its requests in flight have been quarantined or acquitted. A
+        request that may be decoded again elsewhere waits for that, or it could end one worker group after another."""
+        await self._settled.wait()
 
     async def _start_group(self) -> None:
         self.incarnation += 1
-        self.group = WorkerGroup(self._config, self.pair, self.incarnation)
+        self.group = WorkerGroup(self._config, self.pair, self.incarnation, self.name)
         looking = asyncio.create_task(self._follow_start(self.group))
         try:
             await asyncio.to_thread(self.group.start)
@@ -288,8 +194,7 @@ class Supervisor:
             raise WorkerGroupError(f"the worker group did not start: {error}") from error
         self._client, self._heard = client, time.monotonic()
         self._draft_incarnation, self._in_flight = self.incarnation, None
-        self._changed.set()
-        logger.info("serving: incarnation %d", self.incarnation)
+        self._log.info("serving: incarnation %d", self.incarnation)
         self._on_health(True, True)
 
     async def _follow_start(self, group: WorkerGroup) -> None:
@@ -300,19 +205,18 @@ class Supervisor:
             if progress != last:
                 self._on_start(progress)
                 if time.monotonic() - logged > LOG_SECONDS:
-                    logger.info("starting: %s", progress)
+                    self._log.info("starting: %s", progress)
                     logged = time.monotonic()
                 last = progress
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _keep_alive(self) -> None:
-        failed = 0
         while True:
             try:
                 if self._client is None:
-                    await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
+                    await asyncio.sleep(BACKOFF_SECONDS[min(self.failed_starts, len(BACKOFF_SECONDS) - 1)])
                     await self._start_group()
-                    failed = 0
+                    self.failed_starts = 0
                 lost, in_flight = not self.serving, self._in_flight
                 assert self.group is not None
                 await asyncio.to_thread(self.group.check, CHECK_SECONDS)
@@ -331,12 +235,11 @@ class Supervisor:
                         continue
                     except WorkerGroupError as more:
                         error = more
-                failed += self._client is None
+                self.failed_starts += self._client is None
                 await self._end_group(error)
-                if failed >= self._config.max_failed_starts:
-                    self._end()
+                if self.failed_starts >= self._config.max_failed_starts and self._may_give_up():
                     raise WorkerGroupError(
-                        f"{failed} starts in a row have failed, the last one because: {error}"
+                        f"{self.failed_starts} starts in a row have failed, the last one because: {error}"
                     ) from error
 
     async def _detach_draft(self, error: WorkerGroupError) -> None:
@@ -345,7 +248,7 @@ class Supervisor:
         group, client = self.group, self._client
         assert group is not None and client is not None
         await asyncio.to_thread(group.probe)
-        logger.error("%s; the target decodes alone", error)
+        self._log.error("%s; the target decodes alone", error)
         if error.fault:
             self._quarantine.group_failed(client.requests if self._in_flight is None else self._in_flight)
         self._draft_incarnation, self._in_flight = 0, None
@@ -359,7 +262,7 @@ class Supervisor:
         try:
             await asyncio.to_thread(group.detach_draft)
         except WorkerGroupError as error:
-            logger.error("%s", error)
+            self._log.error("%s", error)
         for failed in range(self._config.max_failed_starts):
             await asyncio.sleep(BACKOFF_SECONDS[min(failed, len(BACKOFF_SECONDS) - 1)])
             self.incarnation += 1
@@ -367,36 +270,34 @@ class Supervisor:
             try:
                 await asyncio.to_thread(group.start_draft, incarnation)
             except WorkerGroupError as error:
-                logger.error("%s", error)
+                self._log.error("%s", error)
             else:
                 self._draft_incarnation = incarnation
-                logger.info("the draft is back: incarnation %d", incarnation)
+                self._log.info("the draft is back: incarnation %d", incarnation)
                 self._on_health(True, True)
                 return
-        logger.error(
+        self._log.error(
             "%d starts of the draft in a row have failed; the target keeps decoding alone",
             self._config.max_failed_starts,
         )
 
     async def _end_group(self, error: Exception) -> None:
         if not isinstance(error, WorkerGroupError):
-            logger.exception("unexpected error", exc_info=error)
-        logger.error("%s; the worker group of incarnation %d ends", error, self.incarnation)
+            self._log.exception("unexpected error", exc_info=error)
+        self._log.error("%s; the worker group of incarnation %d ends", error, self.incarnation)
         client = self._client
         if self._draft_start is not None:
             self._draft_start.cancel()
-        await self._detach(f"a process of the service has ended ({error}); it is starting again")
+        # Before calls end: those that are resumed elsewhere ask the quarantine again.
         if client is not None and isinstance(error, WorkerGroupError) and error.fault:
-            self._quarantine.group_failed(client.interrupted)
+            self._quarantine.group_failed(client.interrupted if client.lost else client.requests)
+        await self._detach(f"a process of the service has ended ({error}); it is starting again")
         assert self.group is not None
         await asyncio.to_thread(self.group.kill)
 
-    def _end(self) -> None:
-        self._over = True
-        self._changed.set()
-
     async def _detach(self, why: str) -> None:
         client, self._client = self._client, None
+        self._settled.set()
         if client is not None:
             client.fail(why)
             await client.close()
@@ -410,6 +311,8 @@ class Supervisor:
                 slots_free=self.pair.engine.max_slots, pages_used=nothing, pages_total=total, pages_leaked=nothing
             )
             self._step(EngineStep(stats=room))
+        if self._client is not None:
+            self._settled.clear()
         self._draft_incarnation, self._in_flight = 0, None
         self._on_health(False, False)
 

@@ -101,8 +101,10 @@ class WorkerGroup:
     """The processes of one incarnation. A worker group is not restarted: after a failure the supervisor makes a new one
     with the next incarnation. Only the draft's ranks can start again beside the other processes."""
 
-    def __init__(self, config: WorkerGroupConfig, pair: ServingPair, incarnation: int) -> None:
+    def __init__(self, config: WorkerGroupConfig, pair: ServingPair, incarnation: int, name: str = "") -> None:
+        """`name`: begins the names of its processes; empty if there is only one worker group."""
         self._config, self._pair, self.incarnation = config, pair, incarnation
+        self._prefix = name and f"{name}, "
         self.secret = secrets.token_hex(16)
         self.actors: dict[str, ray.actor.ActorHandle] = {}
         """Keys: `coordinator`, `draft0`, `draft1`, .., `target0`, ..; for ranks with both models `shared0`, .."""
@@ -288,7 +290,7 @@ class WorkerGroup:
             leader = f"{config.ranks_of(ModelRole.TARGET).name}0"
             beside, _ = ray.get(self._processes[leader], timeout=config.start_timeout)
         with self._adding():
-            self.actors["coordinator"] = coordinator = cluster.start_coordinator(beside)
+            self.actors["coordinator"] = coordinator = cluster.start_coordinator(beside, f"{self._prefix}coordinator")
             spec = pickle.dumps(coordinator_spec(config, self._pair, self._rendezvous))
             started: ray.ObjectRef = coordinator.start.remote(spec)
         logger.info("incarnation %d: waiting until %s are ready", self.incarnation, ", ".join(self.actors))
@@ -308,7 +310,7 @@ class WorkerGroup:
         for rank in range(size):
             with self._adding():
                 name = f"{group.name}{rank}"
-                self.actors[name] = actor = cluster.start_rank(room, group.name, rank, gpus)
+                self.actors[name] = actor = cluster.start_rank(room, f"{self._prefix}{group.name}", rank, gpus)
                 self._processes[name] = actor.process.remote()
                 spec = pickle.dumps(rank_spec(config, self._pair, rendezvous, group.name, Shard(rank, size)))
                 self._runs[actor.run.remote(spec)] = name

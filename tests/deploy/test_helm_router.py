@@ -212,7 +212,7 @@ def test_keda_reckons_how_long_a_request_waits(case, tmp_path):
     letters does not count."""
     queued, answered, expected = WAITS[case]
     assert {"smc_requests_queued", "smc_requests", "smc_serving"} <= {
-        family.name for family in Metrics().registry.collect()
+        family.name for family in Metrics().page.collect()
     }
     keda = {"topology": "pod", "keda": {"enabled": True, "queueTime": 2}}
     spec = of_kind(render(keda), "ScaledObject")["spec"]

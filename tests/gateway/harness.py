@@ -19,7 +19,7 @@ from services.coordinator.messages import EngineStep
 from services.coordinator.service import EngineLoop
 from services.gateway import generation
 from services.gateway.config import GatewayConfig
-from services.gateway.request_handler import ServiceStatus
+from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.gateway.server import Gateway
 from services.metrics import Metrics
 from services.openai import server as openai_server
@@ -51,7 +51,7 @@ class LocalBackend:
         return self.dispatcher.generate(request)
 
     def status(self) -> ServiceStatus:
-        return ServiceStatus.of(3, self.stats)
+        return ServiceStatus((WorkerGroupStatus(3, self.stats),))
 
     def stop(self) -> None:
         self._loop.stop()
@@ -59,7 +59,7 @@ class LocalBackend:
 
     def _take(self, step: EngineStep) -> None:
         self.stats = step.stats
-        self._metrics.observe_step(step.stats)
+        self._metrics.groups[0].observe_step(step.stats)
         self.dispatcher.deliver(step)
 
 
@@ -122,7 +122,7 @@ class Service:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+        return value_of(self.metrics, name, labels) or 0.0
 
     def wait_until_free(self, timeout: float = 5.0) -> None:
         """Wait until the engine is idle and no call is left, then check its page accounting, which may be complete only
@@ -143,6 +143,12 @@ class Service:
         self.asyncio.call_soon_threadsafe(self.asyncio.stop)
         self._thread.join(5)
         self.asyncio.close()
+
+
+def value_of(metrics: Metrics, name: str, labels: dict[str, str]) -> float | None:
+    """Return the value of a series of the service or of its first worker group; None if there is none."""
+    registries = (metrics.registry, metrics.groups[0].registry)
+    return next((found for one in registries if (found := one.get_sample_value(name, labels)) is not None), None)
 
 
 @contextmanager

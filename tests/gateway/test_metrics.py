@@ -29,7 +29,7 @@ from smc.potentials import Prefixes
 from smc.scheduler.stats import EngineStats, RoundTimes
 from tests.deploy.binaries import binary
 from tests.deploy.sources import rules
-from tests.gateway.harness import LONG, serving, until
+from tests.gateway.harness import LONG, serving, until, value_of
 from tests.scheduler.harness import CASES, answers, request
 from tests.scheduler.pairs import tiny_pair
 
@@ -54,13 +54,13 @@ def metrics():
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    found = metrics.registry.get_sample_value(name, labels)
+    found = value_of(metrics, name, labels)
     assert found is not None, (name, labels)
     return found
 
 
 def names(metrics: Metrics) -> set[str]:
-    return {metric.name for metric in metrics.registry.collect()}
+    return {metric.name for metric in metrics.page.collect()}
 
 
 def test_promtool_accepts_every_name(metrics):
@@ -79,7 +79,7 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
     def series() -> set[tuple]:
         return {
             (s.name, *sorted(s.labels.items()))
-            for m in metrics.registry.collect()
+            for m in metrics.page.collect()
             for s in m.samples
             if m.name != "smc_build"
         }
@@ -127,12 +127,13 @@ def report_everything(metrics: Metrics) -> None:
         stats.exact["walk"].count(accepted, block=3, rows=4, ahead=True, hit=hit)
     stats.exact["rejection"].count(1, block=3, rows=2, ahead=False, hit=False)
     stats.exact_alone_rounds = 6
-    metrics.observe_step(stats)
-    metrics.observe_round(RoundTimes(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001))
-    metrics.set_health(draft=True, target=False, serving=False)
-    metrics.set_incarnation(2)
-    metrics.workers_restarted()
-    metrics.draft_restarted()
+    metrics.groups[0].observe_step(stats)
+    metrics.groups[0].observe_round(RoundTimes(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001))
+    metrics.groups[0].set_health(draft=True, target=False)
+    metrics.set_serving(False)
+    metrics.groups[0].set_incarnation(2)
+    metrics.groups[0].workers_restarted()
+    metrics.groups[0].draft_restarted()
 
 
 def test_what_is_reported_is_what_is_shown(metrics):
@@ -208,9 +209,9 @@ def test_a_leak_stays_seen_while_requests_run(metrics):
     the next request."""
     pages = {"pages_used": {"draft": 30}, "pages_total": {"draft": 100}}
     for leaked in ({"draft": 2}, {}):
-        metrics.observe_step(EngineStats(**pages, pages_leaked=leaked))
+        metrics.groups[0].observe_step(EngineStats(**pages, pages_leaked=leaked))
         assert value(metrics, "smc_kv_pages_leaked", group="draft") == 2
-    metrics.observe_step(EngineStats(**pages, pages_leaked={"draft": 0}))
+    metrics.groups[0].observe_step(EngineStats(**pages, pages_leaked={"draft": 0}))
     assert value(metrics, "smc_kv_pages_leaked", group="draft") == 0
 
 
@@ -228,10 +229,12 @@ def test_a_lost_worker_group_holds_nothing(metrics, monkeypatch):
         told.update(step=on_step, lost=on_lost)
         return SimpleNamespace(attached=lambda timeout: asyncio.sleep(0))
 
-    monkeypatch.setattr(launch, "WorkerGroup", lambda config, pair, incarnation: group)
+    monkeypatch.setattr(launch, "WorkerGroup", lambda config, pair, incarnation, name: group)
     monkeypatch.setattr(launch, "CoordinatorClient", connect)
     pair = SimpleNamespace(engine=SimpleNamespace(max_slots=64))
-    supervisor = launch.Supervisor(WorkerGroupConfig(), pair, on_step=lambda step: metrics.observe_step(step.stats))
+    supervisor = launch.Supervisor(
+        WorkerGroupConfig(), pair, on_step=lambda step: metrics.groups[0].observe_step(step.stats)
+    )
     asyncio.run(supervisor._start_group())
     held = EngineStats(
         queued=3, running=2, slots_free=48, pages_used={"draft": 30}, pages_total={"draft": 100}, resamples=5
@@ -277,7 +280,7 @@ def test_metrics_after_requests(pair):
         with urllib.request.urlopen(f"http://127.0.0.1:{service.gateway.metrics_port}/metrics") as page:
             text = page.read().decode()
         shown = parse(text)
-    assert 'smc_slots_free{model_name="demo-target"} 64' in text and "process_open_fds " in text
+    assert 'smc_slots_free{model_name="demo-target",worker_group="0"} 64' in text and "process_open_fds " in text
     tokens = sum(len(answer.tokens) for answer in answers)
     assert shown["smc_generation_tokens_total"] == tokens
     assert shown["smc_prompt_tokens_total"] == sum(answer.usage.prompt_tokens for answer in answers)
@@ -384,7 +387,7 @@ def test_distinct_particles_have_no_share_of_effective_ones():
     metrics, stats = Metrics(), EngineStats()
     stats.count_round(None, lag=3, resampled=False, collapsed=False)
     stats.count_round(0.5, lag=4, resampled=True, collapsed=False)
-    metrics.observe_step(stats)
+    metrics.groups[0].observe_step(stats)
     assert value(metrics, "smc_ess_share_ratio_count") == 1 and value(metrics, "smc_committed_lag_tokens_count") == 2
 
 
@@ -409,7 +412,7 @@ def test_calls_of_potentials_are_counted(metrics):
     end.set()
     calls = 2 + 2 * (1 + found["same 0"].statistics.rounds)
     stats = STEPS.decode(STEPS.encode(EngineStep(stats=engine.take_stats()))).stats
-    metrics.observe_step(stats)
+    metrics.groups[0].observe_step(stats)
     assert value(metrics, "smc_potential_errors_total") == value(metrics, "smc_potential_timeouts_total") == 2
     assert value(metrics, "smc_potential_call_seconds_count") == calls == len(stats.potentials.seconds)
     assert 0 < value(metrics, "smc_potential_call_seconds_sum") < 60

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from services.backend import Unavailable
-from services.launch.supervisor import MOST, resuming
+from services.launch.resume import MOST, resuming
 from smc.api.request import Answer, FinishReason, Output, Request, Statistics
 from smc.api.sampling_params import SamplingParams
 

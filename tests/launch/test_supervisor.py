@@ -32,7 +32,7 @@ class FakeWorkerGroup:
     """Incarnations of drafts that were started beside a running target."""
     secret = ""
 
-    def __init__(self, config, pair, incarnation: int) -> None:
+    def __init__(self, config, pair, incarnation: int, name: str) -> None:
         self.incarnation = self.address = incarnation
 
     def start(self) -> None:
@@ -66,12 +66,11 @@ class FakeWorkerGroup:
 
 class FakeClient:
     lost = False
-    requests = ()
     in_flight: ClassVar[dict[int, list[Request]]] = {}
 
     def __init__(self, address, secret, on_step, on_lost) -> None:
         self._on_lost = on_lost
-        self.interrupted = self.in_flight.get(address, ())
+        self.requests = self.interrupted = self.in_flight.get(address, ())
 
     def fail(self, why: str) -> None:
         if not self.lost:

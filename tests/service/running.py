@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from services.client import Client
 from services.gateway.config import GatewayConfig
 from services.launch.config import WorkerGroupConfig
 from services.launch.service import Service
+from services.launch.supervisor import Supervisor
 
 
 class Running:
@@ -32,8 +34,9 @@ class Running:
         self.wait(self.service.start(), start_seconds)
 
     @property
-    def supervisor(self):
-        return self.service.supervisor
+    def supervisor(self) -> Supervisor:
+        """The supervisor of the first worker group."""
+        return self.service.balancer.groups[0]
 
     @property
     def address(self) -> str:
@@ -43,14 +46,18 @@ class Running:
         return Client(self.address)
 
     def wait(self, coroutine, timeout: float = 120):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+        return self.begin(coroutine).result(timeout)
 
-    def pids(self) -> dict[str, int]:
-        """Return the process id of every process of the worker group, by name."""
-        return {name: ray.get(actor.pid.remote()) for name, actor in self.supervisor.group.actors.items()}
+    def begin(self, coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def kill(self, name: str, how: int = signal.SIGKILL) -> None:
-        os.kill(self.pids()[name], how)
+    def pids(self, worker_group: int = 0) -> dict[str, int]:
+        """Return the process id of every process of a worker group, by name."""
+        group = self.service.balancer.groups[worker_group].group
+        return {name: ray.get(actor.pid.remote()) for name, actor in group.actors.items()}
+
+    def kill(self, name: str, how: int = signal.SIGKILL, worker_group: int = 0) -> None:
+        os.kill(self.pids(worker_group)[name], how)
 
     def until(self, condition: Callable[[], bool], timeout: float, what: str) -> float:
         """Wait until the condition holds and return how many seconds that took. Fails the test after `timeout`

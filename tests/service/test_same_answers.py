@@ -20,7 +20,7 @@ def test_clients_of_all_kinds_at_once(group, demo_pair):
 def test_draft_and_target_work_at_the_same_time(group):
     """In look-ahead both models work on a round at once: in most rounds the times of draft and target add up to more
     than the round takes."""
-    rounds, supervisor = [], group.service.supervisor
+    rounds, supervisor = [], group.supervisor
     before, supervisor._on_step = supervisor._on_step, lambda step: rounds.append(step.times) if step.times else None
     try:
         with group.client() as client:
