@@ -1,34 +1,37 @@
-"""Predicts which arrangement of GPUs, and which N, F and K, decode a number of requests fastest, by exact decoding or
-by plain decoding. The prediction uses cost curves and acceptance, which short runs measure here.
-
-N: rows of a tree; K: tokens of a block; F: rows ahead for each of the N rows.
-"""
+"""Measures what divisions of GPUs are compared by (`services.launch.division`): the times of both models at every
+degree, how often the draft is right, and the speed of the divisions that look best."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
+import torch
+
 from benchmarks.backends import Mode, PromptBackend
-from benchmarks.load import PLAIN_BLOCK, ClosedLoop, problem_load, sized_config
+from benchmarks.load import (
+    ClosedLoop,
+    Load,
+    Waves,
+    file_load,
+    problem_load,
+    repeated,
+    sized_config,
+)
+from benchmarks.speed import WARM_UP
+from services.launch.config import WorkerGroupError
+from services.launch.division import Degrees, DegreeTimes, Division, DivisionSpeed
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
+from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, PLAIN_BLOCK, AcceptanceCurve
 from smc.calibration.latency import Effort, measure_latency, room_for
 from smc.memory.kv_cache import pool_for
-from smc.scheduler.speculation import WIDTH_GAIN, LatencyModel
+from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole
-
-CANDIDATES = 32
-"""Candidate tokens of a tree's root, so the maximum width of its first level."""
-PARTICLES = (1, 2, 4, 8, 16, 32)
-BRANCHES = (1, 2, 4, 8)
-BLOCKS = tuple(range(1, 17))
-PLAIN, LOCKSTEP, LOOKAHEAD = "plain", "lockstep", "look-ahead"
-
 
 PROBED_BLOCK = 5
 WIDE_ROWS = 8
@@ -37,186 +40,125 @@ PROBED_PROBLEMS = 16
 BESIDE = 4
 """Number of requests in flight while acceptance is measured."""
 MOST_GAIN = 2.0
+RUN_SECONDS, RUN_ROUNDS = 4.0, 40
+"""Seconds and rounds that a brief run times at least."""
+PATIENCE = 8
+"""A brief run ends after this many times `RUN_SECONDS`, whatever it has timed."""
+FAILURES = (WorkerGroupError, torch.OutOfMemoryError, ValueError)
+"""Errors of a division that does not fit, or that does not start."""
 
 
 @dataclass(frozen=True)
-class AcceptanceCurve:
-    """Probability that the target draws a drafted token, by the number of rows. Raises ValueError naming the field, the
-    value and what is allowed."""
+class Advisor:
+    """Measures on a backend."""
 
-    one: float
-    """Probability that a single drafted row has the target's next token."""
-    gain: float = WIDTH_GAIN
-    """Exponent: N rows miss the token N^gain times less often."""
+    backend: PromptBackend
+    distribution: Mapping[str, Any]
+    """Settings of `SamplingParams`, by name."""
+    prompts: Sequence[Sequence[int]] = ()
+    """Token ids of prompts; none: demo problems."""
+    say: Callable[[str], None] = lambda text: None
+    """Gets each line of progress."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.one < 1:
-            raise ValueError(f"acceptance={self.one!r}; allowed: between 0 and 1, both excluded")
-        if not 0 <= self.gain < math.inf:
-            raise ValueError(f"gain={self.gain!r}; allowed: finite, >= 0")
+    def load(self, requests: int) -> Load:
+        return file_load(self.prompts, requests) if self.prompts else problem_load(self.backend.tokenizer, requests)
 
-    def of_rows(self, rows: float) -> float:
-        """Return the probability that one of `rows` rows has the target's next token."""
-        return 1 - (1 - self.one) / max(1.0, rows) ** self.gain
+    def times(
+        self, degrees: Degrees, gpus: int, fits: Callable[[Division], bool], effort: Effort, rows: int
+    ) -> DegreeTimes:
+        """Time both models at every degree at which they fit into memory, one at a time. `rows`: maximum number of
+        rows of a timed draft step. Raises ValueError if they fit at no degree."""
+        found: dict[int, LatencyModel] = {}
+        for degree in sorted({*degrees.draft, *degrees.target}):
+            division = _timed_division(degree, degrees, gpus)
+            if division is None or not fits(division):
+                continue
+            self.say(f"timing both models, draft on {division.draft}, target on {division.target}")
+            try:
+                found[degree] = measure_split(self.backend, _mode_of(division), effort, rows)
+            except FAILURES as error:
+                self.say(f"left out: {error}")
+        if not found.keys() & {*degrees.target}:
+            raise ValueError("the models fit on these GPUs at no degree; give more GPUs or smaller types of weights")
+        return DegreeTimes(found, self._apart_overhead(found, degrees, gpus, effort))
 
-    def lockstep_tokens(self, particles: int, block: int) -> float:
-        """Return the expected tokens of a round: the accepted ones of K, and one that the target draws."""
-        return 1 + sum(self.of_rows(particles) ** token for token in range(1, block + 1))
+    def _apart_overhead(self, found: Mapping[int, LatencyModel], degrees: Degrees, gpus: int, effort: Effort) -> float:
+        """Measure the seconds of a round besides the models' passes where each has processes of its own."""
+        least = min(found)
+        targets = [degree for degree in degrees.target if degree in found and degree + degrees.draft[0] <= gpus]
+        if not targets:
+            return found[least].round_overhead
+        division = Division(LOOKAHEAD, "apart", degrees.draft[0], targets[0], 1)
+        self.say(f"timing rounds with the models apart, draft on {division.draft}, target on {division.target}")
+        brief = replace(effort, seconds=0.0)
+        try:
+            return measure_split(self.backend, _mode_of(division), brief, WIDE_ROWS).round_overhead
+        except FAILURES as error:
+            self.say(f"not timed, taken as in one process: {error}")
+            return found[least].round_overhead
 
-    def lookahead_tokens(self, particles: int, branches: int, block: int) -> float:
-        """Return the expected tokens of a round in the long run.
+    def acceptance(self, division: Division, problems: int = PROBED_PROBLEMS) -> AcceptanceCurve:
+        """Measure acceptance in exact answers to prompts, with one row and with `WIDE_ROWS`."""
+        missed = {}
+        for rows in (1, WIDE_ROWS):
+            load = self.load(problems)
+            assert load.answer is not None
+            params = SamplingParams(method=Method.EXACT, particles=rows, **self.distribution)
+            requests = load.make_requests(params, load.answer)[:problems]
+            config = sized_config(EngineConfig(form="lockstep", block=PROBED_BLOCK), requests, BESIDE)
+            with self.backend.engine(replace(_mode_of(division), config=config, particles=rows), config) as engine:
+                for _ in ClosedLoop(engine, requests, BESIDE).run():
+                    pass
+                missed[rows] = missed_share(engine.take_stats(), problems)
+        gain = math.log(missed[1] / missed[WIDE_ROWS]) / math.log(WIDE_ROWS)
+        return AcceptanceCurve(1 - missed[1], min(max(gain, 0.0), MOST_GAIN))
 
-        Rounds are of two kinds. A round of the first kind verifies a tree whose first token is known to be right. Every
-        further token of the block is in the tree with the probability that its number of rows gives, and likewise the
-        target's token after the block is in the rows ahead. If one of these tokens is missing, the next round is of the
-        second kind: it verifies a single token, and drafts a tree ahead from one root, at most `CANDIDATES` wide. Rows
-        ahead are distributed over all outcomes by likelihood; the winning row is followed by its share of them."""
-        share = self.one**block
-        found = self.of_rows(min(particles, particles * branches * share))
-        hit, again = found**block, self.of_rows(min(particles * branches, CANDIDATES))
-        trees = again / (again + 1 - hit)
-        return trees * sum(found**token for token in range(block)) + (1 - trees)
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """N, F and K of exact decoding."""
-
-    particles: int
-    branches: int
-    block: int
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """A number of equal services that share the requests."""
-
-    name: str
-    form: str
-    gpus: int
-    """GPUs of one service."""
-    copies: int
-    latency: LatencyModel
-    """Latency model of one service's devices."""
-
-    def speed(
-        self, requests: int, setting: TreeShape | None, acceptance: AcceptanceCurve, context: int
-    ) -> PredictedSpeed:
-        """Predict the speed. `setting`: None for plain decoding; `context`: tokens of each request."""
-        latency, here = self.latency, math.ceil(requests / self.copies)
-        read = here * context
+    def run(self, speed: DivisionSpeed) -> float:
+        """Run one group of a division briefly with its share of the requests. Returns tokens a second of one request; 0
+        if it does not run."""
+        division, setting, here = speed.division, speed.setting, speed.division.requests(speed.requests)
+        load = self.load(here)
+        assert load.answer is not None
         if setting is None:
-            tokens = 1.0
-            seconds = latency.alone.at(here, read) + latency.round_overhead / PLAIN_BLOCK
+            params = SamplingParams(method=Method.TARGET, **self.distribution)
+            config = EngineConfig(form="lockstep", block=PLAIN_BLOCK)
         else:
-            n, f, k = setting.particles, setting.branches, setting.block
-            drafting, overhead = k * latency.draft.at(here * n * f, read), latency.round_overhead
-            if self.form == LOCKSTEP:
-                tokens = acceptance.lockstep_tokens(n, k)
-                seconds = drafting + latency.target.at(here * n * (k + 1), read) + overhead
-            else:
-                tokens = acceptance.lookahead_tokens(n, f, k)
-                seconds = max(drafting, latency.target.at(here * n * k, read)) + overhead
-        return PredictedSpeed(self, requests, setting, tokens, seconds)
-
-    def settings(self, among: TreeShapes) -> Iterator[TreeShape | None]:
-        if self.form == PLAIN:
-            yield None
-        else:
-            branches = (1,) if self.form == LOCKSTEP else among.branches
-            yield from (TreeShape(*each) for each in product(among.particles, branches, among.blocks))
+            params = SamplingParams(method=Method.EXACT, particles=setting.particles, **self.distribution)
+            ahead = {"branches": setting.branches} if division.form == LOOKAHEAD else {"form": "lockstep"}
+            config = EngineConfig(block=setting.block, **ahead)
+        requests = load.make_requests(params, load.answer)
+        mode = replace(_mode_of(division), method=params.method, particles=params.rows, config=config)
+        try:
+            with self.backend.engine(mode, sized_config(config, requests, here)) as engine:
+                found = tokens_a_second(Waves(engine, repeated(requests), here))
+        except FAILURES as error:
+            self.say(f"{division.name} with {speed.requests} requests did not run: {error}")
+            return 0.0
+        self.say(f"{division.name} with {speed.requests} requests: {found:,.0f} tokens a second of each")
+        return found
 
 
-@dataclass(frozen=True)
-class PredictedSpeed:
-    """The predicted speed of an arrangement under a load."""
-
-    arrangement: Arrangement
-    requests: int
-    setting: TreeShape | None
-    tokens: float
-    """Tokens that a round, or in plain decoding a pass, adds to an answer."""
-    seconds: float
-    """Seconds of that round or pass."""
-
-    @property
-    def per_request(self) -> float:
-        """Tokens a second of one request."""
-        return self.tokens / self.seconds
-
-    @property
-    def total(self) -> float:
-        return self.requests * self.per_request
+def _timed_division(degree: int, degrees: Degrees, gpus: int) -> Division | None:
+    """Return the division in which a degree is timed; None if too few GPUs are left for the other model."""
+    if degree in degrees.target:
+        return Division(LOCKSTEP, "shared", degree if degree in degrees.draft else 1, degree, 1)
+    least = degrees.target[0]
+    return Division(LOCKSTEP, "apart", degree, least, 1) if degree + least <= gpus else None
 
 
-@dataclass(frozen=True)
-class TreeShapes:
-    """The values of N, F and K that are tried."""
-
-    particles: Sequence[int] = PARTICLES
-    branches: Sequence[int] = BRANCHES
-    blocks: Sequence[int] = BLOCKS
-
-
-def arrangements(gpus: int, curves: Mapping[int, LatencyModel]) -> list[Arrangement]:
-    """Return all arrangements that fit on `gpus` GPUs, each with as many services as fit. `curves`: latency models by
-    the number of the target's GPUs."""
-    found = []
-    for degree, latency in curves.items():
-        split = f"TP {degree}" if degree > 1 else ""
-        forms = (
-            (PLAIN, degree, f"plain {split}"),
-            (LOCKSTEP, degree, f"lockstep {split}"),
-            (LOOKAHEAD, 1 + degree, f"look-ahead 1 + {degree}"),
-        )
-        for form, size, name in forms:
-            if copies := gpus // size:
-                times = f"{copies} x " if copies > 1 else ""
-                found.append(Arrangement(f"{times}{name}".strip(), form, size, copies, latency))
-    return found
+def _mode_of(division: Division) -> Mode:
+    """Return the mode of exact decoding in which one group of a division runs. Plain decoding has an idle draft."""
+    config = EngineConfig(form="lockstep", block=PROBED_BLOCK)
+    names = {PLAIN: "plain", LOCKSTEP: "lockstep", LOOKAHEAD: "lookahead"}
+    degrees = (division.draft or 1, division.target)
+    shared = division.placement == "shared"
+    return Mode(names[division.form], Method.EXACT, config, WIDE_ROWS, degrees, shared=shared)
 
 
-def best_of(
-    arrangement: Arrangement,
-    requests: int,
-    acceptance: AcceptanceCurve,
-    among: TreeShapes,
-    context: int,
-) -> PredictedSpeed:
-    """Return the setting with the most tokens a second; among those within a thousandth of it, the one with the least
-    drafted tokens (N * F * K)."""
-    speeds = [arrangement.speed(requests, setting, acceptance, context) for setting in arrangement.settings(among)]
-    most = max(speed.per_request for speed in speeds)
-    return min((s for s in speeds if s.per_request >= 0.999 * most), key=_work)
-
-
-def advise(
-    found: Sequence[Arrangement],
-    loads: Iterable[int],
-    acceptance: AcceptanceCurve,
-    among: TreeShapes,
-    context: int,
-) -> list[PredictedSpeed]:
-    """Return the best setting of every arrangement at every load; for each load the fastest first."""
-    return [
-        speed
-        for requests in loads
-        for speed in sorted(
-            (best_of(each, requests, acceptance, among, context) for each in found),
-            key=lambda s: -s.per_request,
-        )
-    ]
-
-
-def _work(speed: PredictedSpeed) -> int:
-    setting = speed.setting
-    return 0 if setting is None else setting.particles * setting.branches * setting.block
-
-
-def measure_split(backend: PromptBackend, degrees: tuple[int, int], effort: Effort, rows: int) -> LatencyModel:
-    """Measure the latency model with `degrees` GPUs for draft and target (0: the draft is on the target's), for draft
-    steps of up to `rows` rows. One model works at a time, so that models on one GPU do not slow each other down."""
-    mode = _mode(EngineConfig(form="lockstep", block=PROBED_BLOCK), degrees, WIDE_ROWS)
+def measure_split(backend: PromptBackend, mode: Mode, effort: Effort, rows: int) -> LatencyModel:
+    """Measure the latency model of the devices of a mode, for draft steps of up to `rows` rows. One model works at a
+    time, so that models on one GPU do not slow each other down."""
+    mode = replace(mode, config=EngineConfig(form="lockstep", block=PROBED_BLOCK), particles=WIDE_ROWS)
     longest = min(backend.shape(mode, role).max_context for role in ModelRole)
     context = min(room_for(effort.context, PROBED_BLOCK), longest)
     # Every timed row reads its own pages, and so does the request whose whole rounds are timed.
@@ -228,25 +170,23 @@ def measure_split(backend: PromptBackend, degrees: tuple[int, int], effort: Effo
     return latency
 
 
-def measure_acceptance(
-    backend: PromptBackend, degrees: tuple[int, int], distribution: Mapping[str, Any], problems: int = PROBED_PROBLEMS
-) -> AcceptanceCurve:
-    """Measure acceptance in exact answers to problems, with one row and with `WIDE_ROWS`. `distribution`: settings of
-    `SamplingParams`, by name."""
-    missed = {}
-    for rows in (1, WIDE_ROWS):
-        load = problem_load(backend.tokenizer, problems)
-        assert load.answer is not None
-        requests = load.make_requests(SamplingParams(method=Method.EXACT, particles=rows, **distribution), load.answer)[
-            :problems
-        ]
-        config = sized_config(EngineConfig(form="lockstep", block=PROBED_BLOCK), requests, BESIDE)
-        with backend.engine(_mode(config, degrees, rows), config) as engine:
-            for _ in ClosedLoop(engine, requests, BESIDE).run():
-                pass
-            missed[rows] = missed_share(engine.take_stats(), problems)
-    gain = math.log(missed[1] / missed[WIDE_ROWS]) / math.log(WIDE_ROWS)
-    return AcceptanceCurve(1 - missed[1], min(max(gain, 0.0), MOST_GAIN))
+def tokens_a_second(loop: Waves) -> float:
+    """Return the tokens a second of one request, over rounds with nearly all requests of the loop."""
+    while loop.engine.num_running < loop.concurrency:
+        loop.step()
+    for _ in range(WARM_UP):
+        loop.step()
+    tokens, spent, taken, rounds = 0, 0.0, 0.0, 0
+    begin = last = time.perf_counter()
+    while (spent < RUN_SECONDS or rounds < RUN_ROUNDS) and last - begin < PATIENCE * RUN_SECONDS:
+        running, outputs, now = loop.running, loop.step(), time.perf_counter()
+        if loop.steady:
+            tokens += sum(len(output.tokens) for output in outputs)
+            taken += running * (now - last)
+            spent, rounds = spent + now - last, rounds + 1
+        last = now
+    loop.stop()
+    return tokens / taken if taken else 0.0
 
 
 def missed_share(stats: EngineStats, answers: int) -> float:
@@ -259,7 +199,3 @@ def missed_share(stats: EngineStats, answers: int) -> float:
     found, unfinished = sum(accepted), stats.exact["walk"].rounds - accepted[-1]
     missed = max(0, unfinished - answers)
     return (missed + 0.5) / (found + missed + 1)
-
-
-def _mode(config: EngineConfig, degrees: tuple[int, int], particles: int) -> Mode:
-    return Mode("lockstep" if degrees == (0, 1) else "lockstep-apart", Method.EXACT, config, particles, degrees)

@@ -38,15 +38,17 @@ class Mode:
     config: EngineConfig
     particles: int
     degrees: tuple[int, int]
-    """Numbers of GPUs of draft and target; 0: the draft shares the target's GPUs."""
+    """Numbers of GPUs of draft and target; 0: the draft is on the target's first GPU."""
     population: str | None = None
     """Population of SMC; None: the library's default."""
     verification: str | None = None
     """Verification of exact decoding; None: the library's default."""
+    shared: bool = False
+    """Every GPU of the target holds its share of both models."""
 
     @property
     def gpus(self) -> int:
-        return sum(self.degrees)
+        return self.degrees[1] if self.shared else sum(self.degrees)
 
 
 class PromptBackend(Protocol):
@@ -129,7 +131,7 @@ class GpuBackend:
         return max(torch.cuda.max_memory_allocated(device) for device in self._devices(mode).values())
 
     def _devices(self, mode: Mode) -> dict[ModelRole, str]:
-        return {ModelRole.DRAFT: "cuda:0", ModelRole.TARGET: "cuda:1" if mode.degrees[0] else "cuda:0"}
+        return {ModelRole.DRAFT: "cuda:0", ModelRole.TARGET: "cuda:1" if mode.gpus > 1 else "cuda:0"}
 
 
 class CpuBackend:

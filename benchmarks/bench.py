@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from benchmarks.backends import BenchBackend, CpuBackend, PromptBackend
     from benchmarks.problem_file import FileProblem
     from benchmarks.process_rounds import ProcessRoundTime
+    from benchmarks.processes import ProcessBackend
     from services.launch.config import WorkerGroupConfig
     from smc.api.engine_config import EngineConfig
     from smc.local_engine import ModelPair
@@ -95,8 +96,8 @@ Advise = Annotated[
     bool,
     options.flag(
         options.MEASURE,
-        "Time the models, then print which split of --gpus and which N, F and K decode --concurrency "
-        "requests fastest (exact decoding).",
+        "Time both models at every number of GPUs, run the best divisions of --gpus, and print and store which one, "
+        "with which N, F and K, decodes --concurrency requests fastest (exact decoding).",
         "--advise",
     ),
 ]
@@ -104,7 +105,7 @@ Gpus = Annotated[
     int | None,
     options.option(
         options.MEASURE,
-        "Number of GPUs to split between the models, with --advise. Default: all of this machine; 2 on a CPU.",
+        "Number of GPUs to divide between the models, with --advise. Default: all of this machine; 2 on a CPU.",
         metavar="COUNT",
     ),
 ]
@@ -339,8 +340,8 @@ def refuse_idle(given: Mapping[str, Any], where: str) -> None:
 @with_options(BenchOptions)
 def bench(arguments: BenchOptions) -> None:
     """Measure speed: on GPUs the answer tokens per second of every mode, on a CPU the parts of a round's time."""
-    where = "with --advise" if arguments.advise else "with --prompts" if arguments.prompts else "with --link"
-    if arguments.advise or arguments.prompts or (arguments.link and arguments.device != "cuda"):
+    where = "with --prompts" if arguments.prompts else "with --link"
+    if arguments.prompts or (arguments.link and arguments.device != "cuda" and not arguments.advise):
         refuse_idle(arguments.named("prompts_file"), where)
     if arguments.advise:
         _advise(arguments)
@@ -356,38 +357,60 @@ def bench(arguments: BenchOptions) -> None:
 
 
 def _advise(arguments: BenchOptions) -> None:
-    """Time the models, and print the advice on how to split GPUs."""
+    """Find the best division of GPUs, and print and store it."""
     idle = arguments.named("mode") | {"prompts": arguments.prompts or None}
-    idle |= arguments.named(
-        "rounds", "draft_tp", "trace", "method", "population", "verification", "guidance_scale", "drafting"
-    )
+    idle |= arguments.named("rounds", "trace", "method", "population", "verification", "guidance_scale", "drafting")
     refuse_idle(idle, "with --advise")
     if arguments.context and len(arguments.context) > 1:
         raise ValueError(f"--context {' '.join(map(str, arguments.context))}; allowed with --advise: one")
-    arguments.check(arguments.named("target_tp"), arguments.json, arguments.picture)
     on_gpu = arguments.device == "cuda"
-    plan = _advise_plan(arguments, count_gpus() if on_gpu else None)
-    if arguments.load == "random" and plan.acceptance is None:
+    there = count_gpus() if on_gpu else None
+    gpus = (there or 2) if arguments.gpus is None else arguments.gpus
+    if on_gpu and gpus > 1 and not arguments.link:
+        arguments = replace(arguments, link=["nccl"])
+    arguments.check(arguments.named("draft_tp", "target_tp"), arguments.json, arguments.picture)
+    for name, degree in arguments.named("draft_tp", "target_tp").items():
+        if degree is not None and not 1 <= degree <= gpus:
+            raise ValueError(f"--{name.replace('_', '-')} {degree}; allowed with {gpus} GPUs: 1..{gpus}")
+    if arguments.load == "random" and arguments.acceptance is None:
         raise ValueError("--load random does not show what is accepted; give --acceptance")
     if not on_gpu:
         refuse_idle(arguments.named("load"), "without --device cuda")
-    if not on_gpu and not arguments.link:
-        run_advice(plan, _cpu_backend(arguments), compiles=False)
-        return
-    apart = (1, max((degree for degree in plan.degrees if degree < plan.gpus), default=1))
-    with _backend(arguments.link, _worker_group_config(arguments), apart) as (backend, _):
-        run_advice(plan, backend, compiles=on_gpu)
+    prompts = _file_prompts(arguments)
+    config = _worker_group_config(arguments)
+    plan = _advise_plan(arguments, config, gpus, min(gpus, there) if there else gpus)
+
+    def run(backend: PromptBackend) -> None:
+        tokens = [each.tokens(backend.tokenizer, raw=False) for each in prompts or ()]
+        run_advice(replace(plan, prompts=tokens), backend, config, compiles=on_gpu)
+
+    if not arguments.link and not on_gpu:
+        run(_cpu_backend(arguments))
+    elif not arguments.link:
+        with _backend(None, config, (1, 1)) as (backend, _):
+            run(backend)
+    else:
+        with _process_backend(arguments.link, config, (1, 1), there) as apart:
+            run(apart)
 
 
-def _advise_plan(arguments: BenchOptions, there: int | None) -> AdvisePlan:
-    """Return the plan for --advise. `there`: number of GPUs; None: the models are on a CPU."""
-    gpus = (there or 2) if arguments.gpus is None else arguments.gpus
-    most = 1 if not arguments.link else gpus if there is None else min(gpus, there)
+def _advise_plan(arguments: BenchOptions, config: WorkerGroupConfig, gpus: int, most: int) -> AdvisePlan:
+    """Return the plan for --advise, without its prompts. `most`: number of GPUs that there are."""
+    from services.launch.division import Degrees
+
+    allowed = Degrees.of(config, most if arguments.link else 1)
+    given = arguments.named("draft_tp", "target_tp")
+    draft, target = (
+        degrees if given[name] is None else tuple(each for each in degrees if each == given[name])
+        for name, degrees in (("draft_tp", allowed.draft), ("target_tp", allowed.target))
+    )
+    for name, degrees in (("draft_tp", draft), ("target_tp", target)):
+        if not degrees:
+            raise ValueError(f"--{name.replace('_', '-')} {given[name]}: the model cannot be divided so; leave it out")
     return AdvisePlan(
         gpus=gpus,
-        degrees=[arguments.target_tp]
-        if arguments.target_tp
-        else [1 << power for power in range(most.bit_length()) if 1 << power <= most],
+        degrees=Degrees(draft, target),
+        runs=bool(arguments.link) or gpus == 1,
         loads=arguments.concurrency or ADVISE_LOADS,
         context=arguments.context[0] if arguments.context else 256,
         particles=arguments.particles,
@@ -395,6 +418,7 @@ def _advise_plan(arguments: BenchOptions, there: int | None) -> AdvisePlan:
         blocks=arguments.block,
         acceptance=arguments.acceptance,
         distribution=arguments.distribution,
+        prompts=(),
         json=arguments.json,
         picture=arguments.picture,
     )
@@ -546,13 +570,22 @@ def _backend(
     if not link:
         yield here, gpus
         return
+    with _process_backend(link, config, degrees, gpus) as apart:
+        yield (MixedBackend(here, apart) if gpus else apart), gpus
+
+
+@contextmanager
+def _process_backend(
+    link: Sequence[str], config: WorkerGroupConfig, degrees: tuple[int, int], gpus: int | None
+) -> Iterator[ProcessBackend]:
+    """Make a backend with each rank in its own process. `gpus`: number of GPUs; None: the ranks run on a CPU."""
     if len(link) > 1:
         raise ValueError(f"--link {' '.join(link)}; allowed here: one")
     from benchmarks.processes import ProcessBackend
 
     draft, target = degrees
     with closing(ProcessBackend(replace(config, link=link[0], draft_tp=draft, target_tp=target), gpus)) as apart:
-        yield (MixedBackend(here, apart) if gpus else apart), gpus
+        yield apart
 
 
 def _cpu_pair(arguments: BenchOptions) -> ModelPair:

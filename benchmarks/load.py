@@ -27,8 +27,6 @@ from smc.types import ModelRole
 PROBLEM_SEED = 20_261_121
 PROBLEMS = 128
 """Minimum number of different problems of a load."""
-PLAIN_BLOCK = 16
-"""Tokens that plain decoding queues at a time."""
 LONG_PROMPT = 1024
 """Prompt tokens above which prompts run in chunks."""
 LEFT = 0.9

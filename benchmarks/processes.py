@@ -21,7 +21,7 @@ from benchmarks.backends import Mode, read_bytes
 from services.coordinator.process import RemoteEngine
 from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import coordinator_spec, rank_spec
-from services.link.base import failure_text
+from services.link.base import SHARED, failure_text
 from services.link.connect import Rendezvous
 from services.link.store import StoreServer
 from services.workers.process import load_rank, run_rank
@@ -52,16 +52,19 @@ class RankProcesses:
     def __init__(
         self, config: WorkerGroupConfig, gpus: dict[str, list[int]] | None = None, *, warm_up: bool = False
     ) -> None:
-        """`gpus`: by role, the GPU of each rank, as an index into the GPUs that this process sees; two ranks may share
-        one. `warm_up`: warm up every engine, as a service does before it serves."""
+        """`gpus`: by the name of their ranks (`RankGroup`), the GPU of each rank, as an index into the GPUs that this
+        process sees; two ranks may share one. `warm_up`: warm up every engine, as a service does before it serves."""
         self._config, self._incarnation, self._warm_up = config, 0, warm_up
-        self._shares_gpu = gpus is not None and bool({*gpus[ModelRole.DRAFT]} & {*gpus[ModelRole.TARGET]})
+        used = [gpu for of_group in (gpus or {}).values() for gpu in of_group]
+        self._shares_gpu = len(used) > len({*used})
         self._secret = secrets.token_hex(16)
         self._store = StoreServer(HOST, self._secret, config.start_timeout)
         self._ranks = {
-            (role, rank): _Rank(f"{role}{rank}", None if gpus is None else gpus[role][rank])
-            for role in ModelRole
-            for rank in range(config.degree(role))
+            (group.name, group.size, rank): _Rank(
+                f"{group.name}{rank}", None if gpus is None else gpus[group.name][rank]
+            )
+            for group in config.rank_groups
+            for rank in range(group.size)
         }
 
     def __enter__(self) -> RankProcesses:
@@ -84,12 +87,9 @@ class RankProcesses:
         rendezvous = Rendezvous(
             HOST, self._store.port, self._incarnation, self._secret, config.link, config.start_timeout
         )
-        for (role, number), rank in self._ranks.items():
-            rank.pipe.send(
-                rank_spec(
-                    config, pair, rendezvous, role, Shard(number, config.degree(role)), shares_gpu=self._shares_gpu
-                )
-            )
+        for (name, size, number), rank in self._ranks.items():
+            place = Shard(number, size)
+            rank.pipe.send(rank_spec(config, pair, rendezvous, name, place, shares_gpu=self._shares_gpu))
         self._hear("loaded", config.start_timeout)
         try:
             remote = RemoteEngine(coordinator_spec(config, pair, rendezvous, warm_up=self._warm_up))
@@ -201,7 +201,7 @@ class ProcessBackend:
             raise ValueError("draft_dtype='auto' has no effect on what is measured over links; give a type")
         self._config, self._gpus = config, gpus
         self.tokenizer = config.serving_pair().tokenizer
-        self._processes: tuple[dict[str, list[int]], RankProcesses] | None = None
+        self._processes: tuple[object, RankProcesses] | None = None
         self._remote: RemoteEngine | None = None
 
     def close(self) -> None:
@@ -211,8 +211,12 @@ class ProcessBackend:
 
     @contextmanager
     def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
-        with self._for(mode.degrees).engine(config) as self._remote:
-            yield self._remote.engine
+        try:
+            with self._for(mode).engine(config) as self._remote:
+                yield self._remote.engine
+        except WorkerGroupError:
+            self.close()  # the processes cannot be used any more
+            raise
 
     def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
         whole, degree = self._config.sources.of_role(role).config, max(1, mode.degrees[list(ModelRole).index(role)])
@@ -230,15 +234,22 @@ class ProcessBackend:
         assert self._remote is not None
         return max(worker.status().device_bytes for worker in self._remote.workers.values())
 
-    def _for(self, degrees: tuple[int, int]) -> RankProcesses:
+    def _for(self, mode: Mode) -> RankProcesses:
         """Return the processes of the last mode if it has the same GPUs, so that weights are loaded once; otherwise
         start new ones."""
-        config = self._config
-        roles = placed(degrees, (config.draft_tp, config.target_tp), self._gpus)
-        if self._processes is None or self._processes[0] != roles:
+        config, (draft, target) = self._config, mode.degrees
+        if mode.shared:
+            places = {SHARED: list(range(target))}
+        else:
+            places = placed(mode.degrees, (config.draft_tp, config.target_tp), self._gpus)
+            draft, target = (len(places[role]) for role in ModelRole)
+        key = ((draft, target), places)
+        if self._processes is None or self._processes[0] != key:
             self.close()
-            config = replace(config, draft_tp=len(roles[ModelRole.DRAFT]), target_tp=len(roles[ModelRole.TARGET]))
-            self._processes = (roles, RankProcesses(config, None if self._gpus is None else roles))
+            engine = EngineConfig(form="lockstep") if mode.shared else config.engine
+            placement = SHARED if mode.shared else "apart"
+            config = replace(config, draft_tp=draft, target_tp=target, placement=placement, engine=engine)
+            self._processes = (key, RankProcesses(config, None if self._gpus is None else places))
         return self._processes[1]
 
 

@@ -1,12 +1,12 @@
-"""`smcserve bench --advise`: predicts from a latency model which split of GPUs, and which N, F and K, decode a number
-of requests fastest."""
+"""`smcserve bench --advise`: finds the division of GPUs, with N, F and K, that decodes a number of requests fastest,
+and stores what it measured for `smcserve serve --gpus`."""
 
 from __future__ import annotations
 
 import json as json_module
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,21 +17,28 @@ from benchmarks.reports.speed import MOST_ROWS, latency_table
 from smc.terminal import err, out
 
 if TYPE_CHECKING:
-    from benchmarks.advise import AcceptanceCurve, PredictedSpeed, TreeShapes
     from benchmarks.backends import PromptBackend
-    from smc.scheduler.speculation import LatencyModel
+    from services.launch.config import WorkerGroupConfig
+    from services.launch.division import Degrees, DegreeTimes, Division, DivisionSpeed
+    from services.launch.division_choice import DivisionMeasurement
+    from smc.calibration.forecast import AcceptanceCurve, TreeShapes
 
 LOADS = (1, 8, 64)
+RUN = 3
+"""Number of divisions that are run briefly for each load."""
+SHOWN = 10
+"""Maximum number of divisions in the table of one load; the file of --json has all."""
 LEGEND = (
-    "predicted for exact decoding{distribution}, of {how}; requests of {context:,} tokens each, without their prompts. "
-    "tok a round: tokens that a round adds to an answer; tok/s: of one request; total: of all. x plain: relative to "
-    "the fastest plain decoding on the same number of GPUs, by several services or with the target split."
+    "exact decoding{distribution}, of {how}; requests of {context:,} tokens each, without their prompts. tok a round: "
+    "tokens that a round adds to an answer; forecast: tok/s of one request by the times of each degree; measured: in a "
+    "brief run of one worker group; total: of all requests; x plain: relative to the fastest plain decoding. d + t: "
+    "GPUs of draft and target; TP t: both models are divided among t GPUs, or the draft is whole on each."
 )
 FORM_COLOURS = {"plain": "#000000", "lockstep": "#d55e00", "look-ahead": "#0072b2"}
 """Form -> colour. Colour-blind readers can tell them apart (Okabe and Ito)."""
 LINE_STYLES = ("-", "--", ":", "-.")
-"""Line styles of the arrangements of one form, in their order."""
-COLUMNS = "GPUs N F K tok_a_round tok/s total x_plain"
+"""Line styles of the divisions of one form, in their order."""
+COLUMNS = "GPUs N F K tok_a_round forecast measured total x_plain"
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,10 @@ class AdvisePlan:
     """The options of --advise. Raises ValueError naming the option, the value and what is allowed."""
 
     gpus: int
-    degrees: Sequence[int]
-    """Numbers of GPUs of the target that are tried."""
+    degrees: Degrees
+    """Numbers of GPUs of each model that are tried."""
+    runs: bool
+    """The best divisions can be run, since each process has a device of its own."""
     loads: Sequence[int]
     """Numbers of concurrent requests."""
     context: int
@@ -52,6 +61,8 @@ class AdvisePlan:
     """Acceptance of one row; None: measured."""
     distribution: Mapping[str, Any]
     """Settings of `SamplingParams`, by name."""
+    prompts: Sequence[Sequence[int]]
+    """Token ids of prompts; none: demo problems."""
     json: Path | None
     picture: Path | None
 
@@ -70,12 +81,10 @@ class AdvisePlan:
         for particles, branches, block in product(among.particles, among.branches, among.blocks):
             SamplingParams(method=Method.EXACT, particles=particles)
             EngineConfig(block=block, branches=branches)
-        if too_many := [degree for degree in self.degrees if degree > self.gpus]:
-            raise ValueError(f"--target-tp {too_many[0]}; allowed with {self.gpus} GPUs: 1..{self.gpus}")
 
     @property
     def settings(self) -> TreeShapes:
-        from benchmarks.advise import TreeShapes
+        from smc.calibration.forecast import TreeShapes
 
         given = {"particles": self.particles, "branches": self.branches, "blocks": self.blocks}
         return TreeShapes(**{name: tuple(values) for name, values in given.items() if values})
@@ -86,131 +95,176 @@ class AdvisePlan:
         among = self.settings
         return min(MOST_ROWS, max(self.loads) * max(among.particles) * max(among.branches))
 
-    def split(self, degree: int) -> tuple[int, int]:
-        """Return the GPUs of draft and target while the models are timed. The draft gets its own GPU if the target is
-        split and one more GPU is free."""
-        return (1, degree) if 1 < degree < self.gpus else (0, degree)
 
-
-def run(plan: AdvisePlan, backend: PromptBackend, compiles: bool) -> None:
-    """Measure, then print the advice. `compiles`: the backend compiles and records rounds of a kind before they can be
-    timed."""
-    from benchmarks.advise import AcceptanceCurve, advise, arrangements, measure_acceptance, measure_split
+def run(plan: AdvisePlan, backend: PromptBackend, config: WorkerGroupConfig, compiles: bool) -> None:
+    """Measure, print the advice and store the measurement. `compiles`: the backend compiles and records rounds of a
+    kind before they can be timed."""
+    from benchmarks.advise import Advisor
+    from services.launch.division import divisions
+    from services.launch.division_choice import DivisionMeasurement, gpu_memory, store_measurement, weights_fit
+    from smc.calibration.forecast import AcceptanceCurve
     from smc.calibration.latency import STEADY, THOROUGH
 
-    curves = {}
-    for degree in plan.degrees:
-        err.print(f"timing rounds, the target on {degree}", style="dim")
-        curves[degree] = measure_split(backend, plan.split(degree), THOROUGH if compiles else STEADY, plan.rows)
+    advisor = Advisor(backend, plan.distribution, plan.prompts, lambda text: err.print(text, style="dim", markup=False))
+    fits = weights_fit(config, gpu_memory() if config.device == "cuda" else None)
+    times = advisor.times(plan.degrees, plan.gpus, fits, THOROUGH if compiles else STEADY, plan.rows)
+    found = [each for each in divisions(plan.gpus, plan.degrees, fits) if times.knows(each)]
     if plan.acceptance is not None:
         acceptance = AcceptanceCurve(plan.acceptance)
     else:
-        err.print("answering problems, to measure acceptance", style="dim")
-        acceptance = measure_acceptance(backend, plan.split(plan.degrees[0]), plan.distribution)
+        advisor.say("answering prompts, to measure acceptance")
+        acceptance = advisor.acceptance(next(each for each in reversed(found) if each.placement == "shared"))
+    ranked = _ranked(plan, found, times, acceptance, plan.loads)
+    if plan.runs and plan.acceptance is None:
+        ranked = _run_best(ranked, advisor.run)
+    speeds = [speed for of_load in ranked.values() for speed in of_load]
+    measurement = DivisionMeasurement(
+        times, acceptance, plan.context, tuple(speed for speed in speeds if speed.measured is not None)
+    )
+    report(plan, measurement, speeds, found)
+    if plan.acceptance is None:
+        where = store_measurement(config, measurement)
+        out.print(f"stored in {where}; `smcserve serve --gpus {plan.gpus}` starts the best division", soft_wrap=True)
 
-    def speeds(loads: Sequence[int]) -> list[PredictedSpeed]:
-        return advise(arrangements(plan.gpus, curves), loads, acceptance, plan.settings, plan.context)
 
-    report(plan, curves, acceptance, speeds)
+def _ranked(
+    plan: AdvisePlan,
+    found: Sequence[Division],
+    times: DegreeTimes,
+    acceptance: AcceptanceCurve,
+    loads: Sequence[int],
+) -> dict[int, list[DivisionSpeed]]:
+    """Return all divisions for each load, the fastest forecast first."""
+    from services.launch.division import rank_divisions
+
+    among = plan.settings
+    return {requests: rank_divisions(found, times, requests, acceptance, among, plan.context) for requests in loads}
+
+
+def _run_best(
+    ranked: Mapping[int, list[DivisionSpeed]], run: Callable[[DivisionSpeed], float]
+) -> dict[int, list[DivisionSpeed]]:
+    """Run the best divisions of every load. Divisions with the same processes run one after another, since to load
+    weights takes longer than to run."""
+    from services.launch.division import to_run, with_runs
+
+    todo = [speed for of_load in ranked.values() for speed in to_run(of_load, RUN)]
+    todo.sort(key=lambda speed: (speed.division.placement, speed.division.target, speed.division.draft or 1))
+    measured = {(speed.division, speed.requests): run(speed) for speed in todo}
+    return {requests: with_runs(of_load, measured) for requests, of_load in ranked.items()}
 
 
 def report(
-    plan: AdvisePlan,
-    curves: Mapping[int, LatencyModel],
-    acceptance: AcceptanceCurve,
-    speeds: Callable[[Sequence[int]], list[PredictedSpeed]],
+    plan: AdvisePlan, measurement: DivisionMeasurement, speeds: Sequence[DivisionSpeed], found: Sequence[Division]
 ) -> None:
-    """Print the tables; write the same numbers and a picture if the plan says so. `speeds`: predicts the speeds at
-    several loads."""
+    """Print the tables and the winners; write the same numbers and a picture if the plan says so."""
+    acceptance = measurement.acceptance
     how = (
         f"whose draft, with one row, has the target's next token with probability {acceptance.one:.3f}"
         f" ({'given' if plan.acceptance else 'measured'}), and with N rows misses it "
         f"N^{acceptance.gain:.2f} times less often"
     )
     distribution = "".join(f", {name} {value:g}" for name, value in plan.distribution.items())
-    found = speeds(plan.loads)
-    for degree, latency in curves.items():
+    for degree, latency in measurement.times.of_degree.items():
         out.print(latency_table(latency, degree))
     out.print(
-        advice_table(found),
+        advice_table(speeds),
         LEGEND.format(distribution=distribution, how=f"a pair {how}", context=plan.context),
+        *(winner(of_load) for of_load in _by_load(speeds)),
         sep="\n",
     )
     if plan.json is not None:
-        plan.json.write_text(json_module.dumps(_record(curves, acceptance, found), indent=1) + "\n")
+        plan.json.write_text(json_module.dumps(_record(measurement, speeds), indent=1) + "\n")
     if plan.picture is not None:
         most = max(plan.loads)
         doubling = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
         title = (
-            f"exact decoding on {plan.gpus} GPUs{distribution}, predicted for contexts of {plan.context:,} tokens: "
+            f"exact decoding on {plan.gpus} GPUs{distribution}, forecast for contexts of {plan.context:,} tokens: "
             f"a drafted row has the target's token with probability {acceptance.one:.3f}"
         )
-        draw_advice(speeds(sorted({*doubling, *plan.loads})), plan.picture, title)
+        best = list(dict.fromkeys(speed.division for of_load in _by_load(speeds) for speed in of_load[:RUN]))
+        points = _ranked(plan, best, measurement.times, acceptance, sorted({*doubling, *plan.loads}))
+        draw_advice([speed for of_load in points.values() for speed in of_load], plan.picture, title)
 
 
-def advice_table(speeds: Sequence[PredictedSpeed]) -> Table:
-    """Return the table: the arrangements at every load, the fastest first."""
+def _by_load(speeds: Sequence[DivisionSpeed]) -> list[list[DivisionSpeed]]:
+    return [list(of_load) for _, of_load in groupby(speeds, key=lambda speed: speed.requests)]
+
+
+def winner(of_load: Sequence[DivisionSpeed]) -> str:
+    """Return a sentence about the fastest division of a load, and what it beat."""
+    from services.launch.division_choice import describe
+
+    best, *others = of_load
+    requests = f"{best.requests} request{'' if best.requests == 1 else 's'}"
+    how = "forecast" if best.measured is None else "measured"
+    beaten = ", ".join(f"{speed.division.name} ({speed.per_request:,.0f})" for speed in others[: RUN - 1])
+    return (
+        f"{requests}: {describe(best)} makes {best.per_request:,.0f} tokens a second of each ({how})"
+        f"{f'; it beat {beaten}' if beaten else ''}"
+    )
+
+
+def advice_table(speeds: Sequence[DivisionSpeed]) -> Table:
+    """Return the table: the best divisions at every load, the fastest first, and the fastest plain decoding."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=0)
     table.add_column("requests", justify="right", no_wrap=True)
-    table.add_column("arrangement", no_wrap=True)
+    table.add_column("division", no_wrap=True)
     for header in COLUMNS.split():
         table.add_column("\n".join(header.replace("_", " ").rsplit(" ", 1)), justify="right", no_wrap=True)
-    last = None
-    for speed in speeds:
-        arrangement, setting, new = speed.arrangement, speed.setting, speed.requests != last
-        if new and last is not None:
+    for number, of_load in enumerate(_by_load(speeds)):
+        if number:
             table.add_section()
-        last = speed.requests
-        shape: tuple[object, ...] = ("", "", "")
-        if setting is not None:
-            branches = setting.branches if arrangement.form == "look-ahead" else ""
-            shape = (setting.particles, branches, setting.block)
-        base = plain_of(speeds, speed.requests)
-        rates = (
-            f"{speed.tokens:.1f}",
-            f"{speed.per_request:,.0f}",
-            f"{speed.total:,.0f}",
-            f"{speed.per_request / base:.2f}",
-        )
-        used = arrangement.gpus * arrangement.copies
-        table.add_row(
-            str(speed.requests) if new else "",
-            arrangement.name,
-            str(used),
-            *map(str, shape),
-            *rates,
-            style="bold" if new else None,
-        )
+        plain = plain_of(of_load)
+        shown = of_load[:SHOWN]
+        for row, speed in enumerate(shown if plain in shown else [*shown, plain]):
+            division, setting = speed.division, speed.setting
+            shape: tuple[object, ...] = ("", "", "")
+            if setting is not None:
+                branches = setting.branches if division.form == "look-ahead" else ""
+                shape = (setting.particles, branches, setting.block)
+            rates = (
+                f"{speed.tokens:.1f}",
+                f"{speed.forecast:,.0f}",
+                "" if speed.measured is None else f"{speed.measured:,.0f}",
+                f"{speed.total:,.0f}",
+                f"{speed.per_request / plain.per_request:.2f}" if plain.per_request else "",
+            )
+            cells = (str(speed.requests) if not row else "", division.name, str(division.gpus), *map(str, shape))
+            table.add_row(*cells, *rates, style="bold" if not row else None)
     return table
 
 
-def plain_of(speeds: Sequence[PredictedSpeed], requests: int) -> float:
-    """Return the tokens a second of one request with the fastest plain decoding."""
-    return max(speed.per_request for speed in speeds if speed.requests == requests and speed.setting is None)
+def plain_of(of_load: Sequence[DivisionSpeed]) -> DivisionSpeed:
+    """Return the fastest plain decoding of a load."""
+    return max((speed for speed in of_load if speed.division.form == "plain"), key=lambda speed: speed.per_request)
 
 
-def _record(
-    curves: Mapping[int, LatencyModel], acceptance: AcceptanceCurve, speeds: Sequence[PredictedSpeed]
-) -> dict[str, object]:
+def _record(measurement: DivisionMeasurement, speeds: Sequence[DivisionSpeed]) -> dict[str, object]:
     rows = [
         {
             "requests": speed.requests,
-            "arrangement": speed.arrangement.name,
-            "gpus": speed.arrangement.gpus * speed.arrangement.copies,
+            "division": speed.division.name,
+            "gpus": speed.division.gpus,
             "setting": speed.setting and asdict(speed.setting),
             "tokens": speed.tokens,
             "seconds": speed.seconds,
+            "forecast": speed.forecast,
+            "measured": speed.measured,
             "per_request": speed.per_request,
             "total": speed.total,
         }
         for speed in speeds
     ]
-    latency = {str(degree): json_module.loads(each.to_json()) for degree, each in curves.items()}
-    return {"latency": latency, "acceptance": asdict(acceptance), "speeds": rows}
+    return {
+        "latency": measurement.times.record()["of_degree"],
+        "acceptance": asdict(measurement.acceptance),
+        "speeds": rows,
+    }
 
 
-def draw_advice(speeds: Sequence[PredictedSpeed], path: Path, title: str) -> None:
-    """Draw total speed against concurrent requests, with one line for each arrangement."""
+def draw_advice(speeds: Sequence[DivisionSpeed], path: Path, title: str) -> None:
+    """Draw total speed against concurrent requests, with one line for each division."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6), layout="constrained")
@@ -225,19 +279,12 @@ def draw_advice(speeds: Sequence[PredictedSpeed], path: Path, title: str) -> Non
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}" if f"{value:e}"[0] in "235" else "")
     axes.grid(alpha=0.25, which="both")
     drawn: list[str] = []
-    for arrangement in dict.fromkeys(speed.arrangement for speed in speeds):
-        own = sorted((speed for speed in speeds if speed.arrangement == arrangement), key=lambda speed: speed.requests)
-        style = LINE_STYLES[drawn.count(arrangement.form) % len(LINE_STYLES)]
-        drawn.append(arrangement.form)
+    for division in dict.fromkeys(speed.division for speed in speeds):
+        own = sorted((speed for speed in speeds if speed.division == division), key=lambda speed: speed.requests)
+        style = LINE_STYLES[drawn.count(division.form) % len(LINE_STYLES)]
+        drawn.append(division.form)
         points = ([speed.requests for speed in own], [speed.total for speed in own])
-        axes.plot(
-            *points,
-            style,
-            color=FORM_COLOURS[arrangement.form],
-            linewidth=1.5,
-            marker="o",
-            markersize=3,
-            label=arrangement.name,
-        )
+        looks: dict[str, Any] = {"color": FORM_COLOURS[division.form], "linewidth": 1.5, "marker": "o", "markersize": 3}
+        axes.plot(*points, style, label=division.name, **looks)
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)

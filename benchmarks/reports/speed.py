@@ -4,8 +4,7 @@ round, and of latency models."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,9 +131,9 @@ class SpeedPlan:
 
     def _modes(self, gpus: int) -> Iterator[Mode]:
         from benchmarks.backends import Mode
-        from benchmarks.load import PLAIN_BLOCK
         from smc.api.engine_config import EngineConfig
         from smc.api.sampling_params import Method
+        from smc.calibration.forecast import PLAIN_BLOCK
 
         common: dict[str, Any] = {"prefix_cache": self.prefix_cache, "drafting": self.drafting}
         for name in self.modes:
@@ -204,13 +203,17 @@ def measure_speed(
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 
-    @cache
-    def latency(degrees: tuple[int, int]) -> LatencyModel:
-        found = measure_split(backend, degrees, THOROUGH, min(MOST_ROWS, max(plan.concurrency) * max(plan.particles)))
-        err.print(f"latency model: {found}", style="dim")
-        return found
+    latencies: dict[tuple[int, int], LatencyModel] = {}
 
-    decide = (lambda mode: latency(mode.degrees)) if plan.drafting == "adaptive" else (lambda mode: None)
+    def latency(mode: Mode) -> LatencyModel:
+        if mode.degrees not in latencies:
+            timed = replace(mode, name="lockstep" if mode.degrees == (0, 1) else "lockstep-apart")
+            rows = min(MOST_ROWS, max(plan.concurrency) * max(plan.particles))
+            latencies[mode.degrees] = measure_split(backend, timed, THOROUGH, rows)
+            err.print(f"latency model: {latencies[mode.degrees]}", style="dim")
+        return latencies[mode.degrees]
+
+    decide = latency if plan.drafting == "adaptive" else (lambda mode: None)
     bench = ModeTimer(backend, keep if trace else None, plan.distribution, decide)
     todo = in_turn(list(plan.rows(gpus)))
     measured: dict[int, Speed] = {}

@@ -16,11 +16,10 @@ from services.workers.spec import RankSpec
 from smc.local_engine import pages_with_room
 from smc.memory.kv_cache import RESERVED_BYTES, KVPool
 from smc.model.decoder import Decoder
+from smc.model.weight_map import WEIGHT_BYTES
 from smc.types import ModelRole
 
 logger = logging.getLogger(__name__)
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int4": 0.53}
-"""Approximate bytes of a weight, by data type; of int4 with the scale of its group."""
 CPU_SHORTAGE = "DefaultCPUAllocator: "
 """Beginning of the part of torch's error that says how much memory a CPU lacks."""
 

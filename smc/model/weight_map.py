@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROUTER = "experts.router.weight"
+WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int4": 0.53}
+"""Approximate bytes of a weight, by data type; of int4 with the scale of its group."""
 PLAIN_BYTES = 2
 """Bytes of a weight in bfloat16."""
 QUANTISED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")

@@ -1,5 +1,4 @@
-"""Forecasts from latency and acceptance: tokens per round against a simulation, times, possible arrangements, and the
-best arrangement."""
+"""Forecasts from latency and acceptance: tokens per round against a simulation, times, and the best division."""
 
 from __future__ import annotations
 
@@ -7,20 +6,11 @@ import random
 
 import pytest
 
-from benchmarks.advise import (
-    LOOKAHEAD,
-    AcceptanceCurve,
-    Arrangement,
-    TreeShape,
-    TreeShapes,
-    advise,
-    arrangements,
-    best_of,
-    measure_acceptance,
-    missed_share,
-)
+from benchmarks.advise import Advisor, missed_share
 from benchmarks.backends import CpuBackend
+from services.launch.division import Degrees, DegreeTimes, Division, best_setting, divisions, rank_divisions
 from smc import demo
+from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, AcceptanceCurve, TreeShape, TreeShapes
 from smc.local_engine import ModelPair
 from smc.scheduler.speculation import WIDTH_GAIN, LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.stats import EngineStats
@@ -32,6 +22,7 @@ COSTS = LatencyModel(
     0.0002,
 )
 """Latencies like those of an 8B and a 1B model on one GPU each."""
+TIMES, ONE = DegreeTimes({1: COSTS}, COSTS.round_overhead), Degrees((1,), (1,))
 
 
 def simulated(stride: int, found: float, again: float, rounds: int = 200_000) -> float:
@@ -79,54 +70,48 @@ def test_acceptance_and_its_limits():
 
 
 def test_time_of_a_round():
-    plain, lockstep, ahead = arrangements(2, {1: COSTS})
+    plain, lockstep, ahead = divisions(2, ONE)
     setting, acceptance = TreeShape(8, 4, 5), AcceptanceCurve(0.9)
     assert (plain.name, lockstep.name, ahead.name) == ("2 x plain", "2 x lockstep", "look-ahead 1 + 1")
+
+    def speed(division, shape):
+        among = TreeShapes((shape.particles,), (shape.branches,), (shape.block,))
+        return best_setting(division, TIMES.latency(division), 3, acceptance, among, 100)
+
     # Two services share three requests: one of them serves two.
-    assert plain.speed(3, None, acceptance, 100).seconds == pytest.approx(COSTS.alone.at(2, 200) + 0.0002 / 16)
+    assert speed(plain, setting).seconds == pytest.approx(COSTS.alone.at(2, 200) + 0.0002 / 16)
     drafting, scoring = 5 * COSTS.draft.at(2 * 8, 200), COSTS.target.at(2 * 8 * 6, 200)
-    assert lockstep.speed(3, TreeShape(8, 1, 5), acceptance, 100).seconds == pytest.approx(drafting + scoring + 0.0002)
+    assert speed(lockstep, TreeShape(8, 1, 5)).seconds == pytest.approx(drafting + scoring + 0.0002)
     drafting, scoring = 5 * COSTS.draft.at(3 * 32, 300), COSTS.target.at(3 * 40, 300)
-    predicted = ahead.speed(3, setting, acceptance, 100)
+    predicted = speed(ahead, setting)
     assert predicted.seconds == pytest.approx(max(drafting, scoring) + 0.0002)
     assert predicted.total == pytest.approx(3 * predicted.tokens / predicted.seconds)
 
 
-def test_arrangements_fill_the_gpus():
-    names = {each.name: each.gpus * each.copies for each in arrangements(4, {1: COSTS, 2: COSTS, 4: COSTS})}
-    assert names == {
-        "4 x plain": 4,
-        "4 x lockstep": 4,
-        "2 x look-ahead 1 + 1": 4,
-        "2 x plain TP 2": 4,
-        "2 x lockstep TP 2": 4,
-        "look-ahead 1 + 2": 3,
-        "plain TP 4": 4,
-        "lockstep TP 4": 4,
-    }
-
-
 def test_the_best_setting_is_that_of_all():
     ahead, acceptance, among = (
-        Arrangement("a", LOOKAHEAD, 2, 1, COSTS),
+        Division(LOOKAHEAD, "apart", 1, 1, 1),
         AcceptanceCurve(0.9),
         TreeShapes((1, 4, 8), (1, 4), (2, 5, 9)),
     )
-    best = best_of(ahead, 1, acceptance, among, 256)
-    speeds = [ahead.speed(1, setting, acceptance, 256).per_request for setting in ahead.settings(among)]
+    best = best_setting(ahead, COSTS, 1, acceptance, among, 256)
+    each = [TreeShapes((s.particles,), (s.branches,), (s.block,)) for s in among.of(LOOKAHEAD)]
+    speeds = [best_setting(ahead, COSTS, 1, acceptance, one, 256).per_request for one in each]
     assert len(speeds) == 18 and best.per_request >= 0.999 * max(speeds)
 
 
 def test_one_request_wants_two_gpus_and_a_crowd_plain_decoding():
     """Many requests make passes compute-bound, and with a poor draft nothing beats plain decoding, unless contexts are
     long."""
-    found = arrangements(2, {1: COSTS})
-    alone, *_ = advise(found, [1], AcceptanceCurve(0.9), TreeShapes(), 256)
-    assert alone.arrangement.form == LOOKAHEAD and alone.setting.particles > 1
-    crowd, *_ = advise(found, [512], AcceptanceCurve(0.3), TreeShapes(), 256)
-    assert crowd.arrangement.name == "2 x plain"
-    long, *_ = advise(found, [512], AcceptanceCurve(0.3), TreeShapes(), 16_384)
-    assert long.arrangement.form != "plain"
+    found = divisions(2, ONE)
+
+    def fastest(requests, one, context):
+        return rank_divisions(found, TIMES, requests, AcceptanceCurve(one), TreeShapes(), context)[0]
+
+    alone = fastest(1, 0.9, 256)
+    assert alone.division.form == LOOKAHEAD and alone.setting.particles > 1
+    assert fastest(512, 0.3, 256).division.name == "2 x plain"
+    assert fastest(512, 0.3, 16_384).division.form != "plain"
 
 
 def test_acceptance_from_round_counts():
@@ -141,7 +126,7 @@ def test_acceptance_from_round_counts():
 @pytest.mark.slow
 def test_what_a_pair_s_own_answers_say_of_acceptance():
     machine = CpuBackend(ModelPair.load(demo.TARGET, demo.DRAFT))
-    acceptance = measure_acceptance(machine, (0, 1), {"temperature": 1.0}, problems=2)
+    acceptance = Advisor(machine, {"temperature": 1.0}).acceptance(Division(LOCKSTEP, "shared", 1, 1, 1), problems=2)
     # On 16 problems a single row holds 97 of 100 tokens; this test compares about 70 tokens, with fixed seeds.
     assert 0.85 < acceptance.one < 1 and 0 <= acceptance.gain <= 2
     assert acceptance.of_rows(8) >= acceptance.one

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import prompts
+from benchmarks import advise, prompts
 from benchmarks.bench import BenchOptions
 from benchmarks.reports.speed import SpeedPlan
+from services.launch.division_choice import DivisionMeasurement
 from smc.api.sampling_params import Method
 from smc.calibration import latency as timing
 
@@ -67,9 +68,38 @@ def test_advice(smcserve, tmp_path, monkeypatch):
     ) and "requests of 300 tokens each" in " ".join(ran.out.split())
     for requests in (1, 2):
         rows = [row for row in found["speeds"] if row["requests"] == requests]
-        assert {row["arrangement"] for row in rows} == {"3 x plain", "3 x lockstep", "look-ahead 1 + 1"}
+        assert {row["division"] for row in rows} == {"3 x plain", "3 x lockstep", "look-ahead 1 + 1"}
         assert [row["per_request"] for row in rows] == sorted((row["per_request"] for row in rows), reverse=True)
         assert all(row["setting"] is None or row["setting"]["block"] in (2, 4) for row in rows)
+
+
+@pytest.mark.slow
+def test_advice_from_runs(smcserve, tmp_path, monkeypatch):
+    """With processes of their own the best divisions and plain decoding run, and the fastest run wins; what was
+    measured is stored for `serve --gpus`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        timing, "STEADY", replace(timing.STEADY, seconds=0.5, repeats=2, untimed=0, crowd=2, context=64)
+    )
+    for name, value in {"RUN_SECONDS": 0.3, "RUN_ROUNDS": 4}.items():
+        monkeypatch.setattr(advise, name, value)
+    monkeypatch.setattr(advise.Advisor.acceptance, "__defaults__", (2,))
+    path = tmp_path / "advice.json"
+    options = ("-n", 1, "-n", 2, "-f", 1, "-k", 2, "-c", 1, "--json", path)
+    ran = smcserve("bench", "--advise", "--gpus", 2, "--link", "grpc", *options)
+    assert ran.code == 0
+    rows = json.loads(path.read_text())["speeds"]
+    measured = [row for row in rows if row["measured"] is not None]
+    assert rows[: len(measured)] == measured and len(measured) in (3, 4)
+    assert [row["measured"] for row in measured] == sorted((row["measured"] for row in measured), reverse=True)
+    assert measured[-1]["measured"] > 0 and any("plain" in row["division"] for row in measured)
+    said = " ".join(ran.out.split())
+    assert f"1 request: {rows[0]['division']} " in said and f"it beat {rows[1]['division']} (" in said
+    assert "`smcserve serve --gpus 2` starts the best division" in said
+    (stored,) = (tmp_path / "smcserve" / "latency").glob("division-*.json")
+    found = DivisionMeasurement.from_json(stored.read_text())
+    assert {*found.times.of_degree} == {1, 2} and len(found.runs) == len(measured)
+    assert found.runs[0].division.name == rows[0]["division"]
 
 
 def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):

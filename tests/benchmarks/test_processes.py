@@ -65,6 +65,26 @@ def test_one_engine_after_another_over_the_same_models_until_a_rank_dies():
     assert not any(map(psutil.pid_exists, ranks))
 
 
+@pytest.mark.parametrize("degrees", [(1, 1), pytest.param((1, 2), marks=pytest.mark.slow), (2, 2)])
+def test_ranks_that_hold_both_models(degrees):
+    """Every rank has its share of the target, and of the draft or the whole draft."""
+    lockstep = EngineConfig(form="lockstep", block=3, max_slots=16)
+    params = SamplingParams(method="exact", particles=3, temperature=0.7, seed=3, max_tokens=12)
+    asked = [Request(str(i), tuple(range(5, 12 + i)), params) for i in range(3)]
+    expected = answers(local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), lockstep), asked)
+    mode = Mode("lockstep", Method.EXACT, lockstep, 3, degrees, shared=True)
+    assert mode.gpus == degrees[1]
+    with closing(ProcessBackend(CONFIG)) as machine:
+        with machine.engine(mode, lockstep) as engine:
+            found = {out.request_id: out.answer for out in engine.run(asked) if out.answer}
+        ranks = pids(machine._processes[1])
+        assert len(ranks) == degrees[1]
+        with machine.engine(replace(mode, name="plain"), lockstep):
+            assert pids(machine._processes[1]) == ranks, "the weights are loaded once"
+    assert {i: answer.tokens for i, answer in found.items()} == {i: answer.tokens for i, answer in expected.items()}
+    assert not any(map(psutil.pid_exists, ranks))
+
+
 @pytest.mark.slow
 def test_a_rank_that_cannot_load_says_so_at_once():
     """The message names the rank and its error. The traceback is the exception's cause, and appears whenever the error

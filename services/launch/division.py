@@ -1,0 +1,229 @@
+"""Divisions of a machine's GPUs among draft and target, and which of them decodes a number of requests fastest.
+
+A division has equal worker groups, as many as fit: their number never makes a request slower. In a group either both
+models are divided among all GPUs (placement shared, lockstep), or each has GPUs of its own (placement apart,
+look-ahead). Every number of ranks that a model's shape allows is considered. Speeds are forecast from latency models,
+and the best divisions are run briefly. Knows nothing about how the times of degrees and of runs are measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from smc.calibration.forecast import (
+    LOCKSTEP,
+    LOOKAHEAD,
+    PLAIN,
+    AcceptanceCurve,
+    TreeShape,
+    TreeShapes,
+    forecast_round,
+)
+from smc.scheduler.speculation import LatencyModel
+from smc.types import ModelRole
+
+if TYPE_CHECKING:
+    from services.launch.config import WorkerGroupConfig
+
+
+@dataclass(frozen=True)
+class Division:
+    """Equal worker groups, or for plain decoding as many targets alone."""
+
+    form: str
+    """`PLAIN`, `LOCKSTEP` or `LOOKAHEAD`."""
+    placement: str
+    draft: int
+    """GPUs that share the draft in a group; 0: no draft is loaded."""
+    target: int
+    """GPUs that share the target in a group."""
+    groups: int
+    """Number of groups."""
+
+    @property
+    def size(self) -> int:
+        """GPUs of a group."""
+        return self.target if self.placement == "shared" else self.draft + self.target
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all groups."""
+        return self.groups * self.size
+
+    @property
+    def name(self) -> str:
+        if self.form == LOOKAHEAD or self.placement == "apart":
+            what = f"{self.form} {self.draft} + {self.target}"
+        else:
+            what = f"{self.form} TP {self.target}" if self.target > 1 else self.form
+            what += ", draft whole" if self.form != PLAIN and self.draft != self.target else ""
+        return f"{self.groups} x {what}" if self.groups > 1 else what
+
+    def requests(self, of_all: int) -> int:
+        """Requests of the busiest group."""
+        return math.ceil(of_all / self.groups)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Numbers of ranks among which each model can be divided, ascending."""
+
+    draft: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @staticmethod
+    def of(config: WorkerGroupConfig, gpus: int) -> Degrees:
+        """Return the degrees that the models' shapes allow, up to `gpus`."""
+        from smc.model.parallel import Shard, local_config
+
+        def allowed(role: ModelRole) -> Iterator[int]:
+            for degree in range(1, gpus + 1):
+                try:
+                    local_config(config.sources.of_role(role).config, Shard(0, degree))
+                except ValueError:  # the model cannot be divided among this many ranks
+                    continue
+                yield degree
+
+        return Degrees(tuple(allowed(ModelRole.DRAFT)), tuple(allowed(ModelRole.TARGET)))
+
+
+def divisions(gpus: int, degrees: Degrees, fits: Callable[[Division], bool] = lambda division: True) -> list[Division]:
+    """Return all divisions of up to `gpus` GPUs whose models fit into memory."""
+    found = []
+    for target in degrees.target:
+        found.append(Division(PLAIN, "shared", 0, target, gpus // target))
+        whole_or_same = sorted({1, target} & {*degrees.draft})
+        found += [Division(LOCKSTEP, "shared", draft, target, gpus // target) for draft in whole_or_same]
+        found += [
+            Division(LOOKAHEAD, "apart", draft, target, gpus // (draft + target))
+            for draft in degrees.draft
+            if draft + target <= gpus
+        ]
+    return [division for division in found if division.groups and fits(division)]
+
+
+@dataclass(frozen=True)
+class DegreeTimes:
+    """Latency models by the number of ranks of both models; a draft that cannot be divided so is whole."""
+
+    of_degree: Mapping[int, LatencyModel]
+    apart_overhead: float
+    """As `LatencyModel.round_overhead`, where each model has processes of its own."""
+
+    def latency(self, division: Division) -> LatencyModel:
+        """Return the latency model of a group. Raises KeyError for a degree that was not timed."""
+        target = self.of_degree[division.target]
+        draft = self.of_degree[division.draft or 1].draft if division.form != PLAIN else target.draft
+        overhead = self.apart_overhead if division.placement == "apart" else target.round_overhead
+        return LatencyModel(draft, target.target, target.alone, overhead)
+
+    def knows(self, division: Division) -> bool:
+        """Whether the degrees of a division were timed."""
+        return {division.target, division.draft or division.target} <= self.of_degree.keys()
+
+    def record(self) -> dict[str, Any]:
+        """Return the content for a JSON file."""
+        times = {str(degree): json.loads(each.to_json()) for degree, each in self.of_degree.items()}
+        return {"of_degree": times, "apart_overhead": self.apart_overhead}
+
+    @staticmethod
+    def of_record(content: Mapping[str, Any]) -> DegreeTimes:
+        """Read the result of `record`."""
+        times = {int(degree): LatencyModel.from_json(json.dumps(each)) for degree, each in content["of_degree"].items()}
+        return DegreeTimes(times, content["apart_overhead"])
+
+
+@dataclass(frozen=True)
+class DivisionSpeed:
+    """Speed of a division under a load."""
+
+    division: Division
+    requests: int
+    """Requests of all groups."""
+    setting: TreeShape | None
+    """The best N, F and K; None for plain decoding."""
+    tokens: float
+    """Forecast tokens that a round, or in plain decoding a pass, adds to an answer."""
+    seconds: float
+    """Forecast seconds of that round or pass."""
+    measured: float | None = None
+    """Tokens a second of one request in a brief run; None: the division was not run."""
+
+    @property
+    def forecast(self) -> float:
+        """Tokens a second of one request, by the latency model."""
+        return self.tokens / self.seconds
+
+    @property
+    def per_request(self) -> float:
+        """Tokens a second of one request: measured, or else forecast."""
+        return self.forecast if self.measured is None else self.measured
+
+    @property
+    def total(self) -> float:
+        """Tokens a second of all requests."""
+        return self.requests * self.per_request
+
+    @property
+    def work(self) -> int:
+        """Drafted tokens of a round."""
+        setting = self.setting
+        return 0 if setting is None else setting.particles * setting.branches * setting.block
+
+
+def best_setting(
+    division: Division,
+    latency: LatencyModel,
+    requests: int,
+    acceptance: AcceptanceCurve,
+    among: TreeShapes,
+    context: int,
+    *,
+    may_be_alone: bool = False,
+) -> DivisionSpeed:
+    """Return the setting with the most tokens a second; among those within a thousandth of it, the one with the least
+    drafted tokens. `context`: tokens of each request. `may_be_alone`: the target decodes alone where that is faster."""
+    here = division.requests(requests)
+    speeds = []
+    for setting in (*among.of(division.form), *([None] if may_be_alone else ())):
+        each = forecast_round(latency, division.form, setting, here, context, acceptance)
+        speeds.append(DivisionSpeed(division, requests, setting, each.tokens, each.seconds))
+    most = max(speed.forecast for speed in speeds)
+    return min((speed for speed in speeds if speed.forecast >= 0.999 * most), key=lambda speed: speed.work)
+
+
+def rank_divisions(
+    found: Iterable[Division],
+    times: DegreeTimes,
+    requests: int,
+    acceptance: AcceptanceCurve,
+    among: TreeShapes,
+    context: int,
+    *,
+    may_be_alone: bool = False,
+) -> list[DivisionSpeed]:
+    """Return every division with its best setting for this number of requests, the fastest forecast first; among equal
+    ones that with the fewest GPUs. `may_be_alone`: see `best_setting`."""
+    speeds = [
+        best_setting(each, times.latency(each), requests, acceptance, among, context, may_be_alone=may_be_alone)
+        for each in found
+    ]
+    return sorted(speeds, key=lambda speed: (-speed.forecast, speed.division.gpus))
+
+
+def to_run(ranked: Sequence[DivisionSpeed], count: int) -> list[DivisionSpeed]:
+    """Return the first `count` divisions and the fastest plain decoding, which the others are compared with."""
+    plain = next((speed for speed in ranked if speed.division.form == PLAIN), None)
+    best = list(ranked[:count])
+    return best if plain is None or plain in best else [*best, plain]
+
+
+def with_runs(ranked: Sequence[DivisionSpeed], measured: Mapping[tuple[Division, int], float]) -> list[DivisionSpeed]:
+    """Return all divisions: those that ran first, the fastest first, then the others in their order. `measured`: tokens
+    a second of one request, by division and number of requests."""
+    ran = [speed for speed in ranked if (speed.division, speed.requests) in measured]
+    found = [replace(speed, measured=measured[speed.division, speed.requests]) for speed in ran]
+    return [*sorted(found, key=lambda speed: -speed.per_request), *(speed for speed in ranked if speed not in ran)]

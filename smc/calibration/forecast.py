@@ -1,0 +1,117 @@
+"""Forecasts how many tokens a round of exact decoding brings and how long it takes, from a latency model and from how
+often the draft is right. Knows nothing about GPUs, processes or how either was measured.
+
+N: rows of a tree; K: tokens of a block; F: rows ahead for each of the N rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from smc.scheduler.speculation import WIDTH_GAIN, LatencyModel
+
+CANDIDATES = 32
+"""Candidate tokens of a tree's root, so the maximum width of its first level."""
+PARTICLES = (1, 2, 4, 8, 16, 32)
+BRANCHES = (1, 2, 4, 8)
+BLOCKS = tuple(range(1, 17))
+PLAIN, LOCKSTEP, LOOKAHEAD = "plain", "lockstep", "look-ahead"
+PLAIN_BLOCK = 16
+"""Tokens that plain decoding queues at a time."""
+
+
+@dataclass(frozen=True)
+class AcceptanceCurve:
+    """Probability that the target draws a drafted token, by the number of rows. Raises ValueError naming the field, the
+    value and what is allowed."""
+
+    one: float
+    """Probability that a single drafted row has the target's next token."""
+    gain: float = WIDTH_GAIN
+    """Exponent: N rows miss the token N^gain times less often."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.one < 1:
+            raise ValueError(f"acceptance={self.one!r}; allowed: between 0 and 1, both excluded")
+        if not 0 <= self.gain < math.inf:
+            raise ValueError(f"gain={self.gain!r}; allowed: finite, >= 0")
+
+    def of_rows(self, rows: float) -> float:
+        """Return the probability that one of `rows` rows has the target's next token."""
+        return 1 - (1 - self.one) / max(1.0, rows) ** self.gain
+
+    def lockstep_tokens(self, particles: int, block: int) -> float:
+        """Return the expected tokens of a round: the accepted ones of K, and one that the target draws."""
+        return 1 + sum(self.of_rows(particles) ** token for token in range(1, block + 1))
+
+    def lookahead_tokens(self, particles: int, branches: int, block: int) -> float:
+        """Return the expected tokens of a round in the long run.
+
+        Rounds are of two kinds. A round of the first kind verifies a tree whose first token is known to be right. Every
+        further token of the block is in the tree with the probability that its number of rows gives, and likewise the
+        target's token after the block is in the rows ahead. If one of these tokens is missing, the next round is of the
+        second kind: it verifies a single token, and drafts a tree ahead from one root, at most `CANDIDATES` wide. Rows
+        ahead are distributed over all outcomes by likelihood; the winning row is followed by its share of them."""
+        share = self.one**block
+        found = self.of_rows(min(particles, particles * branches * share))
+        hit, again = found**block, self.of_rows(min(particles * branches, CANDIDATES))
+        trees = again / (again + 1 - hit)
+        return trees * sum(found**token for token in range(block)) + (1 - trees)
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """N, F and K of exact decoding."""
+
+    particles: int
+    branches: int
+    block: int
+
+
+@dataclass(frozen=True)
+class TreeShapes:
+    """The values of N, F and K that are tried."""
+
+    particles: Sequence[int] = PARTICLES
+    branches: Sequence[int] = BRANCHES
+    blocks: Sequence[int] = BLOCKS
+
+    def of(self, form: str) -> Iterator[TreeShape | None]:
+        """Yield the settings of a form; None for plain decoding."""
+        if form == PLAIN:
+            yield None
+        else:
+            branches = (1,) if form == LOCKSTEP else self.branches
+            yield from (TreeShape(*each) for each in product(self.particles, branches, self.blocks))
+
+
+@dataclass(frozen=True)
+class RoundForecast:
+    """A round, or in plain decoding a pass."""
+
+    tokens: float
+    """Tokens that it adds to an answer."""
+    seconds: float
+
+
+def forecast_round(
+    latency: LatencyModel,
+    form: str,
+    setting: TreeShape | None,
+    requests: int,
+    context: int,
+    acceptance: AcceptanceCurve,
+) -> RoundForecast:
+    """Forecast a round of `requests` requests with `context` tokens each. `setting`: None for plain decoding."""
+    read = requests * context
+    if setting is None:
+        return RoundForecast(1.0, latency.alone.at(requests, read) + latency.round_overhead / PLAIN_BLOCK)
+    n, f, k = setting.particles, setting.branches, setting.block
+    drafting = k * latency.draft.at(requests * n * f, read)
+    if form == LOCKSTEP:
+        seconds = drafting + latency.target.at(requests * n * (k + 1), read)
+        return RoundForecast(acceptance.lockstep_tokens(n, k), seconds + latency.round_overhead)
+    seconds = max(drafting, latency.target.at(requests * n * k, read))
+    return RoundForecast(acceptance.lookahead_tokens(n, f, k), seconds + latency.round_overhead)

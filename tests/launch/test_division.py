@@ -1,0 +1,145 @@
+"""Divisions of GPUs: which there are, and which one is the fastest by given times of every degree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from services.launch.config import WorkerGroupConfig
+from services.launch.division import (
+    Degrees,
+    DegreeTimes,
+    Division,
+    best_setting,
+    divisions,
+    rank_divisions,
+    to_run,
+    with_runs,
+)
+from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes
+from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
+
+EIGHT = Degrees((1, 2, 4, 6, 8), (1, 2, 4, 6, 8))
+CONTEXT = 512
+
+
+def flat(seconds: float, rows: int = 64) -> ModelLatency:
+    """A pass that takes equally long up to `rows` rows, and then in proportion."""
+    return ModelLatency(LatencyCurve(((1, seconds), (rows, seconds * 1.01), (64 * rows, seconds * 64))), 1e-8)
+
+
+def times(draft: Mapping[int, float], target: Mapping[int, float]) -> DegreeTimes:
+    """Times of a step and of a pass in milliseconds, by degree."""
+    models = {
+        degree: LatencyModel(flat(1e-3 * draft[degree]), flat(1e-3 * target[degree]), flat(1e-3 * target[degree]), 3e-4)
+        for degree in draft
+    }
+    return DegreeTimes(models, 4e-4)
+
+
+def best(of: DegreeTimes, requests: int, one: float = 0.8) -> Division:
+    found = divisions(8, Degrees(tuple(of.of_degree), tuple(of.of_degree)))
+    return rank_divisions(found, of, requests, AcceptanceCurve(one), TreeShapes(), CONTEXT)[0].division
+
+
+def test_all_divisions_of_four_gpus():
+    names = {each.name: each.gpus for each in divisions(4, Degrees((1, 2), (1, 2, 3, 4)))}
+    assert names == {
+        "4 x plain": 4,
+        "2 x plain TP 2": 4,
+        "plain TP 3": 3,
+        "plain TP 4": 4,
+        "4 x lockstep": 4,
+        "2 x lockstep TP 2": 4,
+        "2 x lockstep TP 2, draft whole": 4,
+        "lockstep TP 3, draft whole": 3,
+        "lockstep TP 4, draft whole": 4,
+        "2 x look-ahead 1 + 1": 4,
+        "look-ahead 1 + 2": 3,
+        "look-ahead 1 + 3": 4,
+        "look-ahead 2 + 1": 3,
+        "look-ahead 2 + 2": 4,
+    }
+    few = divisions(4, Degrees((1, 2), (1, 2, 3, 4)), lambda each: each.placement == "apart" and each.draft == 2)
+    assert [each.name for each in few] == ["look-ahead 2 + 1", "look-ahead 2 + 2"]
+    assert divisions(1, Degrees((1,), (1,))) == [
+        Division(PLAIN, "shared", 0, 1, 1),
+        Division(LOCKSTEP, "shared", 1, 1, 1),
+    ]
+
+
+def test_degrees_that_shapes_allow():
+    """The demo draft has two query heads, the target eight: no more ranks than that can share them."""
+    config = WorkerGroupConfig()
+    shapes = [config.sources.draft.config, config.sources.target.config]
+    found = Degrees.of(config, 16)
+    assert [max(found.draft), max(found.target)] == [shape.num_heads for shape in shapes]
+    assert found.draft[0] == found.target[0] == 1 and Degrees.of(config, 1) == Degrees((1,), (1,))
+
+
+def test_one_request_with_a_draft_that_takes_most_gpus():
+    """The target gains little from more than two GPUs, the draft much: 6 + 2."""
+    slow_draft = times(draft={1: 3.0, 2: 1.7, 4: 1.0, 6: 0.7, 8: 0.66}, target={1: 9.0, 2: 6.0, 4: 5.6, 6: 5.5, 8: 5.4})
+    assert best(slow_draft, 1, 0.9) == Division(LOOKAHEAD, "apart", 6, 2, 1)
+
+
+def test_one_request_with_halves():
+    """Both models gain from four GPUs: 4 + 4."""
+    even = times(draft={1: 2.4, 2: 1.5, 4: 0.9, 6: 0.85, 8: 0.82}, target={1: 20.0, 2: 11.0, 4: 6.0, 6: 5.4, 8: 5.0})
+    assert best(even, 1, 0.9) == Division(LOOKAHEAD, "apart", 4, 4, 1)
+
+
+def test_many_requests_in_worker_groups():
+    """Passes of many rows take time in proportion, so that eight groups share them; and without good drafts the target
+    alone is faster."""
+    even = times(draft={1: 0.4, 2: 0.4, 4: 0.4, 8: 0.4}, target={1: 8.0, 2: 7.5, 4: 7.2, 8: 7.0})
+    assert best(even, 64) == Division(LOCKSTEP, "shared", 1, 1, 8)
+    assert best(even, 4096, 0.3) == Division(PLAIN, "shared", 0, 1, 8)
+    assert best(even, 1).groups == 1
+
+
+def test_a_draft_whole_on_each_rank():
+    """A small draft gains nothing from sums over ranks."""
+    small = times(draft={1: 0.3, 2: 0.5, 4: 0.6, 8: 0.8}, target={1: 40.0, 2: 20.0, 4: 10.0, 8: 5.0})
+    found = [each for each in divisions(8, EIGHT) if each.target == 8]
+    ranked = rank_divisions(
+        [each for each in found if each.form == LOCKSTEP], small, 1, AcceptanceCurve(0.8), TreeShapes(), CONTEXT
+    )
+    assert [speed.division.draft for speed in ranked] == [1, 8]
+
+
+def test_times_are_those_of_each_model_s_degree():
+    of = times(draft={1: 1.0, 2: 0.5, 4: 0.25}, target={1: 8.0, 2: 4.0, 4: 2.0})
+    apart = of.latency(Division(LOOKAHEAD, "apart", 2, 4, 1))
+    assert (apart.draft.at(1, 0), apart.target.at(1, 0), apart.round_overhead) == (0.5e-3, 2e-3, 4e-4)
+    whole = of.latency(Division(LOCKSTEP, "shared", 1, 4, 1))
+    assert (whole.draft.at(1, 0), whole.target.at(1, 0), whole.round_overhead) == (1e-3, 2e-3, 3e-4)
+    assert of.knows(Division(LOCKSTEP, "shared", 1, 4, 1)) and of.knows(Division(PLAIN, "shared", 0, 4, 1))
+    assert not of.knows(Division(LOOKAHEAD, "apart", 3, 4, 1)) and not of.knows(Division(PLAIN, "shared", 0, 3, 1))
+    assert DegreeTimes.of_record(of.record()) == of
+
+
+def test_a_group_serves_its_share_of_the_requests():
+    of, setting = times(draft={1: 1.0}, target={1: 8.0}), TreeShape(8, 1, 5)
+    group = Division(LOCKSTEP, "shared", 1, 1, 2)
+    among = TreeShapes((setting.particles,), (1,), (setting.block,))
+    speed = best_setting(group, of.latency(group), 5, AcceptanceCurve(0.8), among, CONTEXT)
+    assert speed.seconds == pytest.approx(
+        5 * of.of_degree[1].draft.at(24, 3 * CONTEXT) + of.of_degree[1].target.at(3 * 8 * 6, 3 * CONTEXT) + 3e-4
+    )
+    assert speed.total == pytest.approx(5 * speed.per_request)
+
+
+def test_what_ran_comes_first():
+    """A forecast that is too high does not win. The fastest plain decoding runs beside the best three."""
+    of = times(draft=dict.fromkeys(EIGHT.draft, 0.5), target=dict.fromkeys(EIGHT.target, 5.0))
+    ranked = rank_divisions(divisions(8, EIGHT), of, 8, AcceptanceCurve(0.8), TreeShapes(), CONTEXT)
+    chosen = to_run(ranked, 3)
+    assert chosen[:3] == ranked[:3] and [speed.division.form for speed in chosen[3:]] == [PLAIN]
+    measured = dict(zip([(speed.division, speed.requests) for speed in chosen], [100.0, 300.0, 200.0, 250.0]))
+    found = with_runs(ranked, measured)
+    assert [speed.per_request for speed in found[:4]] == [300.0, 250.0, 200.0, 100.0]
+    assert found[0].division == ranked[1].division and found[0].forecast == ranked[1].forecast
+    assert found[4:] == [speed for speed in ranked if speed not in chosen]
+    assert to_run(chosen[3:], 3) == chosen[3:]
