@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from services.cli import options
-from services.cli.service_options import ServeOptions, effective, gateway_config, placed, worker_group_config
+from services.cli.service_options import ServeOptions, divided, effective, gateway_config, placed, worker_group_config
 from smc.api.engine_config import MAX_QUEUE
 from smc.terminal import err, print_error
 
@@ -28,12 +28,15 @@ def serve(arguments: ServeOptions) -> int:
     from services.launch import logs
     from services.launch.config import check_gpus
 
-    given = placed({"max_queue": MAX_QUEUE} | options.values_of(arguments))
+    given, division = divided({"max_queue": MAX_QUEUE} | options.values_of(arguments))
+    given = placed(given)
     group, gateway = worker_group_config(given), gateway_config(given)
     if not arguments.print_config:
         check_ports(gateway)  # before `serving_pair` reads the models' files, which may take seconds
     group.serving_pair()
     if arguments.print_config:
+        if division is not None:
+            err.print(str(division), soft_wrap=True, markup=False)
         print(options.config_file_text(effective(group, gateway, given), ServeOptions), end="")
         return 0
     check_gpus(group, given.get("ray_address"))
@@ -47,6 +50,8 @@ def serve(arguments: ServeOptions) -> int:
         else:
             err.print(text, soft_wrap=True)
 
+    if division is not None:
+        say(str(division))
     say(f"starting Ray; then {_processes(group)}")
     begin = time.monotonic()
 

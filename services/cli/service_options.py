@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,9 +19,14 @@ from services.cli.options import flag, option
 from services.gateway.config import DEFAULT_HTTP_PORT, GatewayConfig
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import GPU_PREFILL, EngineConfig
-from smc.api.settings import CLUSTER, LISTEN
+from smc.api.settings import CLUSTER, LISTEN, MODELS
+
+if TYPE_CHECKING:
+    from services.launch.division_choice import DivisionChoice
 
 CONFIGURATION = "Configuration"
+DIVIDED = ("placement", "form", "draft_tp", "target_tp", "worker_groups", "block", "branches", "trace", "max_queue")
+"""Options that have no effect on the weights that are divided among GPUs, and whose checks need a division."""
 
 RayAddress = Annotated[
     str | None,
@@ -32,6 +37,20 @@ RayAddress = Annotated[
         metavar="ADDRESS",
     ),
 ]
+Gpus = Annotated[
+    int | None,
+    option(
+        MODELS,
+        "Divide this many GPUs of one machine so that --concurrency requests are decoded fastest: as `bench --advise` "
+        "measured it, or else by the models' shapes. Chooses --placement, --draft-tp, --target-tp and "
+        "--worker-groups, and when measured --block and --branches; those that are given are kept.",
+        metavar="COUNT",
+    ),
+]
+Concurrency = Annotated[
+    int | None,
+    option(MODELS, "Number of concurrent requests for which --gpus are divided. Default: 8.", metavar="COUNT"),
+]
 
 
 @options.with_fields_of(WorkerGroupConfig, EngineConfig, GatewayConfig)
@@ -39,6 +58,8 @@ RayAddress = Annotated[
 class ServeOptions:
     """Options of `smcserve serve`."""
 
+    gpus: Gpus = None
+    concurrency: Concurrency = None
     ray_address: RayAddress = None
     no_http: Annotated[bool | None, flag(LISTEN, "Serve only gRPC, and no --http-port.", "--no-http")] = None
     config: Annotated[
@@ -117,6 +138,30 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     return WorkerGroupConfig(
         **fields_of(WorkerGroupConfig, given) | {"target": target, "draft": draft, "engine": engine}
     )
+
+
+def divided(given: Mapping[str, Any]) -> tuple[dict[str, Any], DivisionChoice | None]:
+    """Return the given options of `serve` with those of the division of `gpus`, and the division; without `gpus` only
+    the options. Raises ValueError for options that contradict each other."""
+    gpus, requests = given.get("gpus"), given.get("concurrency")
+    if gpus is None:
+        if requests is not None:
+            raise ValueError(f"concurrency={requests} has no effect without gpus; leave it out")
+        return {**given}, None
+    for name, value in (("gpus", gpus), ("concurrency", requests)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}; allowed: >= 1")
+    if given.get("device") != "cuda":
+        raise ValueError(f"gpus={gpus} has no effect with device={given.get('device') or 'cpu'!r}; give device='cuda'")
+    from services.launch.division_choice import DEFAULT_REQUESTS, choose_division, gpu_memory
+
+    pair = worker_group_config({name: value for name, value in given.items() if name not in DIVIDED})
+    known = options.keys_of(ServeOptions).keys()
+    one_group = {} if "worker_groups" in known else {"worker_groups": 1}
+    choice = choose_division(pair, gpus, requests or DEFAULT_REQUESTS, {**given, **one_group}, gpu_memory())
+    is_open = {name: given.get(name) in (None, "auto") for name in known}
+    chosen = {name: value for name, value in choice.options().items() if is_open.get(name)}
+    return {**given, **chosen, "gpus": None, "concurrency": None}, choice
 
 
 def placed(given: Mapping[str, Any]) -> dict[str, Any]:

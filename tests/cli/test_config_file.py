@@ -47,7 +47,7 @@ def test_every_option_of_the_configuration_is_a_key():
     group = {field.name for kind in (WorkerGroupConfig, EngineConfig) for field in fields(kind)} - NOT_OPTIONS
     group |= {"no_prefix_cache", "ray_address"}
     gateway = {field.name for field in fields(GatewayConfig)} - NOT_OPTIONS
-    assert group | gateway | {"no_page", "no_http"} == keys_of(ServeOptions).keys()
+    assert group | gateway | {"no_page", "no_http", "gpus", "concurrency"} == keys_of(ServeOptions).keys()
     own = {field.name for field in fields(BatchConfig)} - {"input", "output"}
     assert group | own == keys_of(BatchOptions).keys()
 

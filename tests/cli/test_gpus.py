@@ -92,3 +92,39 @@ def test_gpus_of_shared_ranks(monkeypatch):
 def test_a_cluster_elsewhere_is_not_this_machine(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     check_gpus(WorkerGroupConfig(device="cuda"), "10.0.0.1:6379")
+
+
+def test_gpus_are_divided(smcserve, tmp_path, monkeypatch):
+    """The configuration that would be served names the division; options that are given are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran = smcserve("serve", "--device", "cuda", "--gpus", 2, "--placement", "apart", "--print-config")
+    lines = ran.out.splitlines()
+    assert ran.code == 0 and {"placement: apart", "draft-tp: 1", "target-tp: 1"} <= {*lines}
+    shared = smcserve(
+        "serve", "--device", "cuda", "--gpus", 2, "--placement", "shared", "--target-tp", 2, "--print-config"
+    )
+    assert {"placement: shared", "target-tp: 2", "form: lockstep"} <= {*shared.out.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpus", 0, "--device", "cuda"), "gpus=0; allowed: >= 1"),
+        (("--gpus", 2), "gpus=2 has no effect with device='cpu'; give device='cuda'"),
+        (("--gpus", 2, "--device", "cuda", "--concurrency", 0), "concurrency=0; allowed: >= 1"),
+        (("--concurrency", 4), "concurrency=4 has no effect without gpus; leave it out"),
+        (
+            ("--gpus", 2, "--device", "cuda", "--target-tp", 3),
+            "no division of 2 GPUs; allowed: target_tp 1, 2 and draft_tp 1, 2",
+        ),
+    ],
+)
+def test_divisions_that_cannot_be(smcserve, no_start, options, message):
+    ran = smcserve("serve", "--port", 0, "--no-http", *options)
+    assert ran.code == 2 and message in ran.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_a_division_needs_its_gpus(smcserve, no_start):
+    ran = smcserve("serve", "--port", 0, "--no-http", "--device", "cuda", "--gpus", 4)
+    assert ran.code == 2 and "this machine has no GPUs" in ran.err
