@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.kernels import LOG2_E, LOWEST, floor_rows, take_in
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
-from smc.kernels.norm import sum_parts
+from smc.kernels.norm import pair_sum, sum_parts
 from smc.kernels.packed_rows import CacheTensors, RowSpans, Tables, page_at, row_tables
 
 LEAST_Y = 16
@@ -107,7 +107,7 @@ def step_attention(
 
 
 @triton.jit
-def _rotated(
+def rotated(
     at_Z, position_Z, rope, d, split_stride, norm, eps, mask_Z,
     D: tl.constexpr, SPLITS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def _rotated(
     x_ZD = sum_parts(at_Z[:, None] + d, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
     y_ZD = sum_parts(at_Z[:, None] + other, split_stride, mask, SPLITS).to(DTYPE).to(tl.float32)
     if norm is not None:
-        scale_Z = tl.rsqrt(tl.sum(x_ZD * x_ZD, 1) / D + eps)[:, None]
+        scale_Z = tl.rsqrt(pair_sum(x_ZD * x_ZD) / D + eps)[:, None]
         x_ZD *= scale_Z * tl.load(norm + d).to(tl.float32)
         y_ZD *= scale_Z * tl.load(norm + other).to(tl.float32)
     return (x_ZD * cos + y_ZD * tl.where(d < D // 2, -sin, sin)).to(DTYPE)
@@ -160,11 +160,11 @@ def _step_kernel(
     row = qkv + r.to(tl.int64) * (Q * WIDTH)
     at_Y, at_Q = row + query_Y * WIDTH + (j * EACH + y % EACH) * D, row + i * WIDTH + (H + j) * D
     if norm is not None:
-        q_YD = _rotated(at_Y, position_Y, rope, d, split_stride, norm.q, norm.eps, real_Y, D, SPLITS, DTYPE)
-        k_QD = _rotated(at_Q, position_Q, rope, d, split_stride, norm.k, norm.eps, new_Q, D, SPLITS, DTYPE)
+        q_YD = rotated(at_Y, position_Y, rope, d, split_stride, norm.q, norm.eps, real_Y, D, SPLITS, DTYPE)
+        k_QD = rotated(at_Q, position_Q, rope, d, split_stride, norm.k, norm.eps, new_Q, D, SPLITS, DTYPE)
     else:
-        q_YD = _rotated(at_Y, position_Y, rope, d, split_stride, None, 0.0, real_Y, D, SPLITS, DTYPE)
-        k_QD = _rotated(at_Q, position_Q, rope, d, split_stride, None, 0.0, new_Q, D, SPLITS, DTYPE)
+        q_YD = rotated(at_Y, position_Y, rope, d, split_stride, None, 0.0, real_Y, D, SPLITS, DTYPE)
+        k_QD = rotated(at_Q, position_Q, rope, d, split_stride, None, 0.0, new_Q, D, SPLITS, DTYPE)
     v_QD = sum_parts((at_Q + J * D)[:, None] + d, split_stride, new_Q[:, None], SPLITS).to(DTYPE)
     # The dummy page keeps its content: a masked position must not read a NaN.
     to_QD, stored = (here_Q.to(tl.int64) * J + j)[:, None] * D + d, (here_Q != 0)[:, None] & (tile == 0)

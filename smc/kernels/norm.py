@@ -87,8 +87,9 @@ def add_norm(
     """Add the sum of `parts` to x, in place. Returns RMSNorm(x) * weight [T, E] in the weight's type (fp32 arithmetic),
     or without a weight a copy of x.
 
-    `parts` is None, one tensor [T, E] or partials [P, T, E]. The norm is that of x as stored, rounded to its type. With
-    `pdl` and parts, the previous launch must not write x."""
+    `parts` is None, one tensor [T, E] or partials [P, T, E]. Their sum is rounded to x's type, as an unsplit product
+    is. The norm is that of x as stored, rounded to its type. With `pdl` and parts, the previous launch must not write
+    x."""
     out_TE = torch.empty_like(x_TE, dtype=x_TE.dtype if weight_E is None else weight_E.dtype)
     _launch_add_norm(x_TE, parts, weight_E, eps, (out_TE, None), pdl, residual)
     return out_TE
@@ -124,7 +125,7 @@ def _launch_add_norm(
     _add_norm[(tokens,)](
         x_TE, parts, weight_E, residual.out_weight_E, *out, features, eps, float(residual.norm_offset),
         float(residual.factor), SPLITS=0 if parts is None else _splits(parts), BLOCK=block,
-        num_warps=max(1, min(16, block // 128)), **launch_options(pdl),
+        num_warps=max(1, min(16, block // 128)), enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -222,6 +223,17 @@ def sum_parts(parts, stride, mask, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def pair_sum(x_RL):
+    """Return the sum of each row of a power of two of columns: halves are added until one number is left. The order of
+    additions does not depend on which threads hold the numbers."""
+    R: tl.constexpr = x_RL.shape[0]
+    if x_RL.shape[1] == 1:
+        return tl.reshape(x_RL, (R,))
+    else:
+        return pair_sum(tl.sum(tl.reshape(x_RL, (R, 2, x_RL.shape[1] // 2)), 1))
+
+
+@triton.jit
 def _add_norm(
     x, parts, weight, out_weight, out, scales, features, eps, norm_offset, factor,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -242,9 +254,9 @@ def _add_norm(
         gdc_launch_dependents()
     if parts is not None:
         added = sum_parts(parts + at, tl.num_programs(0).to(tl.int64) * features, inside, SPLITS)
+        # Rounded as an unsplit product would be.
+        added = added.to(x.dtype.element_ty).to(tl.float32)
         if out_weight is not None:
-            # Rounded as a product's result is, then as a norm's result.
-            added = added.to(x.dtype.element_ty).to(tl.float32)
             added *= 1.0 / tl.sqrt(tl.sum(added * added, 0) / features + eps) * out_scale
             added = added.to(x.dtype.element_ty).to(tl.float32)
         summed = (hidden + added * factor).to(x.dtype.element_ty)

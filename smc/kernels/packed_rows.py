@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.arrays import Room
 from smc.kernels.launch import launch_options, one_variant
-from smc.kernels.norm import sum_parts
+from smc.kernels.norm import pair_sum, sum_parts
 
 FAR = tl.constexpr(2**30)  # Beyond every position and row.
 BLOCK_T = 128
@@ -235,6 +235,12 @@ def page_at(p, exists, table, tail, tail_start, tables, pages):
 def _prepare(tables, pages, spans, groups, out, sizes, cut, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr):
     if tl.program_id(0) == 0:
         _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R)
+    place_tokens(tables, pages, spans, out, sizes, BLOCK_T)
+
+
+@triton.jit
+def place_tokens(tables, pages, spans, out, sizes, BLOCK_T: tl.constexpr):
+    """Store position and page of BLOCK_T tokens; the first program has none."""
     token = (tl.program_id(0) - 1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = (token >= 0) & (token < sizes.tokens)
     r, query = tl.where(inside, token // sizes.queries, 0), token % sizes.queries
@@ -247,6 +253,25 @@ def _prepare(tables, pages, spans, groups, out, sizes, cut, BLOCK_T: tl.constexp
 
 
 @triton.jit
+def shared_by_groups(r, inside, pages, spans, groups, longest, BLOCK_R: tl.constexpr):
+    """Return first row and size of each row's group, the number of leading positions that the group attends to
+    together, the group's first live row as far as it is known up to this row (else FAR), and whether the row lives."""
+    group, reach = tl.load(groups.group_R + r, mask=inside, other=0), tl.load(spans.start_R + r, mask=inside, other=0)
+    live = tl.load(spans.count_R + r, mask=inside, other=0) > 0
+    if pages.tail_RB is not None:
+        reach = tl.minimum(reach, tl.load(pages.tail_R + r, mask=inside, other=0))
+    first, size = tl.load(groups.first_G + group), tl.load(groups.size_G + group)
+    shared = tl.load(groups.shared_G + group)
+    reach, lead = tl.where(live, reach, FAR), tl.where(live, r, FAR)
+    _, reach, lead = tl.associative_scan(((r == first).to(tl.int32), reach, lead), 0, _lowest)
+    # A group's last row has the minimum over all its rows. Its first live row is known from that row on. Padding may
+    # name any group, and is ignored.
+    reach = tl.gather(reach, tl.maximum(tl.minimum(first + size, BLOCK_R) - 1, 0), 0)
+    shared = tl.where(reach < FAR, tl.maximum(tl.minimum(tl.minimum(shared, reach), longest), 0), 0)
+    return first, size, shared, lead, live
+
+
+@triton.jit
 def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     """Cut prefixes into pieces, with one lane for each row of `each` queries; a group's first live row decides for the
     group."""
@@ -254,19 +279,8 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     block_x, block_p, most_pieces = cut.block_x, cut.block_p, cut.pieces
     r = tl.arange(0, BLOCK_R)
     inside = r < rows
-    group, reach = tl.load(groups.group_R + r, mask=inside, other=0), tl.load(spans.start_R + r, mask=inside, other=0)
-    count, slot = tl.load(spans.count_R + r, mask=inside, other=0), tl.load(pages.slot_R + r, mask=inside, other=0)
-    if pages.tail_RB is not None:
-        reach = tl.minimum(reach, tl.load(pages.tail_R + r, mask=inside, other=0))
-    first, size = tl.load(groups.first_G + group), tl.load(groups.size_G + group)
-    shared = tl.load(groups.shared_G + group)
-    live = count > 0
-    reach, lead = tl.where(live, reach, FAR), tl.where(live, r, FAR)
-    _, reach, lead = tl.associative_scan(((r == first).to(tl.int32), reach, lead), 0, _lowest)
-    # A group's last row has the minimum over all its rows. Its first live row is known from that row on. Padding may
-    # name any group, and is ignored.
-    reach = tl.gather(reach, tl.maximum(tl.minimum(first + size, BLOCK_R) - 1, 0), 0)
-    shared = tl.where(reach < FAR, tl.maximum(tl.minimum(tl.minimum(shared, reach), longest), 0), 0)
+    slot = tl.load(pages.slot_R + r, mask=inside, other=0)
+    first, size, shared, lead, live = shared_by_groups(r, inside, pages, spans, groups, longest, BLOCK_R)
     x = tl.where(lead < FAR, (first + size - lead) * each, 0)
     tiles, reads = tl.where(shared > 0, tl.cdiv(x, block_x), 0), tl.cdiv(shared, block_p)
     speaks = live & (r == lead)
@@ -329,7 +343,8 @@ def store_kv(
     block, tokens = min(16, triton.next_power_of_2(h + 2 * j)), qkv.shape[-2]
     _store_kernel[(tokens, triton.cdiv(h + 2 * j, block))](
         qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, tokens * qkv.shape[-1],
-        H=h, J=j, D=d, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, num_warps=2, **launch_options(pdl),
+        H=h, J=j, D=d, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, num_warps=2,
+        enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -353,7 +368,7 @@ def _store_kernel(
     b = sum_parts(at + D // 2, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     x, y = a, b
     if q_norm is not None:
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        scale = tl.rsqrt(pair_sum(a * a + b * b) / D + eps)[:, None]
         x *= scale * tl.where(is_q, tl.load(q_norm + d), tl.load(k_norm + d)).to(tl.float32)
         y *= scale * tl.where(is_q, tl.load(q_norm + D // 2 + d), tl.load(k_norm + D // 2 + d)).to(tl.float32)
     cos = tl.load(rope + position.to(tl.int64) * D + d)
