@@ -11,12 +11,15 @@ Local axes: P chosen experts of a token, Y pairs of a token and an expert, Z exp
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from smc.kernels.fixed_order import linear_fixed
 from smc.kernels.int4 import choose_int4, sums_of_groups, token_block, widened
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.linear import rows_of_tile
@@ -30,12 +33,56 @@ MOST_TOKENS = 64
 
 def experts(module: Experts, x_TE: Tensor, pdl: bool = False) -> Tensor:
     """Return the experts' result as partial sums [P, T, E] in float32."""
-    choice = choose(module.router(x_TE), module.chosen, module.normalised, pdl)
+    return chosen_experts(module, x_TE, choose(module.router(x_TE), module.chosen, module.normalised, pdl), None, pdl)
+
+
+def experts_fixed(module: Experts, x_TE: Tensor, pdl: bool = False) -> Tensor:
+    """As `experts`, for any number of tokens. A token's result does not depend on the others, because all products add
+    up input after input, and a router's product has one part (`smc.kernels.fixed_order`)."""
+    logits_TZ = linear_fixed(x_TE, module.router.weight, splits=1, pdl=pdl)
+    choice = choose(logits_TZ, module.chosen, module.normalised, pdl)
+    blocks = None if len(x_TE) <= MOST_TOKENS else sort_by_expert(choice.expert_TP, module.count)
+    return chosen_experts(module, x_TE, choice, blocks, pdl)
+
+
+class ExpertBlocks(NamedTuple):
+    """Pairs of a token and an expert, sorted by expert, in blocks of up to `MOST_TOKENS` pairs of one expert. There is
+    room for the most blocks that there may be."""
+
+    order_Y: Tensor
+    """Pairs, expert after expert."""
+    expert_W: Tensor
+    first_W: Tensor
+    """First pair of each block."""
+    end_W: Tensor
+    """End of the pairs of the block's expert; 0 for a block that does not exist."""
+
+
+def sort_by_expert(expert_TP: Tensor, count: int) -> ExpertBlocks:
+    """Sort the chosen experts of tokens without waiting for the device."""
+    expert_Y = expert_TP.flatten().long()
+    size_Z = torch.zeros(count, dtype=torch.int64, device=expert_Y.device)
+    size_Z = size_Z.scatter_add(0, expert_Y, torch.ones_like(expert_Y))
+    end_Z, blocks_Z = size_Z.cumsum(0), (size_Z + MOST_TOKENS - 1) // MOST_TOKENS
+    after_Z = blocks_Z.cumsum(0)
+    block_W = torch.arange(len(expert_Y) // MOST_TOKENS + count, device=expert_Y.device)
+    exists_W = block_W < after_Z[-1]
+    expert_W = torch.searchsorted(after_Z, block_W, right=True).clamp(max=count - 1)
+    first_W = (end_Z - size_Z)[expert_W] + (block_W - (after_Z - blocks_Z)[expert_W]) * MOST_TOKENS
+    order_Y = expert_Y.argsort(stable=True)
+    end_W = torch.where(exists_W, end_Z[expert_W], 0)
+    return ExpertBlocks(order_Y.int(), expert_W.int(), first_W.int(), end_W.int())
+
+
+def chosen_experts(
+    module: Experts, x_TE: Tensor, choice: Choice, blocks: ExpertBlocks | None, pdl: bool = False
+) -> Tensor:
+    """Return the outputs of the chosen experts [P, T, E]."""
     tokens, features = x_TE.shape
     inner_YI = x_TE.new_empty(tokens * module.chosen, module.inner)
     parts_PTE = x_TE.new_empty(module.chosen, tokens, features, dtype=torch.float32)
-    _product(x_TE, module, module.gate_up, choice, inner_YI, pdl, UP=True)
-    _product(inner_YI, module, module.down, choice, parts_PTE, pdl, UP=False)
+    _product(x_TE, module, module.gate_up, choice, blocks, inner_YI, pdl, UP=True)
+    _product(inner_YI, module, module.down, choice, blocks, parts_PTE, pdl, UP=False)
     return parts_PTE
 
 
@@ -64,7 +111,16 @@ def _all_widened(matrix: Linear, dtype: torch.dtype) -> Tensor:
     return widened(matrix, rows, dtype) if matrix.group else matrix.values(rows, dtype)
 
 
-def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Tensor, pdl: bool, UP: bool) -> None:
+def _product(
+    x: Tensor,
+    module: Experts,
+    matrix: Linear,
+    choice: Choice,
+    blocks: ExpertBlocks | None,
+    out: Tensor,
+    pdl: bool,
+    UP: bool,
+) -> None:
     expert_TP, weight_TP = choice
     tokens, chosen = expert_TP.shape
     outputs, inputs = (module.inner if UP else matrix.out_features // module.count), matrix.in_features
@@ -74,8 +130,10 @@ def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Te
         tiling = choose_int4(few, outputs, inputs, matrix.group, zeros=matrix.zero is not None, gated=True)
         block_t = token_block(few, matrix.group)
         rows = tiling.block_n // 2 if UP else tiling.block_n
-        _experts_int4[(module.count, triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))](
-            x, matrix.weight, matrix.scale, matrix.zero, expert_TP, weight_TP, out,
+        grid = (module.count, triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))
+        grid = grid if blocks is None else (len(blocks.expert_W), grid[1], 1)
+        _experts_int4[grid](
+            x, matrix.weight, matrix.scale, matrix.zero, expert_TP, weight_TP, blocks, out,
             tokens, outputs, inputs, matrix.out_features, STEPS=inputs // matrix.group,
             P=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=tiling.block_n, GROUP=matrix.group,
             STAGES=2 if wide else tiling.stages, num_warps=tiling.warps, **launch_options(pdl),
@@ -83,8 +141,10 @@ def _product(x: Tensor, module: Experts, matrix: Linear, choice: Choice, out: Te
         return
     block_t = max(16, min(MOST_TOKENS, triton.next_power_of_2(tokens)))
     block_n, block_k = (32 if wide else 64), min(32 if wide else 128, max(16, triton.next_power_of_2(inputs)))
-    _experts[(module.count, triton.cdiv(outputs, block_n), triton.cdiv(tokens, block_t))](
-        x, matrix.weight, matrix.scale, expert_TP, weight_TP, out, tokens, outputs, inputs,
+    grid = (module.count, triton.cdiv(outputs, block_n), triton.cdiv(tokens, block_t))
+    grid = grid if blocks is None else (len(blocks.expert_W), grid[1], 1)
+    _experts[grid](
+        x, matrix.weight, matrix.scale, expert_TP, weight_TP, blocks, out, tokens, outputs, inputs,
         P=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=2 if wide else 3,
         num_warps=4, **launch_options(pdl),
     )  # fmt: skip
@@ -117,17 +177,17 @@ def _choose(
 
 @one_variant("x", "weights", "scales", "out", "outputs", "inputs")
 def _experts(
-    x, weights, scales, expert, weight, out, tokens, outputs, inputs,
+    x, weights, scales, expert, weight, blocks, out, tokens, outputs, inputs,
     P: tl.constexpr, UP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs of one expert. UP: silu(gate) * up of tokens [T, inputs], to row t * P + c of `out`. Otherwise
     the product of rows t * P + c of x, weighted, to `out` [P, T, outputs]."""
-    own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile = tl.program_id(1)
     n, k = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     if PDL:
         gdc_wait()
-    column_T, hit_T = _chosen_by(own, expert, t, tokens, P, BLOCK_T)
+    own, t, column_T, hit_T = _own_tokens(expert, blocks, tokens, P, BLOCK_T)
     if tl.max(hit_T, 0) == 0:
         return
     # Past the end the last row is used; its results are not stored.
@@ -158,16 +218,16 @@ def _experts(
 
 @one_variant("x", "weights", "scales", "zeros", "out", "outputs", "inputs", "all_outputs")
 def _experts_int4(
-    x, weights, scales, zeros, expert, weight, out, tokens, outputs, inputs, all_outputs, STEPS,
+    x, weights, scales, zeros, expert, weight, blocks, out, tokens, outputs, inputs, all_outputs, STEPS,
     P: tl.constexpr, UP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_experts`, for weights in int4. UP: a tile has rows of gate and as many of up."""
-    own, tile, t = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile = tl.program_id(1)
     HALF: tl.constexpr = BLOCK_N // 2
     if PDL:
         gdc_wait()
-    column_T, hit_T = _chosen_by(own, expert, t, tokens, P, BLOCK_T)
+    own, t, column_T, hit_T = _own_tokens(expert, blocks, tokens, P, BLOCK_T)
     if tl.max(hit_T, 0) == 0:
         return
     row_O = own.to(tl.int64) * (outputs * 2 if UP else outputs) + rows_of_tile(tile, outputs, BLOCK_N, UP)
@@ -187,13 +247,22 @@ def _experts_int4(
 
 
 @triton.jit
-def _chosen_by(own, expert, t, tokens, P: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return, for each token, which of its choices the expert is, and 1 if it is one of them."""
+def _own_tokens(expert, blocks, tokens, P: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return this program's expert, its tokens, which of a token's choices the expert is, and 1 if it is one of
+    them: of a block of tokens, or of one of `blocks`, all of whose tokens have chosen the expert."""
     column_T, hit_T = tl.zeros([BLOCK_T], tl.int32), tl.zeros([BLOCK_T], tl.int32)
-    for c in tl.static_range(P):
-        is_own_T = tl.load(expert + t * P + c, mask=t < tokens, other=-1) == own
-        column_T, hit_T = tl.where(is_own_T, c, column_T), tl.where(is_own_T, 1, hit_T)
-    return column_T, hit_T
+    own, t = tl.program_id(0), tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if blocks is not None:
+        w = own
+        y = tl.load(blocks.first_W + w) + tl.arange(0, BLOCK_T)
+        hit_T = (y < tl.load(blocks.end_W + w)).to(tl.int32)
+        pair = tl.load(blocks.order_Y + y, mask=hit_T > 0, other=0)
+        own, t, column_T = tl.load(blocks.expert_W + w), pair // P, pair % P
+    else:
+        for c in tl.static_range(P):
+            is_own_T = tl.load(expert + t * P + c, mask=t < tokens, other=-1) == own
+            column_T, hit_T = tl.where(is_own_T, c, column_T), tl.where(is_own_T, 1, hit_T)
+    return own, t, column_T, hit_T
 
 
 @triton.jit

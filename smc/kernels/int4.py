@@ -21,12 +21,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.kernels.launch import launch_options, one_variant
-from smc.kernels.linear import SHARED_ROOM, ProductTiling, choose_splits, rows_of_tile, store_sums
+from smc.kernels.linear import SHARED_ROOM, ProductTiling, choose_splits, rows_of_tile, store_sums, with_bias
 from smc.model import quantisation
 from smc.model.linear import Linear
 
 MOST_TOKENS = 128
-"""Maximum number of tokens of `linear_int4` and `gate_up_int4`."""
+"""Maximum number of tokens of `linear_int4`: for more, widening all weights is faster."""
 MOST_BLOCK = 64
 """Maximum number of tokens of a program. More tokens are divided among several programs, each of which widens the
 weights again."""
@@ -49,6 +49,8 @@ def _packed_codes() -> str:
 
 
 PACKED_CODES = tl.constexpr(_packed_codes())
+FIXED_PROGRAMS = 256
+"""Number of programs for which the inputs are divided if their sums have one order."""
 _WIDENED = 1 << 26
 """Number of weights that are widened at a time."""
 
@@ -98,8 +100,31 @@ def linear_int4(
         raise ValueError(f"splits must divide the {groups} groups of K={matrix.in_features}; got {splits}")
     shape = (tokens, outputs) if splits == 1 else (splits, tokens, outputs)
     out = x_TI.new_empty(shape, dtype=(dtype or x_TI.dtype) if splits == 1 else torch.float32)
-    _launch(x_TI, matrix, out, outputs, splits, tiling, pdl, GATED=False, GELU=False)
+    _require_few(x_TI)
+    _launch(x_TI, matrix, out, outputs, (splits, 1), tiling, pdl, GATED=False, GELU=False)
     return out
+
+
+def linear_int4_fixed(
+    x_TI: Tensor, matrix: Linear, splits: int | None = None, dtype: torch.dtype | None = None, pdl: bool = False
+) -> Tensor:
+    """As `linear_int4`, for any number of tokens: the sum of the partials of a token, rounded to `dtype`, does not
+    depend on the others (`smc.kernels.fixed_order`)."""
+    tokens, outputs, inputs = len(x_TI), matrix.out_features, matrix.in_features
+    splits = splits or fixed_splits(outputs, inputs, matrix.group)
+    tiling = choose_int4(tokens, outputs, inputs, matrix.group, zeros=matrix.zero is not None)
+    tiles = triton.cdiv(tokens, token_block(tokens, matrix.group)) * triton.cdiv(outputs, tiling.block_n)
+    grid_splits = 1 if tiles >= FIXED_PROGRAMS else splits
+    shape = (tokens, outputs) if grid_splits == 1 else (splits, tokens, outputs)
+    out = x_TI.new_empty(shape, dtype=(dtype or x_TI.dtype) if grid_splits == 1 else torch.float32)
+    parts = (grid_splits, splits // grid_splits)
+    _launch(x_TI, matrix, out, outputs, parts, tiling, pdl, GATED=False, GELU=False)
+    return out
+
+
+def fixed_splits(outputs: int, inputs: int, group: int) -> int:
+    """Return the number of parts of the inputs, whatever the number of tokens."""
+    return choose_splits(triton.cdiv(outputs, 128), inputs // group, FIXED_PROGRAMS)
 
 
 def gate_up_int4(
@@ -110,15 +135,15 @@ def gate_up_int4(
     pdl: bool = False,
     **tunables: int,
 ) -> Tensor:
-    """Return silu(x G^T) * (x U^T) [T, I], with `gelu` GELU instead of silu, in `dtype` as above; `matrix` holds G,
-    then U.
+    """Return silu(x G^T) * (x U^T) [T, I], with `gelu` GELU instead of silu, in `dtype` as above, for any number of
+    tokens; `matrix` holds G, then U.
 
-    A program computes matching rows of both."""
+    A program computes matching rows of both. A token's result does not depend on the others."""
     inner = matrix.out_features // 2
     out_TI = x_TI.new_empty((len(x_TI), inner), dtype=dtype or x_TI.dtype)
     chosen = choose_int4(len(x_TI), inner, matrix.in_features, matrix.group, zeros=matrix.zero is not None, gated=True)
     tiling = replace(chosen, **tunables)
-    _launch(x_TI, matrix, out_TI, inner, 1, tiling, pdl, GATED=True, GELU=gelu)
+    _launch(x_TI, matrix, out_TI, inner, (1, 1), tiling, pdl, GATED=True, GELU=gelu)
     return out_TI
 
 
@@ -150,25 +175,31 @@ def _launch(
     matrix: Linear,
     out: Tensor,
     outputs: int,
-    splits: int,
+    parts: tuple[int, int],
     tiling: ProductTiling,
     pdl: bool,
     **flags: bool,
 ) -> None:
+    """`parts`: number of programs among which the inputs are divided, and number of parts that each adds up."""
     tokens, inputs = x_TI.shape
-    if tokens > MOST_TOKENS or inputs != matrix.in_features or x_TI.stride(1) != 1:
+    if inputs != matrix.in_features or x_TI.stride(1) != 1:
         raise ValueError(
-            f"needs x [T, {matrix.in_features}] of at most {MOST_TOKENS} tokens, each with contiguous numbers; got "
-            f"{x_TI.shape=}, {x_TI.stride()=}"
+            f"needs x [T, {matrix.in_features}] of tokens with contiguous numbers; got {x_TI.shape=}, {x_TI.stride()=}"
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     block_t = token_block(tokens, matrix.group)
     # Programs of the same weights are neighbours, so that the second may find the weights in the L2 cache.
-    _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), splits)](
+    _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), parts[0])](
         x_TI, matrix.weight, matrix.scale, matrix.zero, matrix.bias, out, tokens, outputs, x_TI.stride(0),
-        STEPS=inputs // matrix.group // splits, STAGES=tiling.stages, BLOCK_T=block_t, BLOCK_N=tiling.block_n,
-        GROUP=matrix.group, num_warps=tiling.warps, **flags, **launch_options(pdl),
+        STEPS=inputs // matrix.group // (parts[0] * parts[1]), PARTS=parts[1], STAGES=tiling.stages, BLOCK_T=block_t,
+        BLOCK_N=tiling.block_n, GROUP=matrix.group, num_warps=tiling.warps, enable_fp_fusion=False,
+        **flags, **launch_options(pdl),
     )  # fmt: skip
+
+
+def _require_few(x_TI: Tensor) -> None:
+    if len(x_TI) > MOST_TOKENS:
+        raise ValueError(f"needs x of at most {MOST_TOKENS} tokens; got {x_TI.shape=}")
 
 
 @triton.jit
@@ -250,22 +281,33 @@ def words_at(words, at_O, GROUP: tl.constexpr):
 @one_variant("x", "weight", "scale", "zero", "bias", "out", "outputs", "stride_x")
 def _int4(
     x, weight, scale, zero, bias, out, tokens, outputs, stride_x,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of outputs of some tokens, over one part of K."""
+    """Compute one tile of outputs of some tokens, over PARTS parts of K one after another."""
     t0, tile, split = tl.program_id(0) * BLOCK_T, tl.program_id(1), tl.program_id(2)
-    t, n, first = t0 + tl.arange(0, BLOCK_T), rows_of_tile(tile, outputs, BLOCK_N, GATED), split * STEPS
+    t, n = t0 + tl.arange(0, BLOCK_T), rows_of_tile(tile, outputs, BLOCK_N, GATED)
     rows = outputs * 2 if GATED else outputs
-    x_T = x + t * stride_x + first * GROUP
+    x_T = x + t.to(tl.int64) * stride_x
     if PDL:
         gdc_wait()
-    sum_OT = sums_of_groups(
-        weight, scale, zero, first * rows + n, rows, x_T, t < tokens, STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP
-    )
+    total_OT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for part in tl.range(0, PARTS, num_stages=1):
+        first = (split + part) * STEPS
+        sum_OT = sums_of_groups(
+            weight, scale, zero, first * rows + n, rows, x_T + first * GROUP, t < tokens,
+            STEPS, STAGES, BLOCK_T, BLOCK_N, GROUP,
+        )  # fmt: skip
+        if PARTS == 1:
+            total_OT = sum_OT
+        else:
+            total_OT += with_bias(sum_OT, bias, n, part == 0)
     if PDL:
         gdc_launch_dependents()
-    store_sums(sum_OT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
+    if PARTS == 1:
+        store_sums(total_OT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
+    else:
+        store_sums(total_OT, None, out, t0, tokens, outputs, BLOCK_N, BLOCK_T, GATED, GELU)
 
 
 @one_variant("weight", "scale", "zero", "out", "inputs", "all_outputs")

@@ -222,6 +222,8 @@ def _launch(
     options = {
         "STEPS": inputs // tiling.block_k // tiling.splits, "STAGES": tiling.stages, "BLOCK_T": block_t,
         "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "num_warps": tiling.warps, "num_stages": tiling.stages,
+        # So that `smc.kernels.fixed_order`, which adds a bias and a scaled sum elsewhere, gives the same bits.
+        "enable_fp_fusion": False,
     } | flags | launch_options(pdl)  # fmt: skip
     # Programs of the same weights start one after another, so that one of them reads the weights from memory.
     grid = (triton.cdiv(tokens, block_t + more_t), triton.cdiv(outputs, rows), tiling.splits)
@@ -359,6 +361,16 @@ def store_tile(out_OT, bias, out, t0, tokens, outputs, ROWS: tl.constexpr, BLOCK
         out_OT += shift_O[:, None]
     out_at = out + (split * tokens + t)[:, None].to(tl.int64) * outputs + n[None, :]
     tl.store(out_at, tl.trans(out_OT).to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < outputs)[None, :])
+
+
+@triton.jit
+def with_bias(sum_OT, bias, n, adds):
+    """Return the sums of outputs `n`, plus the bias if `adds` and unless it is None: as `store_tile` adds it to the
+    first part."""
+    if bias is not None:
+        shift_O = tl.load(bias + n, mask=(n >= 0) & adds, other=0.0).to(tl.float32)
+        sum_OT += shift_O[:, None]
+    return sum_OT
 
 
 @triton.jit
