@@ -174,7 +174,7 @@ class Built:
         keys, values = (x.to(DEVICE, copy=True) for x in (self.keys, self.values))
         for store in (keys, values):
             store[self.page_T[self.exists_T].long()] = torch.nan
-        rope = torch.cat((torch.ones(1000, d // 2), torch.zeros(1000, d // 2)), 1).to(DEVICE)
+        rope = torch.cat((torch.ones(2000, d // 2), torch.zeros(2000, d // 2)), 1).to(DEVICE)
         out_THD = torch.full(self.q_THD.shape, torch.nan, dtype=self.case.dtype, device=DEVICE)
         bounds = (self.start_R.to(DEVICE), self.count_R.to(DEVICE))
         step_attention(qkv, keys, values, rope, self.tables(), *bounds, out_THD, tiling=tiling)

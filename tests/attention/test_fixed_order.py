@@ -1,0 +1,126 @@
+"""Attention in one order of sums: it equals the reference, and the bits of a query do not depend on how programs share
+the work, nor on the kernel that does it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from smc.attention.backend import ForwardBatch
+from smc.attention.fixed_order import FixedOrderAttention, FixedOrderPrompts, FixedTiling
+from smc.attention.fixed_step import step_attention_fixed
+from tests.attention.packed import DEVICE, TOLERANCE, Built, Case, error
+from tests.attention.test_kernels import CASES
+
+TILING = {"unit": 32, "block_p": 16}
+"""Short splits, so that a context of 300 positions has all lengths of splits."""
+PIECES = (1, 5, 100)
+SOME = [
+    "decode", "decode_fp32", "first_token", "target_fp32", "groups", "empty_group", "ended_first", "wide_heads",
+    "tails_of_blocks", "tails_within_what_is_shared", "more_declared_than_held", "long_beside_short", "nine_queries",
+]  # fmt: skip
+LONG = {
+    "splits_of_all_lengths": Case([1100], [[(1100, 2), (1190, 1)]], 2, (4, 2), 16),
+    "queries_past_a_split": Case([30], [[(30, 9), (62, 5)]], 9, (4, 2), 16),
+    "ends_with_a_split": Case([255], [[(256, 1), (287, 1), (255, 1)]], 1, (4, 2), 16),
+}
+
+
+def rows_of(built: Built, **tiling: int) -> Tensor:
+    """Run the prefix kernel and the own kernel; the workspace is filled with NaN."""
+    case, shape = built.case, (len(built.first_G), built.rows, built.together, built.case.queries)
+    made = FixedOrderAttention(*shape, case.heads, case.dim, case.dtype, DEVICE, 2000, **(TILING | tiling))
+    for store in made._work[:3]:
+        store.fill_(torch.nan)
+    return built._run_long(made)
+
+
+def step_of(built: Built, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Run the kernel of short contexts."""
+    own = FixedTiling(**TILING, block_x=16, pieces=1, stages=2, warps=4)
+
+    def step(*args: Any, tiling: None, **options: Any) -> None:
+        step_attention_fixed(*args, tiling=tiling or own, **options)
+
+    monkeypatch.setattr("tests.attention.packed.step_attention", step)
+    return built.run_short()
+
+
+def prompts_of(built: Built, block_x: int) -> Tensor:
+    """Run the kernel of prompts over the same rows."""
+    case, live = built.case, [r for r in built.pages if int(built.count_R[r])]
+    out_THD = torch.zeros(built.q_THD.shape, dtype=case.dtype)
+    if not live:
+        return out_THD
+    longest = max(len(built.pages[r]) for r in live)
+    table_RL = np.stack([np.pad(built.pages[r].numpy(), (0, longest - len(built.pages[r]))) for r in live])
+    starts_R, counts_R = (x[live].numpy().astype(np.int64) for x in (built.start_R, built.count_R))
+    index_T = torch.cat([r * case.queries + torch.arange(int(count)) for r, count in zip(live, counts_R)])
+    position_T = np.concatenate([start + np.arange(count) for start, count in zip(starts_R, counts_R)])
+    pages_T = built.page_T[index_T].numpy()
+    batch = ForwardBatch(
+        table_RL, starts_R, counts_R, pages_T, position_T, np.arange(len(live) + 1), np.zeros(len(live), np.int64)
+    )
+    pool = SimpleNamespace(keys=built.keys[None].to(DEVICE), values=built.values[None].to(DEVICE), windows=(None,))
+    planned = FixedOrderPrompts(**TILING, block_x=block_x).plan(pool, batch)
+    out_THD[index_T] = planned.read(0, built.q_THD[index_T].to(DEVICE)).cpu()
+    return out_THD
+
+
+@pytest.mark.parametrize("name", [*SOME, *LONG])
+def test_equals_reference_and_itself(name, monkeypatch):
+    """The number of pieces decides which program adds up which splits, and `block_x` which queries it has."""
+    built = Built((CASES | LONG)[name])
+    first = rows_of(built, pieces=PIECES[0], block_x=16)
+    assert error(first, built.reference()) <= TOLERANCE[built.case.dtype]
+    for pieces in PIECES[1:]:
+        assert torch.equal(rows_of(built, pieces=pieces, block_x=16), first), pieces
+    assert torch.equal(step_of(built, monkeypatch), first)
+    assert torch.equal(prompts_of(built, 16), first)
+
+
+def test_more_queries_of_a_program_change_no_bit():
+    """On a GPU. In the interpreter NumPy decides the order within a product, by the sizes of the tiles."""
+    built = Built(Case([300], [[(300, 5), (310, 5), (317, 3)]], 5, (8, 2), 16))
+    first = rows_of(built, pieces=1, block_x=16)
+    for block_x in (32, 64):
+        made = rows_of(built, pieces=5, block_x=block_x)
+        assert torch.equal(made, first) if DEVICE == "cuda" else error(made, first.double()) < 1e-6
+
+
+@pytest.mark.parametrize("window", [1, 7, 40, 200])
+def test_windows(window):
+    """Positions before the window have weight 0, whichever programs skip their tiles."""
+    built = Built(Case([120], [[(120, 3), (150, 2)]], 3, (4, 2), 16))
+    case, shape = built.case, (len(built.first_G), built.rows, built.together, built.case.queries)
+    found = []
+    for pieces in PIECES:
+        made = FixedOrderAttention(*shape, case.heads, case.dim, case.dtype, DEVICE, 2000, pieces=pieces, **TILING)
+        prepared = made.prepare(built.tables(), built.groups(), built.start_R.to(DEVICE), built.count_R.to(DEVICE))
+        q_THD, out_THD = built.q_THD.to(DEVICE).contiguous(), torch.empty_like(built.q_THD, device=DEVICE)
+        found.append(made.run(q_THD, built.keys.to(DEVICE), built.values.to(DEVICE), prepared, out_THD, window).cpu())
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+    q = case.queries
+    for r, pages in built.pages.items():
+        for i in range(int(built.count_R[r])):
+            pages_L = pages[: int(built.start_R[r]) + i + 1][-window:]
+            k_HLD, v_HLD = (
+                x[pages_L].double().transpose(0, 1).repeat_interleave(2, 0) for x in (built.keys, built.values)
+            )
+            scores_HL = (k_HLD @ built.q_THD[r * q + i].double()[..., None]).squeeze(-1) * case.dim**-0.5
+            expected_HD = (torch.softmax(scores_HL, -1)[:, None] @ v_HLD).squeeze(1)
+            torch.testing.assert_close(found[0][r * q + i].double(), expected_HD, atol=1e-5, rtol=1e-5)
+
+
+def test_a_full_workspace_lengthens_the_first_piece():
+    """A context of many splits whose sums do not all fit: the first piece merges more of them, and no bit changes."""
+    built = Built(Case([1100], [[(1100, 5), (1110, 5), (1117, 3)]], 5, (8, 2), 16))
+    first = rows_of(built, pieces=1, block_x=16)
+    assert torch.equal(rows_of(built, pieces=40, block_x=16), first)
