@@ -26,7 +26,7 @@ from smc.model.draft_vocab import DraftHead
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.engine import Engine
 from smc.stops import TokenBytes
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class GpuBackend:
                 vocab_size=self.tokenizer.size,
                 token_bytes=TokenBytes.of(self.tokenizer),
                 draft_head=heads[role],
+                numerics=Numerics(config.numerics),
             )
             for role, device in devices.items()
         }

@@ -1,7 +1,7 @@
 """Find what changes the bits of a result: the rows beside a row, the chunks of its prompt, the pages of its keys.
 
     python -m benchmarks.invariance [MODEL] [--layers 4] [--dtype bfloat16] [--parts instructions,operations,passes]
-    [--context 640] [--kernels]
+    [--numerics fastest] [--context 640] [--kernels]
 
 MODEL is a directory, a shape such as `qwen3-8b` with random weights, or `small`, a shape for CPUs.
 
@@ -40,7 +40,7 @@ from smc.model.presets import NoText, preset
 from smc.round.plan import Contexts
 from smc.round.tensors import Rows
 from smc.stops import TokenBytes
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 SMALL = replace(
     preset("qwen3-0.6b/2"),
@@ -106,7 +106,7 @@ class Subject:
         pages = 8 * width + max(given.sequences) * (OWN + 8) + max(rows * queries for rows, queries in TREES)
         worker = ModelWorker(
             ModelRole.TARGET, model, width=width, pages=pages, vocab_size=vocab,
-            token_bytes=TokenBytes.of(NoText(vocab)),
+            token_bytes=TokenBytes.of(NoText(vocab)), numerics=Numerics(given.numerics),
         )  # fmt: skip
         for store in (worker.pool.keys, worker.pool.values):
             store.normal_()
@@ -161,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=numbers, default=ROWS, help="numbers of rows of operations")
     parser.add_argument("--prompts", type=numbers, default=PROMPTS, help="numbers of tokens of prompts in operations")
     parser.add_argument("--sequences", type=numbers, default=SEQUENCES, help="numbers of sequences of plain passes")
+    parser.add_argument("--numerics", choices=tuple(Numerics), default=Numerics.INVARIANT)
     parser.add_argument("--kernels", action="store_true", help="on a CPU: run the kernels, in Triton's interpreter")
     return parser
 
@@ -199,7 +200,7 @@ def _instructions(given: argparse.Namespace) -> Iterator[Finding]:
             (", half the steps", SOME_TILES, (128, False)),
             (", first from registers", SOME_TILES, (64, True)),
         ):
-            if name and kind != "bfloat16" and on_gpu:
+            if on_gpu and ((kind == "float16" and name) or (kind == "fp8" and options[1])):
                 continue
             swapped = "swapped" in name
             for tile in tiles:
@@ -239,9 +240,10 @@ def _operations(subject: Subject, rows: Sequence[int], prompts: Sequence[int]) -
 def _prompt_ops(subject: Subject, of_rows: LayerOps) -> LayerOps:
     if isinstance(of_rows, TorchLayerOps):
         return of_rows
+    from smc.executor.invariant_forward import InvariantForward
     from smc.executor.triton_forward import PromptOps
 
-    return PromptOps(subject.config)
+    return of_rows if isinstance(of_rows, InvariantForward) else PromptOps(subject.config)
 
 
 def _layer_operations(subject: Subject) -> Iterator[tuple[str, int, Operation]]:
@@ -309,6 +311,16 @@ class Placed:
         self.own, self.others = order[:length].astype(np.int32), order[length:].astype(np.int32)
         self.tokens = torch.randint(0, worker.vocab_size, (length,), generator=torch.Generator().manual_seed(2)).numpy()
 
+    def stored(self, pages: np.ndarray) -> Tensor:
+        """Return keys and values of all positions but the last."""
+        pool, index = self.subject.worker.pool, torch.from_numpy(pages[:-1]).long().to(self.subject.device)
+        return torch.stack([store[:, index] for store in (pool.keys, pool.values)])
+
+    def store(self, pages: np.ndarray, held: Tensor) -> None:
+        pool, index = self.subject.worker.pool, torch.from_numpy(pages[:-1]).long().to(self.subject.device)
+        for store, values in zip((pool.keys, pool.values), held):
+            store[:, index] = values
+
     def fill(self, pages: np.ndarray, chunks: Sequence[int]) -> Tensor:
         """Run the sequence in chunks of these sizes, the last one repeated. Returns the logits after its last token."""
         worker, begin, turn = self.subject.worker, 0, 0
@@ -322,7 +334,7 @@ class Placed:
             hidden_TE = worker._forward(batch, np.array([count - 1]))
             begin, turn = begin + count, turn + 1
         assert hidden_TE is not None
-        return self.subject.ops.forward(worker).logits(hidden_TE)[0].float()
+        return worker.ops.prompt_logits(worker, hidden_TE)[0]
 
     def rows(self, count: int, queries: int, *, grouped: bool, contexts: Contexts | None = None) -> tuple[Tensor, Rows]:
         """Return tokens and rows: the sequence's last `queries` tokens in the middle of `count` rows. The others are
@@ -368,52 +380,45 @@ class Placed:
 
 def _passes(subject: Subject, sequences: Sequence[int]) -> Iterator[Finding]:
     one, length = Placed(subject), subject.context
-    pool = subject.worker.pool
-
-    def stored(pages: np.ndarray) -> Tensor:
-        index = torch.from_numpy(pages[:-1]).long().to(subject.device)
-        return torch.stack([store[:, index] for store in (pool.keys, pool.values)])
-
     one.fill(one.own, [length])
-    held = stored(one.own)
+    held = one.stored(one.own)
+
+    def differ(made: Tensor) -> int:
+        """Compare logits, and put the keys and values back that the pass has stored."""
+        one.store(one.own, held)
+        return _differ(made, alone)
+
     alone = one.logits_of(1, 1, grouped=False)
     for count in sequences:
-        yield Finding("plain, sequences", str(count), _differ(one.logits_of(count, 1, grouped=False), alone))
+        yield Finding("plain, sequences", str(count), differ(one.logits_of(count, 1, grouped=False)))
     for contexts in Contexts:
         made = one.logits_of(1, 1, grouped=False, contexts=contexts)
-        yield Finding("plain, contexts", contexts.name.lower(), _differ(made, alone))
+        yield Finding("plain, contexts", contexts.name.lower(), differ(made))
     for count in (2, 8, 64):
-        yield Finding("plain, one prefix, rows", str(count), _differ(one.logits_of(count, 1, grouped=True), alone))
+        yield Finding("plain, one prefix, rows", str(count), differ(one.logits_of(count, 1, grouped=True)))
     for contexts in Contexts:
         for count, queries in TREES:
             made = one.logits_of(count, queries, grouped=True, contexts=contexts)
-            yield Finding(f"tree, {contexts.name.lower()}, rows", f"{count}x{queries}", _differ(made, alone))
+            yield Finding(f"tree, {contexts.name.lower()}, rows", f"{count}x{queries}", differ(made))
     elsewhere = one.others[-length:]
     for chunk in (length, *(chunk for chunk in CHUNKS if chunk < length)):
         made = one.fill(elsewhere, [chunk])
-        yield Finding(f"prompt, chunk {chunk}", "logits", _differ(made, alone))
-        yield Finding(f"prompt, chunk {chunk}", "cache", _differ(stored(elsewhere), held))
+        yield Finding(f"prompt, chunk {chunk}", "logits", differ(made))
+        yield Finding(f"prompt, chunk {chunk}", "cache", _differ(one.stored(elsewhere), held))
     one.fill(elsewhere, [length // 2 + 3, length])
-    yield Finding("prompt, cached prefix", "cache", _differ(stored(elsewhere), held))
-    yield from _kept_apart(one, alone, held)
-    if subject.device.type == "cuda":
-        yield Finding("plain, captured", "1", _differ(_captured(one), alone))
-
-
-def _kept_apart(one: Placed, alone: Tensor, held: Tensor) -> Iterator[Finding]:
-    """The same keys and values on other pages."""
-    pool, elsewhere = one.subject.worker.pool, one.others[-len(one.tokens) :]
-    index = torch.from_numpy(elsewhere[:-1]).long().to(one.subject.device)
-    for store, values in zip((pool.keys, pool.values), held):
-        store[:, index] = values
-    moved = Placed(one.subject)
+    yield Finding("prompt, cached prefix", "cache", _differ(one.stored(elsewhere), held))
+    one.store(elsewhere, held)
+    moved = Placed(subject)
     moved.own, moved.others = elsewhere, one.others
-    yield Finding("plain, other pages", "1", _differ(moved.logits_of(1, 1, grouped=False), alone))
+    yield Finding("plain, other pages", "1", differ(moved.logits_of(1, 1, grouped=False)))
+    if subject.device.type == "cuda":
+        for count, queries in ((1, 1), (8, 1), (8, 5)):
+            yield Finding("captured, rows", f"{count}x{queries}", differ(_captured(one, count, queries)))
 
 
-def _captured(one: Placed) -> Tensor:
+def _captured(one: Placed, count: int, queries: int) -> Tensor:
     forward = one.subject.ops.forward(one.subject.worker)
-    tokens_T, rows = one.rows(8, 1, grouped=False)
+    tokens_T, rows = one.rows(count, queries, grouped=queries > 1)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         forward.logits(forward(tokens_T, rows))
@@ -423,7 +428,7 @@ def _captured(one: Placed) -> Tensor:
         made = forward.logits(forward(tokens_T, rows))
     graph.replay()
     torch.cuda.synchronize()
-    return made[4].float()
+    return made[(count // 2 + 1) * queries - 1].float()
 
 
 if __name__ == "__main__":

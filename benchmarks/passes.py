@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from benchmarks.prompts import PEAK, operations
 from smc.api.limits import DTYPE_NAMES
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import FlashInferAttention, FusedAttention, kernels_of, obstacle
+from smc.executor.invariant_forward import InvariantForward
 from smc.executor.messages import PromptBatch
 from smc.executor.ops import RoundOps
 from smc.executor.triton_forward import TritonForward
@@ -52,7 +54,7 @@ from smc.model.presets import NoText, preset
 from smc.round.plan import Contexts
 from smc.round.tensors import Rows
 from smc.stops import TokenBytes
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 PASSES = [
     *(f"llama-1b:{dtype}:{rows}x1:256:1:8" for dtype in ("bfloat16", "fp8") for rows in (8, 32)),
@@ -101,9 +103,10 @@ class DecodePass:
     def worker(self) -> ModelWorker:
         return pass_worker(self.shape, self.dtype, self.layers, PAGES * -(-self.pages // PAGES))
 
-    def build(self, pdl: bool) -> Callable[[], Tensor]:
+    def build(self, pdl: bool, numerics: Numerics = Numerics.FASTEST) -> Callable[[], Tensor]:
         """Return a call that runs the pass and returns the logits of all tokens."""
-        forward, rows, tokens_T = TritonForward(self.worker, pdl=pdl), self.random_rows(), self.tokens()
+        kind = InvariantForward if numerics is Numerics.INVARIANT else TritonForward
+        forward, rows, tokens_T = kind(self.worker, pdl=pdl), self.random_rows(), self.tokens()
         return lambda: forward.logits(forward(tokens_T, rows))
 
     def tokens(self) -> Tensor:
@@ -291,8 +294,9 @@ def time_passes(name: str, queries: list[int], pasts: list[int]) -> list[dict]:
             held, tokens = np.array([past], np.int32), np.arange(count) % vocab
             batch = PromptBatch(pages_B[: past + count], held, np.array([count], np.int32), tokens)
             line = {"shape": name, "queries": count, "past": past, "products": round(alone, 3)}
-            for which, ops in {"fused": TritonOps(), "decoder": RoundOps()}.items():
+            for which, ops in {"fused": TritonOps(), "invariant": TritonOps(), "decoder": RoundOps()}.items():
                 worker.ops = ops
+                worker.numerics = Numerics.INVARIANT if which == "invariant" else Numerics.FASTEST
                 call = torch.inference_mode()(lambda: worker._forward(batch, np.array([count - 1])))  # noqa: B023
                 spent = call_milliseconds(call, 5)
                 torch.cuda.synchronize()
@@ -310,11 +314,12 @@ def time_passes(name: str, queries: list[int], pasts: list[int]) -> list[dict]:
 @torch.inference_mode()
 def time_decode_passes(given: argparse.Namespace) -> dict[str, float]:
     found = {}
-    for name in given.passes or PASSES:
-        call = DecodePass.parse(name).build(pdl=not given.no_pdl)  # must outlive the recording, which uses its tensors
+    for name, numerics in product(given.passes or PASSES, given.numerics):
+        # The call must outlive the recording, which uses its tensors.
+        call = DecodePass.parse(name).build(not given.no_pdl, Numerics(numerics))
         graph, _ = record(call)
-        found[name] = round(milliseconds(graph), 3)
-        print(f"{name:36s} {found[name]:8.3f} ms", flush=True)
+        found[f"{name} {numerics}"] = spent = round(milliseconds(graph), 3)
+        print(f"{name:36s} {numerics:9s} {spent:8.3f} ms", flush=True)
         for kernel, (launches, spent) in kernels(graph).items() if given.kernels else ():
             print(f"    {kernel[:60]:60s} {launches:5d} x {spent / launches:8.2f} us = {spent:8.1f}", flush=True)
     return found
@@ -342,6 +347,10 @@ def main() -> None:
     parser.add_argument(
         "--no-pdl", action="store_true", help="for decode: begin no kernel before the previous one has ended"
     )
+    parser.add_argument(
+        "--numerics", type=lambda text: text.split(","), default=["fastest", "invariant"],
+        help="for decode: orders of sums; default: fastest,invariant",
+    )  # fmt: skip
     parser.add_argument("--kernels", action="store_true", help="for decode: time the kernels of each pass as well")
     parser.add_argument(
         "--shapes", default="llama-8b,llama-1b", help="for prompt, attention: shapes; default: %(default)s"

@@ -29,7 +29,7 @@ from smc.scheduler.engine import Engine
 from smc.scheduler.methods import rules_of
 from smc.scheduler.speculation import LatencyModel
 from smc.stops import TokenBytes
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 logger = logging.getLogger(__name__)
 TIMED_SLOTS = 8
@@ -91,6 +91,7 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
             vocab_size=pair.tokenizer.size,
             token_bytes=TokenBytes.of(pair.tokenizer),
             draft_head=pair.draft_head if role == ModelRole.DRAFT else None,
+            numerics=Numerics(config.numerics),
         )
         for role, model in models.items()
     }

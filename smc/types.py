@@ -20,6 +20,15 @@ class ModelRole(StrEnum):
     TARGET = "target"
 
 
+class Numerics(StrEnum):
+    """What the bits of a result may depend on, on GPUs."""
+
+    INVARIANT = "invariant"
+    """On the request alone: every sum has one order, whatever is computed beside it."""
+    FASTEST = "fastest"
+    """Also on what is computed beside it: the order of sums is the fastest for the number of tokens."""
+
+
 BOTH_MODELS = (ModelRole.DRAFT, ModelRole.TARGET)
 
 

@@ -31,7 +31,7 @@ from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead
 from smc.model.linear import DTYPES
 from smc.stops import TokenBytes
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +218,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
                 draft_head=loaded.draft_head if role is ModelRole.DRAFT else None,
                 context=spec.context,
                 sharing=Sharing(leads, share),
+                numerics=Numerics(spec.engine.numerics),
             )
             for role, model in loaded.models.items()
         }

@@ -19,7 +19,7 @@ from smc.api.settings import (
     setting,
     within,
 )
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 FORMS = ("lockstep", "lookahead")
 MAX_BLOCK = 32
@@ -185,6 +185,17 @@ class EngineConfig:
             "and guidance. Answers are the same.",
             panel=ENGINE,
             has_flag=False,
+        ),
+    )
+    numerics: str = setting(
+        Numerics.FASTEST.value,
+        OneOf(tuple(Numerics)),
+        option=Option(
+            "Order of sums on GPUs. invariant: one order, so that an answer does not depend on what is computed beside "
+            "it, and exact decoding gives the target's answer bit for bit; fastest: the order that is fastest for the "
+            "number of tokens, so that near ties may fall differently.",
+            "ORDER",
+            panel=ENGINE,
         ),
     )
     potentials: tuple[tuple[str, str], ...] = setting(

@@ -18,6 +18,7 @@ from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.linear import Linear
 from smc.round.tensors import Rows
+from smc.types import Numerics
 
 
 class Reader(Protocol):
@@ -29,6 +30,8 @@ class Reader(Protocol):
     device: torch.device
     width: int
     """Maximum number of positions of a sequence."""
+    numerics: Numerics
+    """What the bits of a result may depend on."""
 
     @property
     def attention(self) -> AttentionBackend: ...

@@ -4,6 +4,7 @@ run `smc.executor.triton_ops`. Both give the same results: tests compare them, o
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from smc.algorithm.expansion import assign_rows, expand
 from smc.algorithm.selection import select
@@ -35,6 +36,10 @@ class RoundOps:
         return StaticForward(reader.model, reader.pool, reader.rope)
 
     run_prompt = staticmethod(run_prompt)
+
+    def prompt_logits(self, reader: Reader, hidden_RE: Tensor) -> Tensor:
+        """Return next-token logits [R, V] in float32 for hidden states of prompts."""
+        return reader.model.logits(hidden_RE)
 
     # Logits and draws.
 

@@ -7,13 +7,16 @@ Local axes: P chosen experts of a token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import RMSNorm
 
 from smc.arrays import to_device
-from smc.attention.backend import ForwardBatch
+from smc.attention.backend import AttentionPass, ForwardBatch
 from smc.attention.kernels import SharedPrefixAttention, check_heads
 from smc.attention.step import step_attention
 from smc.executor.forward import Reader, StaticForward
@@ -40,10 +43,32 @@ WIDE = 8192
 """Features from which rows are wide."""
 
 
+class RowAttention(Protocol):
+    """Attention of rows for one static shape, such as `SharedPrefixAttention`."""
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    def prepare(self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor) -> Any: ...
+
+    def run(
+        self,
+        q_THD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        prepared: Any,
+        out_THD: Tensor,
+        window: int | None = None,
+    ) -> Tensor: ...
+
+
 class TritonForward(StaticForward, LayerOps):
     """A decoder of one reader. Matrix products of few rows are ours too, except for float32 weights, which tensor cores
     would round. With `pdl`, kernels may begin before the one before has ended, if the device supports it
     (`smc.kernels.launch`). Raises ValueError for heads that the kernels do not support."""
+
+    attention_class: Callable[..., RowAttention] = SharedPrefixAttention
+    step_attention: Callable[..., None] = staticmethod(step_attention)
 
     def __init__(self, reader: Reader, *, pdl: bool = True) -> None:
         super().__init__(reader.model, reader.pool, reader.rope)
@@ -53,7 +78,7 @@ class TritonForward(StaticForward, LayerOps):
         self._own_fp8 = multiplies_fp8(weight.device)
         self._pdl = pdl and supports_pdl(weight.device)
         self._head_norms = [head_norms(layer) for layer in reader.model.layers]
-        self._attentions: dict[tuple[int, int, int, int], SharedPrefixAttention] = {}
+        self._attentions: dict[tuple[int, int, int, int], RowAttention] = {}
 
     @property
     def workspace_bytes(self) -> int:
@@ -77,7 +102,7 @@ class TritonForward(StaticForward, LayerOps):
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.of(layer), tables, rows.start_R, rows.count_R)
             norms, window = self._head_norms[layer.index], self.pool.windows[layer.index]
-            step_attention(
+            self.step_attention(
                 qkv, keys, values, *where, out_THD, *norms, self.model.config.rms_eps, window=window, pdl=self._pdl
             )
             return out_THD.flatten(1)
@@ -178,7 +203,7 @@ class TritonForward(StaticForward, LayerOps):
         few = FEW_WIDE_ROWS if self.model.config.hidden_size >= WIDE else FEW_ROWS
         return len(x) <= few and x.dtype != torch.float32
 
-    def _attention_for(self, rows: Rows) -> SharedPrefixAttention:
+    def _attention_for(self, rows: Rows) -> RowAttention:
         config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)
         # Every batch index has equally many rows, and the number of groups is padded to that of batch indices, so this
         # is the number of rows of a batch index. Some groups may have more than one batch index.
@@ -186,7 +211,7 @@ class TritonForward(StaticForward, LayerOps):
         shape = (groups, count, together, rows.queries)
         if shape not in self._attentions:
             weight, heads = self.model.embed.weight, (config.num_heads, config.num_kv_heads)
-            self._attentions[shape] = SharedPrefixAttention(
+            self._attentions[shape] = self.attention_class(
                 *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, self._pdl
             )
         return self._attentions[shape]
@@ -199,8 +224,17 @@ def _tables(rows: Rows) -> Tables:
 @torch.inference_mode()
 def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
     """See `smc.executor.forward.run_prompt`. Libraries compute matrix products and attention, with one launch between
-    two of them. In the last layer only the `output` tokens are computed once its keys and values are stored."""
-    model, config, planned = reader.model, reader.model.config, reader.attention.plan(reader.pool, batch)
+    two of them."""
+    planned = reader.attention.plan(reader.pool, batch)
+    return run_prompt_by(PromptOps(reader.model.config), planned, reader, tokens_T, batch, output_T)
+
+
+def run_prompt_by(
+    ops: LayerOps, planned: AttentionPass, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor
+) -> Tensor:
+    """Run rows of prompts by these operations and this attention. In the last layer only the `output` tokens are
+    computed once its keys and values are stored."""
+    model, config = reader.model, reader.model.config
     position_T, page_T = (
         to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T)
     )
@@ -217,7 +251,7 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: 
         out_THD = planned.read(layer.index, q_THD)
         return (out_THD if kept_T is None else out_THD[kept_T]).flatten(1)
 
-    return run_layers(model, x_TE, PromptOps(config), attend, output_T)
+    return run_layers(model, x_TE, ops, attend, output_T)
 
 
 class PromptOps(LayerOps):

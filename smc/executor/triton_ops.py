@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-import torch
+from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
+
+from smc.attention.backend import ForwardBatch
 from smc.executor.forward import Reader, StaticForward
 from smc.executor.graph_runner import GraphRunner, StageRunner
+from smc.executor.invariant_forward import InvariantForward, is_invariant
 from smc.executor.ops import RoundOps
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_forward import TritonForward, run_prompt
@@ -22,13 +27,30 @@ from smc.model.draft_vocab import DraftVocab
 class TritonOps(RoundOps):
     """Triton kernels, in CUDA graphs. Replaces every operation of `RoundOps`."""
 
+    def __init__(self) -> None:
+        self._of_prompts: WeakKeyDictionary[Reader, InvariantForward | None] = WeakKeyDictionary()
+
     def stage_runner(self, device: torch.device) -> StageRunner:
         return GraphRunner(device)
 
     def forward(self, reader: Reader) -> StaticForward:
-        return TritonForward(reader)
+        return TritonForward(reader) if self._invariant(reader) is None else InvariantForward(reader)
 
-    run_prompt = staticmethod(run_prompt)
+    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
+        forward = self._invariant(reader)
+        if forward is None:
+            return run_prompt(reader, tokens_T, batch, output_T)
+        return forward.run_prompt(reader, tokens_T, batch, output_T)
+
+    def prompt_logits(self, reader: Reader, hidden_RE: Tensor) -> Tensor:
+        forward = self._invariant(reader)
+        return super().prompt_logits(reader, hidden_RE) if forward is None else forward.logits(hidden_RE).float()
+
+    def _invariant(self, reader: Reader) -> InvariantForward | None:
+        """Return the operations on prompts in one order of sums; None: the reader does without."""
+        if reader not in self._of_prompts:
+            self._of_prompts[reader] = InvariantForward(reader, pdl=False) if is_invariant(reader) else None
+        return self._of_prompts[reader]
 
     def sampling(self, vocab: int) -> Sampling:
         return TritonSampling(vocab)

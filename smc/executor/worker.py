@@ -40,7 +40,7 @@ from smc.philox import RoundKeys
 from smc.round.draws import DrawKeys
 from smc.round.slots import BiasTables
 from smc.stops import StopMachine, TokenBytes
-from smc.types import EXACT, Decoding, ModelRole
+from smc.types import EXACT, Decoding, ModelRole, Numerics
 
 SLICE = 32
 """Number of tokens whose distributions exist at the same time: distributions of more would take memory that is not
@@ -129,11 +129,14 @@ class ModelWorker:
         draft_head: DraftHead | None = None,
         context: int | None = None,
         sharing: Sharing | None = None,
+        numerics: Numerics = Numerics.FASTEST,
     ) -> None:
         """`context`: tokens of the longest sequence, if not `width`; `token_bytes`: bytes of the vocabulary's tokens,
         in which stop strings are searched; `draft_head`: the part of its head that a draft proposes with, if not all of
-        it; `sharing`: the ranks that hold parts of the model, if there are several."""
+        it; `sharing`: the ranks that hold parts of the model, if there are several; `numerics`: what bits may depend
+        on, if kernels run the model."""
         weight = model.embed.weight
+        self.numerics = numerics
         self.name, self.model, self.device = name, model, weight.device
         self.width, self.pages = width, pages
         self.vocab_size, self.token_bytes, self.draft_head = vocab_size, token_bytes, draft_head
@@ -166,11 +169,11 @@ class ModelWorker:
             top_logprobs: tuple[Tensor, ...] = (none_00.int(), none_00, none_0, none_0.int())
             failures: dict[int, str] = {}
             if batch.draws is not None:
-                drawn = self._drawn(batch.draws, self.model.logits(self._forward(batch, last_R)), batch, failures)
+                drawn = self._drawn(batch.draws, self._logits(self._forward(batch, last_R)), batch, failures)
             elif batch.top_logprobs is not None:
                 hidden_TE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_P))
                 top_logprobs = likeliest(
-                    self.model.logits,
+                    self._logits,
                     Sampling(self.vocab_size),
                     batch.top_logprobs,
                     hidden_TE,
@@ -192,6 +195,9 @@ class ModelWorker:
 
     def keep_alive(self, silence: float) -> None:
         """A worker in this process needs no sign of life."""
+
+    def _logits(self, hidden_RE: Tensor) -> Tensor:
+        return self.ops.prompt_logits(self, hidden_RE)
 
     def _forward(self, batch: PromptBatch, output_T: np.ndarray) -> Tensor:
         """Store keys and values of all tokens. Returns hidden states [X, E] of the tokens at index `output`."""

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from contextlib import suppress
-from itertools import cycle
+from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,17 +32,19 @@ from triton.runtime.jit import JITFunction
 from smc.algorithm.expansion import CandidateTokens, Expansion, SourceRows
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
+from smc.attention.backend import ForwardBatch
 from smc.distributions import DistributionSpec, Processors
+from smc.executor.invariant_forward import InvariantForward
 from smc.executor.ops import RoundOps
 from smc.executor.round_stages import SelectStage
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out
-from smc.kernels.experts import experts
-from smc.kernels.int4 import gate_up_int4, linear_int4, widened
+from smc.kernels.experts import chosen_experts, experts, sort_by_expert
+from smc.kernels.int4 import gate_up_int4, linear_int4, linear_int4_fixed, widened
 from smc.kernels.truncation import apply_mask
 from smc.memory.kv_cache import KVPool
-from smc.model.decoder import Experts, RopeTable
+from smc.model.decoder import Choice, Experts, RopeTable
 from smc.model.linear import INT4, Linear
 from smc.model.loader import random_model
 from smc.model.quantisation import Int4Format
@@ -236,11 +238,18 @@ def passes(family: str) -> None:
     config = tiny_config(family, hidden_size=64, head_dim=64, num_heads=4, num_kv_heads=2, intermediate_size=64)
     model, built = random_decoder(config).bfloat16(), Built(case)
     pool, rope = KVPool(config, PAGES, torch.bfloat16, CPU), RopeTable(config, 256)
-    forward = TritonForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=256))
+    reader = SimpleNamespace(model=model, pool=pool, rope=rope, width=256, device=CPU)
     groups, rows = built.groups(), (built.start_R, built.count_R)
-    for contexts in (Contexts.SHORT, Contexts.SHARED):
+    for kind, contexts in product((TritonForward, InvariantForward), (Contexts.SHORT, Contexts.SHARED)):
         where = Rows(*built.tables(), *rows, *groups, queries=case.queries, contexts=contexts)
-        forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
+        kind(reader)(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
+    tokens_T, bounds = torch.zeros(100, dtype=torch.int64), (np.array([0]), np.array([100]))
+    if (module := model.layers[0].experts) is not None:
+        none_TC, x_TE = torch.zeros(100, module.chosen, dtype=torch.int32), torch.zeros(100, 64).bfloat16()
+        chosen_experts(module, x_TE, Choice(none_TC, none_TC.float()), sort_by_expert(none_TC, module.count))
+        return
+    batch = ForwardBatch(np.ones((1, 100), np.int32), *bounds, np.ones(100), np.arange(100), np.arange(2), bounds[0])
+    InvariantForward(reader, pdl=False).run_prompt(reader, tokens_T, batch, torch.tensor([99]))
 
 
 def int4_passes() -> None:
@@ -262,6 +271,7 @@ def int4_passes() -> None:
             linear_int4(x_TI[:tokens], matrix, 1, pdl=True)
         linear_int4(x_TI.half(), matrix, pdl=True)
         gate_up_int4(x_TI, matrix, pdl=True)
+        linear_int4_fixed(x_TI.repeat(64, 1), matrix, 2)
         widened(matrix, slice(0, 256), torch.bfloat16)
     for chosen, zeros in ((2, True), (1, False)):
         config = tiny_config("mixtral", hidden_size=256, intermediate_size=256, experts_per_token=chosen)
