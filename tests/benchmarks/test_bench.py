@@ -84,8 +84,11 @@ def test_advice_from_runs(smcserve, tmp_path, monkeypatch):
     for name, value in {"RUN_SECONDS": 0.3, "RUN_ROUNDS": 4}.items():
         monkeypatch.setattr(advise, name, value)
     monkeypatch.setattr(advise.Advisor.acceptance, "__defaults__", (2,))
-    path = tmp_path / "advice.json"
-    options = ("-n", 1, "-n", 2, "-f", 1, "-k", 2, "-c", 1, "--json", path)
+    path, prompts_file = tmp_path / "advice.json", tmp_path / "prompts.jsonl"
+    questions = ("What is 2 + 3?", "Tom has 12 apples and gives 5 away. How many are left?")
+    chats = [{"messages": [{"role": "user", "content": question}]} for question in questions]
+    prompts_file.write_text("\n".join(map(json.dumps, chats)))
+    options = ("-n", 1, "-n", 2, "-f", 1, "-k", 2, "-c", 1, "--json", path, "--prompts-file", prompts_file)
     ran = smcserve("bench", "--advise", "--gpus", 2, "--link", "grpc", *options)
     assert ran.code == 0
     rows = json.loads(path.read_text())["speeds"]
