@@ -124,8 +124,9 @@ class Advisor:
             config = EngineConfig(form="lockstep", block=PLAIN_BLOCK)
         else:
             params = SamplingParams(method=Method.EXACT, particles=setting.particles, **self.distribution)
-            ahead = {"branches": setting.branches} if division.form == LOOKAHEAD else {"form": "lockstep"}
-            config = EngineConfig(block=setting.block, **ahead)
+            lockstep = {"form": "lockstep", "micro_batches": min(division.micro_batches, here)}
+            form = {"branches": setting.branches} if division.form == LOOKAHEAD else lockstep
+            config = EngineConfig(block=setting.block, **form)
         requests = load.make_requests(params, load.answer)
         mode = replace(_mode_of(division), method=params.method, particles=params.rows, config=config)
         try:

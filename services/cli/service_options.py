@@ -153,14 +153,14 @@ def divided(given: Mapping[str, Any]) -> tuple[dict[str, Any], DivisionChoice | 
             raise ValueError(f"{name}={value}; allowed: >= 1")
     if given.get("device") != "cuda":
         raise ValueError(f"gpus={gpus} has no effect with device={given.get('device') or 'cpu'!r}; give device='cuda'")
+    from services.launch.config import AUTO
     from services.launch.division_choice import DEFAULT_REQUESTS, choose_division, gpu_memory
 
     pair = worker_group_config({name: value for name, value in given.items() if name not in DIVIDED})
-    known = options.keys_of(ServeOptions).keys()
-    one_group = {} if "worker_groups" in known else {"worker_groups": 1}
-    choice = choose_division(pair, gpus, requests or DEFAULT_REQUESTS, {**given, **one_group}, gpu_memory())
-    is_open = {name: given.get(name) in (None, "auto") for name in known}
-    chosen = {name: value for name, value in choice.options().items() if is_open.get(name)}
+    if given.get("trace") is not None:
+        given = {"worker_groups": 1, **given}
+    choice = choose_division(pair, gpus, requests or DEFAULT_REQUESTS, given, gpu_memory())
+    chosen = {name: value for name, value in choice.options().items() if given.get(name) in (None, AUTO)}
     return {**given, **chosen, "gpus": None, "concurrency": None}, choice
 
 

@@ -1,8 +1,8 @@
 """Divisions of a machine's GPUs among draft and target, and which of them decodes a number of requests fastest.
 
 A division has equal worker groups, as many as fit: their number never makes a request slower. In a group either both
-models are divided among all GPUs (placement shared, lockstep), or each has GPUs of its own (placement apart,
-look-ahead). Every number of ranks that a model's shape allows is considered. Speeds are forecast from latency models,
+models are divided among all GPUs (placement shared, lockstep), or each has GPUs of its own (placement apart, either
+form). Every number of ranks that a model's shape allows is considered. Speeds are forecast from latency models,
 and the best divisions are run briefly. Knows nothing about how the times of degrees and of runs are measured."""
 
 from __future__ import annotations
@@ -55,12 +55,17 @@ class Division:
 
     @property
     def name(self) -> str:
-        if self.form == LOOKAHEAD or self.placement == "apart":
+        if self.placement == "apart":
             what = f"{self.form} {self.draft} + {self.target}"
         else:
             what = f"{self.form} TP {self.target}" if self.target > 1 else self.form
             what += ", draft whole" if self.form != PLAIN and self.draft != self.target else ""
         return f"{self.groups} x {what}" if self.groups > 1 else what
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a group's requests: two let both models work at a time in lockstep."""
+        return 2 if self.form == LOCKSTEP and self.placement == "apart" else 1
 
     def requests(self, of_all: int) -> int:
         """Requests of the busiest group."""
@@ -98,9 +103,10 @@ def divisions(gpus: int, degrees: Degrees, fits: Callable[[Division], bool] = la
         whole_or_same = sorted({1, target} & {*degrees.draft})
         found += [Division(LOCKSTEP, "shared", draft, target, gpus // target) for draft in whole_or_same]
         found += [
-            Division(LOOKAHEAD, "apart", draft, target, gpus // (draft + target))
+            Division(form, "apart", draft, target, gpus // (draft + target))
             for draft in degrees.draft
             if draft + target <= gpus
+            for form in (LOOKAHEAD, LOCKSTEP)
         ]
     return [division for division in found if division.groups and fits(division)]
 
@@ -189,7 +195,9 @@ def best_setting(
     here = division.requests(requests)
     speeds = []
     for setting in (*among.of(division.form), *([None] if may_be_alone else ())):
-        each = forecast_round(latency, division.form, setting, here, context, acceptance)
+        each = forecast_round(
+            latency, division.form, setting, here, context, acceptance, micro_batches=division.micro_batches
+        )
         speeds.append(DivisionSpeed(division, requests, setting, each.tokens, each.seconds))
     most = max(speed.forecast for speed in speeds)
     return min((speed for speed in speeds if speed.forecast >= 0.999 * most), key=lambda speed: speed.work)

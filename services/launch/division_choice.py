@@ -25,7 +25,7 @@ from services.launch.division import (
     divisions,
     rank_divisions,
 )
-from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes
+from smc.calibration.forecast import LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes
 from smc.types import ModelRole
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ class DivisionChoice:
         division, setting = self.best.division, self.best.setting
         found = {
             "placement": division.placement,
+            "form": "lookahead" if division.form == LOOKAHEAD else "lockstep",
             "draft_tp": division.draft,
             "target_tp": division.target,
             "worker_groups": division.groups,
@@ -248,13 +249,11 @@ def choose_division(
 
 
 def _with_options(division: Division, gpus: int, given: Mapping[str, Any]) -> Division | None:
-    """Return the division with the form and the number of worker groups that are given; None if it cannot have the
-    given options."""
+    """Return the division with the number of worker groups that is given; None if it does not have the given
+    options."""
     placement, form, groups = (given.get(name) for name in ("placement", "form", "worker_groups"))
-    if form == "lockstep" and division.placement == placement == "apart":
-        division = replace(division, form=LOCKSTEP)
-    if isinstance(groups, int):
-        division = replace(division, groups=groups)
+    if groups is not None and str(groups).isdecimal():
+        division = replace(division, groups=int(groups))
     matches = (
         placement in (None, division.placement),
         form in (None, "lookahead" if division.form == LOOKAHEAD else "lockstep"),

@@ -103,15 +103,23 @@ def forecast_round(
     requests: int,
     context: int,
     acceptance: AcceptanceCurve,
+    *,
+    micro_batches: int = 1,
 ) -> RoundForecast:
-    """Forecast a round of `requests` requests with `context` tokens each. `setting`: None for plain decoding."""
+    """Forecast a round of `requests` requests with `context` tokens each. `setting`: None for plain decoding.
+    `micro_batches`: in lockstep, 2 if each model has its own devices: it then works on one half of several requests
+    while the other model works on the other half."""
     read = requests * context
     if setting is None:
         return RoundForecast(1.0, latency.alone.at(requests, read) + latency.round_overhead / PLAIN_BLOCK)
     n, f, k = setting.particles, setting.branches, setting.block
-    drafting = k * latency.draft.at(requests * n * f, read)
-    if form == LOCKSTEP:
-        seconds = drafting + latency.target.at(requests * n * (k + 1), read)
-        return RoundForecast(acceptance.lockstep_tokens(n, k), seconds + latency.round_overhead)
-    seconds = max(drafting, latency.target.at(requests * n * k, read))
-    return RoundForecast(acceptance.lookahead_tokens(n, f, k), seconds + latency.round_overhead)
+    if form == LOOKAHEAD:
+        drafting = k * latency.draft.at(requests * n * f, read)
+        seconds = max(drafting, latency.target.at(requests * n * k, read)) + latency.round_overhead
+        return RoundForecast(acceptance.lookahead_tokens(n, f, k), seconds)
+    batches = min(micro_batches, requests)
+    here = math.ceil(requests / batches)
+    drafting = k * latency.draft.at(here * n, here * context)
+    scoring = latency.target.at(here * n * (k + 1), here * context)
+    seconds = max(drafting + scoring, batches * max(drafting, scoring)) + latency.round_overhead
+    return RoundForecast(acceptance.lockstep_tokens(n, k), seconds)

@@ -70,7 +70,7 @@ def test_acceptance_and_its_limits():
 
 
 def test_time_of_a_round():
-    plain, lockstep, ahead = divisions(2, ONE)
+    plain, lockstep, ahead, _ = divisions(2, ONE)
     setting, acceptance = TreeShape(8, 4, 5), AcceptanceCurve(0.9)
     assert (plain.name, lockstep.name, ahead.name) == ("2 x plain", "2 x lockstep", "look-ahead 1 + 1")
 

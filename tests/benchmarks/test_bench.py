@@ -68,7 +68,7 @@ def test_advice(smcserve, tmp_path, monkeypatch):
     ) and "requests of 300 tokens each" in " ".join(ran.out.split())
     for requests in (1, 2):
         rows = [row for row in found["speeds"] if row["requests"] == requests]
-        assert {row["division"] for row in rows} == {"3 x plain", "3 x lockstep", "look-ahead 1 + 1"}
+        assert {row["division"] for row in rows} == {"3 x plain", "3 x lockstep", "look-ahead 1 + 1", "lockstep 1 + 1"}
         assert [row["per_request"] for row in rows] == sorted((row["per_request"] for row in rows), reverse=True)
         assert all(row["setting"] is None or row["setting"]["block"] in (2, 4) for row in rows)
 

@@ -104,6 +104,12 @@ def test_gpus_are_divided(smcserve, tmp_path, monkeypatch):
         "serve", "--device", "cuda", "--gpus", 2, "--placement", "shared", "--target-tp", 2, "--print-config"
     )
     assert {"placement: shared", "target-tp: 2", "form: lockstep"} <= {*shared.out.splitlines()}
+    for groups, number in ((("--worker-groups", 2), 2), (("--worker-groups", "auto"), 4), ((), 4)):
+        given = ("--placement", "shared", "--target-tp", 1, *groups)
+        several = smcserve("serve", "--device", "cuda", "--gpus", 4, "--concurrency", 64, *given, "--print-config")
+        assert {f"worker-groups: {number}", "placement: shared"} <= {*several.out.splitlines()}
+    traced = smcserve("serve", "--device", "cuda", "--gpus", 4, "--trace", tmp_path / "t.json", "--print-config")
+    assert "worker-groups: 1" in traced.out.splitlines()
 
 
 @pytest.mark.parametrize(

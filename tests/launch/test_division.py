@@ -55,14 +55,22 @@ def test_all_divisions_of_four_gpus():
         "2 x lockstep TP 2, draft whole": 4,
         "lockstep TP 3, draft whole": 3,
         "lockstep TP 4, draft whole": 4,
-        "2 x look-ahead 1 + 1": 4,
-        "look-ahead 1 + 2": 3,
-        "look-ahead 1 + 3": 4,
-        "look-ahead 2 + 1": 3,
-        "look-ahead 2 + 2": 4,
+        **{
+            each.replace("FORM", form): size
+            for form in (LOOKAHEAD, LOCKSTEP)
+            for each, size in {
+                "2 x FORM 1 + 1": 4,
+                "FORM 1 + 2": 3,
+                "FORM 1 + 3": 4,
+                "FORM 2 + 1": 3,
+                "FORM 2 + 2": 4,
+            }.items()
+        },
     }
     few = divisions(4, Degrees((1, 2), (1, 2, 3, 4)), lambda each: each.placement == "apart" and each.draft == 2)
-    assert [each.name for each in few] == ["look-ahead 2 + 1", "look-ahead 2 + 2"]
+    assert [each.name for each in few] == [
+        f"{form} 2 + {target}" for target in (1, 2) for form in ("look-ahead", "lockstep")
+    ]
     assert divisions(1, Degrees((1,), (1,))) == [
         Division(PLAIN, "shared", 0, 1, 1),
         Division(LOCKSTEP, "shared", 1, 1, 1),
@@ -129,6 +137,17 @@ def test_a_group_serves_its_share_of_the_requests():
         5 * of.of_degree[1].draft.at(24, 3 * CONTEXT) + of.of_degree[1].target.at(3 * 8 * 6, 3 * CONTEXT) + 3e-4
     )
     assert speed.total == pytest.approx(5 * speed.per_request)
+
+
+def test_lockstep_with_the_models_apart():
+    """With several requests each model works on one half of them while the other model works on the other half."""
+    of, among = times(draft={1: 1.0}, target={1: 4.0}), TreeShapes((2,), (1,), (5,))
+    draft, target = of.of_degree[1].draft, of.of_degree[1].target
+    division = Division(LOCKSTEP, "apart", 1, 1, 1)
+    one, five = (best_setting(division, of.latency(division), n, AcceptanceCurve(0.8), among, 100) for n in (1, 5))
+    assert one.seconds == pytest.approx(5 * draft.at(2, 100) + target.at(2 * 6, 100) + 4e-4)
+    drafting, scoring = 5 * draft.at(3 * 2, 300), target.at(3 * 2 * 6, 300)
+    assert drafting > scoring and five.seconds == pytest.approx(2 * drafting + 4e-4)
 
 
 def test_what_ran_comes_first():

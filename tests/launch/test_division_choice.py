@@ -49,6 +49,7 @@ def test_what_was_measured_is_applied(config):
     setting = one.best.setting
     assert one.options() == {
         "placement": "apart",
+        "form": "lookahead",
         "draft_tp": 6,
         "target_tp": 2,
         "worker_groups": 1,
@@ -82,7 +83,8 @@ def test_the_target_alone_is_started_with_a_draft_beside_it(config):
     plain = DivisionSpeed(Division(PLAIN, "shared", 0, 1, 8), 64, None, 1.0, 1e-3, 900.0)
     store_measurement(config, replace(MEASURED, runs=(plain,)))
     found = choose_division(config, 8, 64, {})
-    assert found.options() == {"placement": "shared", "draft_tp": 1, "target_tp": 1, "worker_groups": 8}
+    expected = {"placement": "shared", "form": "lockstep", "draft_tp": 1, "target_tp": 1, "worker_groups": 8}
+    assert found.options() == expected
     assert describe(found.best) == "8 x lockstep (target alone)" and found.best.measured == 900.0
 
 
@@ -117,7 +119,7 @@ def test_given_options_are_kept(config, given, measured):
 def test_without_a_measurement_the_shapes_decide(config):
     """Nothing is said about N, F and K."""
     found = choose_division(config, 4, 1, {})
-    assert found.options().keys() == {"placement", "draft_tp", "target_tp", "worker_groups"}
+    assert found.options().keys() == {"placement", "form", "draft_tp", "target_tp", "worker_groups"}
     assert found.best.division.target >= 2, "a 70B target is far slower on one GPU than on more"
     assert "estimated from the models' shapes, as nothing is measured for this pair on this machine" in str(found)
     assert "`smcserve bench --advise --device cuda --gpus 4` measures it" in str(found)
