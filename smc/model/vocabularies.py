@@ -3,8 +3,9 @@ about weights on disk.
 
 Tokenizers of one family have the same ordinary tokens but may differ in added tokens: special tokens, and others that
 are matched in a text before it is split. An id of the target is *foreign* to a draft whose tokenizer calls it by
-another name, or has no such id. A draft does not propose foreign ids (`smc.model.draft_vocab`). In a prompt or an
-answer it reads them as they are, by its own embedding; an id past its embedding has the mean of all its embeddings.
+another name, or has no such id; but an id that ends texts in both is the same token, whatever its name. A draft does
+not propose foreign ids (`smc.model.draft_vocab`). In a prompt or an answer it reads them as they are, by its own
+embedding; an id past its embedding has the mean of all its embeddings.
 
 Local axes: U foreign ids."""
 
@@ -64,7 +65,8 @@ class ForeignIds:
 
 def foreign_tokens(target: Tokenizer, draft: Tokenizer) -> tuple[ForeignToken, ...]:
     """Return the ids of the target, ascending, that are foreign to the draft."""
-    names = ((i, target.token(i), draft.token(i)) for i in range(target.size))
+    ends = {*target.eos_ids} & {*draft.eos_ids}
+    names = ((i, target.token(i), draft.token(i)) for i in range(target.size) if i not in ends)
     return tuple(ForeignToken(*each) for each in names if each[1] != each[2])
 
 

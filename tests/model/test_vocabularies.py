@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from smc.model.check import check_pair, require_pair
 from smc.model.source import SourcePair
 from smc.model.vocabularies import ForeignToken, add_rows
-from tests.model.foreign import FOREIGN, save_foreign_pair, save_letters
+from tests.model.foreign import DRAFT_ENDS, FOREIGN, save_foreign_pair, save_letters
 from tests.model.tiny import in_fp8, random_decoder, save_byte_level, save_tiny, save_tokenizer, tiny_config
 
 RENAMED = ("one", "two", "three", "four", "five")
@@ -43,6 +43,15 @@ def test_a_renamed_and_a_missing_token(tmp_path):
     assert "does not propose 2 of the target's ids" in drafted
     assert drafted.endswith("3 (<x>; draft: <y>), 4 (<new>; draft: no token)")
     assert ends == "texts end at the target's end ids (2, 4), not at the draft's (2, 3)"
+
+
+def test_an_id_that_ends_texts_in_both_is_known_by_any_name(tmp_path):
+    """As in DeepSeek-R1-Distill-Qwen and Qwen 2.5. A draft that never proposed it would not end answers."""
+    target, draft = save_foreign_pair(tmp_path)
+    save_letters(draft, ("<end>", "<y>"), DRAFT_ENDS)
+    assert [token.id for token in require_pair(target, draft).foreign] == [3, 4]
+    save_letters(draft, ("<end>", "<y>"), (3,))
+    assert [token.id for token in require_pair(target, draft).foreign] == [2, 3, 4]
 
 
 def test_notes_name_a_few_ids(pair):
