@@ -276,7 +276,7 @@ def bench_norm(features: int, rows: int) -> None:
 def bench_selection(groups: int, n: int, branches: int) -> None:
     rows, full = groups * n, torch.full((groups,), n, dtype=torch.int32, device="cuda")
     candidates = torch.randn(rows, branches, dtype=torch.float64, device="cuda") * 3
-    bounds = Bounds(torch.arange(groups, dtype=torch.int32, device="cuda") * n, full, full, full)
+    bounds = Bounds(Spans(torch.arange(groups, dtype=torch.int32, device="cuda") * n, full), full, full)
     seed_G = torch.arange(groups, device="cuda")
     rest = (
         torch.ones(rows, dtype=torch.bool, device="cuda"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from smc.api.limits import SCHEME_NAMES
+from smc.arrays import map_tensors
 
 Scheme = Callable[[Tensor, Tensor, int, Tensor], Tensor]
 """(weights_GY, draws_G, most, uniforms_GU) -> counts_GY. `most` is the largest number of draws. SSP needs Y uniforms,
@@ -81,10 +82,8 @@ class Bounds(NamedTuple):
     """The groups of a packed batch, one after another: int32 tensors [G] on the batch's device. Batch indices outside
     all groups are padding."""
 
-    first_G: Tensor
-    """First batch index of the group."""
-    size_G: Tensor
-    """Number of batch indices of the group; 0 for a padding group."""
+    spans: Spans
+    """The batch indices of each group; a padding group has none."""
     count_G: Tensor
     """Number of particles before selection, over which the mean weight is taken. At most the size."""
     draws_G: Tensor
@@ -92,8 +91,8 @@ class Bounds(NamedTuple):
 
     def used(self) -> tuple[Tensor, Bounds]:
         """Return the indices of the non-empty groups [Z], and their bounds. Synchronises with the host."""
-        index_Z = (self.size_G > 0).nonzero()[:, 0]
-        return index_Z, Bounds(*(bound_G[index_Z] for bound_G in self))
+        index_Z = (self.spans.size_G > 0).nonzero()[:, 0]
+        return index_Z, map_tensors(lambda bound_G: bound_G[index_Z], self)
 
 
 def systematic(weights_GY: Tensor, draws_G: Tensor, most: int, uniforms_GU: Tensor) -> Tensor:

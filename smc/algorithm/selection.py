@@ -94,7 +94,7 @@ def select(
     round), int64. Candidates at indices without a particle (`alive` false) are ignored. A group without any weight
     keeps its first `draws` particles. Synchronises with the host."""
     used_Z, own = groups.used()
-    index_ZN, exists_ZN = grid(own.first_G, own.size_G)
+    index_ZN, exists_ZN = grid(*own.spans)
     alive_ZN = exists_ZN & alive_A[index_ZN]
     candidates_ZNF = torch.where(alive_ZN[..., None], candidates_AF[index_ZN].double(), -torch.inf)
     family_ZN = candidates_ZNF.logsumexp(-1)
@@ -121,7 +121,7 @@ def select(
         values_Z.new_zeros(len(seed_G)).index_put((used_Z,), values_Z)
         for values_Z in (log_z_Z, ess_Z, resampled_Z, collapsed_Z)
     )
-    ancestor_A, branches = packed(own.first_G[:, None] + ancestor_ZN, own_A), candidates_AF.shape[1]
+    ancestor_A, branches = packed(own.spans.first_G[:, None] + ancestor_ZN, own_A), candidates_AF.shape[1]
     particles = NextParticles(
         ancestor_A=ancestor_A,
         row_A=ancestor_A * branches + packed(branch_ZN, torch.zeros_like(own_A)),
@@ -152,7 +152,7 @@ def _assign(
     # All groups are resampled; groups without `resampled` then keep their particles.
     weights_GY, _ = normalise(candidates_GNF.flatten(1))
     counts_GY = offspring(scheme_G, weights_GY, own.draws_G.long(), n, uniforms_GU)
-    ancestor_GN, branch_GN, filled_GN = assign_slots(counts_GY.view(-1, n, branches), own.size_G)
+    ancestor_GN, branch_GN, filled_GN = assign_slots(counts_GY.view(-1, n, branches), own.spans.size_G)
     is_first_GN = alive_GN.cumsum(-1) <= own.draws_G[:, None]
     kept_GN = alive_GN & (is_first_GN | ~collapsed_G[:, None])
     resampled_G1 = resampled_G[:, None]

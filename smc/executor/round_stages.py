@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import SelectedTrees, SourceRows
-from smc.algorithm.resampling import Bounds
+from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import Selection
 from smc.arrays import PackedFields, to_device
 from smc.distributions import DistributionSpec
@@ -449,7 +449,8 @@ class SelectStage:
 
     def _select_independent(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""
-        bounds = Bounds(plan.arrays.first_G, candidates.own_size_G, plan.arrays.count_G, plan.arrays.draws_G)
+        spans = Spans(plan.arrays.first_G, candidates.own_size_G)
+        bounds = Bounds(spans, plan.arrays.count_G, plan.arrays.draws_G)
         random = (plan.arrays.threshold_G, plan.arrays.scheme_G, *candidates.keys_G)
         weight_AF = candidates.weight_X.view(len(candidates.alive_A), -1)
         return self.ops.select(weight_AF, candidates.alive_A, bounds, *random)

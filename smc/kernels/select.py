@@ -453,13 +453,13 @@ def _select(
 ):  # fmt: skip
     group, next_, statistics = tl.program_id(0), out.particles, out.statistics
     if group >= count:
-        index_N, exists_N, _, _ = own_indices(groups.first_G, groups.size_G, count, batch_size, BLOCK_N)
+        index_N, exists_N, _, _ = own_indices(groups.spans.first_G, groups.spans.size_G, count, batch_size, BLOCK_N)
         tl.store(next_.ancestor_A + index_N, index_N.to(tl.int64), mask=exists_N)
         tl.store(next_.row_A + index_N, index_N.to(tl.int64) * branches, mask=exists_N)
         tl.store(next_.logw_A + index_N, tl.full((BLOCK_N,), -float("inf"), tl.float64), mask=exists_N)
         tl.store(next_.alive_A + index_N, index_N < 0, mask=exists_N)
         return
-    first, size = tl.load(groups.first_G + group), tl.load(groups.size_G + group)
+    first, size = tl.load(groups.spans.first_G + group), tl.load(groups.spans.size_G + group)
     if size == 0:
         tl.store(statistics.log_z_G + group, 0.0)
         tl.store(statistics.ess_G + group, 0.0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smc.algorithm.resampling import Bounds
+from smc.algorithm.resampling import Bounds, Spans
 from smc.api.limits import SCHEME_NAMES
 
 
@@ -62,7 +62,7 @@ def pack(
     return {
         "candidates_AF": candidates_AF,
         "alive_A": alive_A,
-        "groups": Bounds(whole(firsts), whole(sizes), whole([p.count for p in populations]), whole(draws)),
+        "groups": Bounds(Spans(whole(firsts), whole(sizes)), whole([p.count for p in populations]), whole(draws)),
         "threshold_G": torch.tensor([p.threshold for p in populations] + none, dtype=torch.float64),
         "scheme_G": whole([SCHEME_NAMES.index(p.scheme) for p in populations]),
         "seed_G": torch.tensor([p.seed for p in populations] + none),

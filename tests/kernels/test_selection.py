@@ -201,5 +201,5 @@ def assert_chosen_have_weight(arguments: dict[str, object], made: Selection) -> 
     chosen_A = arguments["candidates_AF"].flatten()[made.particles.row_A.cpu()]
     has_weight_A = (family_AF > NO_WEIGHT).any(-1)
     assert (chosen_A > NO_WEIGHT)[has_weight_A].all()
-    resampled_A = made.statistics.resampled_G.cpu().repeat_interleave(arguments["groups"].size_G)
+    resampled_A = made.statistics.resampled_G.cpu().repeat_interleave(arguments["groups"].spans.size_G)
     assert has_weight_A[resampled_A].all()
