@@ -121,7 +121,7 @@ class SelectionApplier:
         )
 
     def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
-        target, chosen, candidate_tokens = self.inputs.target, trees.chosen, self.candidates.candidate_tokens
+        target, chosen, candidate_tokens = self.inputs.target, trees.chosen, self.candidates.source.candidates
         row_A, candidate_A = chosen.parent_X[trees.selected_A], chosen.candidate_X[trees.selected_A]
         ancestor_A, open_A = self.candidates.root_X[row_A], self.inputs.open_X[row_A]
         bonus_A, logp_A = torch.full_like(row_A, -1), torch.full_like(row_A, torch.nan, dtype=torch.float32)

@@ -452,14 +452,14 @@ class SelectStage:
         spans = Spans(plan.arrays.first_G, candidates.own_size_G)
         bounds = Bounds(spans, plan.arrays.count_G, plan.arrays.draws_G)
         random = (plan.arrays.threshold_G, plan.arrays.scheme_G, *candidates.keys_G)
-        weight_AF = candidates.weight_X.view(len(candidates.alive_A), -1)
-        return self.ops.select(weight_AF, candidates.alive_A, bounds, *random)
+        logw_AF = candidates.source.mass_R.view(len(candidates.alive_A), -1)
+        return self.ops.select(logw_AF, candidates.alive_A, bounds, *random)
 
     def _select_trees(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
         rows, batch_size = plan.arrays.groups, len(plan.arrays.slot_A)
         chosen = self.ops.expand(
-            SourceRows(candidates.candidate_tokens, candidates.weight_X, candidates.there_X, candidates.sources),
+            candidates.source,
             rows,
             plan.arrays.draws_G,
             plan.arrays.decoding_G,

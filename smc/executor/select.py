@@ -1,4 +1,4 @@
-"""The select stage of a round: computes the candidates' weights from the target's outputs, so that groups can select
+"""The select stage of a round: computes the candidates' mass from the target's outputs, so that groups can select
 among them (`smc.algorithm`). This is the torch form; the Triton form is `smc.kernels.select`. The stage ends with
 `smc.executor.apply_selection`.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens
+from smc.algorithm.expansion import CandidateTokens, SourceRows
 from smc.algorithm.resampling import Spans, block_log_weight
 from smc.algorithm.verification import Matches
 from smc.executor.sampling import Sampling
@@ -71,7 +71,7 @@ def _with_mass(target: TargetOutputs, mass_A: Tensor, alpha_A: Tensor) -> Target
 
 
 def score_candidates(inputs: ScoreInputs) -> Candidates:
-    """Return the candidates and their weights."""
+    """Return the candidates and their mass."""
     return CandidateScorer(inputs).candidates()
 
 
@@ -86,35 +86,37 @@ class CandidateScorer:
 
     def candidates(self) -> Candidates:
         plan, lookahead = self.plan, self.inputs.lookahead
-        weight_X, there_X, nan_2X = self._rows_ahead() if lookahead else self._blocks_with_bonus()
+        mass_X, there_X, nan_2X = self._rows_ahead() if lookahead else self._blocks_with_bonus()
         nan_2G = self._of_group(nan_2X)
         nan_2G[1] |= self._of_group(self._nan_of_blocks()[None])[0]
         if plan.kind.has_exact:
-            weight_X, there_X, nan_2G = self._matching(weight_X, there_X, nan_2G)
-        weight_X = weight_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            mass_X, there_X, nan_2G = self._matching(mass_X, there_X, nan_2G)
+        mass_X = mass_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         candidate_tokens = self.inputs.target.candidate_tokens
         if candidate_tokens is None:
-            candidate_tokens = CandidateTokens.whole(weight_X)
+            candidate_tokens = CandidateTokens.whole(mass_X)
         else:
             candidate_tokens = candidate_tokens.mask_ended(~self.scored.blocks.open_A | plan.is_exact_A)
         width = self.inputs.width
         return Candidates(
             root_X=self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A,
-            weight_X=weight_X,
-            there_X=there_X,
-            candidate_tokens=candidate_tokens,
+            source=SourceRows(
+                candidates=candidate_tokens,
+                mass_R=mass_X,
+                there_R=there_X,
+                groups=Spans(plan.arrays.first_G * width, plan.arrays.size_G * width),
+            ),
             alive_A=self.inputs.state.alive_S[plan.arrays.slot_A],
             target_nan_G=nan_2G[0],
             draft_nan_G=nan_2G[1],
             own_size_G=torch.where(plan.is_separate_G, plan.arrays.size_G, 0),
-            sources=Spans(plan.arrays.first_G * width, plan.arrays.size_G * width),
             keys_G=plan.keys_G,
         )
 
     def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Score the rows that were drafted while the blocks were scored (look-ahead). A row's weight is the product of
-        its block's weight, its share of its root, and the target/draft ratio of its first token. Returns weights [X],
-        which rows exist [X], and NaN of target and draft [2, X]."""
+        """Score the rows that were drafted while the blocks were scored (look-ahead). A row's mass is the product of
+        its block's weight, its share of its root, and the target/draft ratio of its first token. Returns log masses
+        [X], which rows exist [X], and NaN of target and draft [2, X]."""
         scored, drafted, root_X, open_X = self.scored, self.drafted, self.drafted.root_X, self.inputs.open_X
         logq_X = drafted.logq_XK[:, 0]
         logp_X = torch.zeros_like(logq_X) if self.inputs.target.logp_X is None else self.inputs.target.logp_X
@@ -135,7 +137,7 @@ class CandidateScorer:
         nan_A = scored.nan_A | torch.isnan(log_z_A)
         return weight_A + log_z_A, scored.blocks.alive_A, torch.stack((nan_A, torch.zeros_like(nan_A)))
 
-    def _matching(self, weight_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _matching(self, mass_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keep, in groups that are decoded exactly, only the candidates that follow the target's own draws: in lockstep
         the block that agrees longest; in look-ahead the rows that begin where it ceases to agree, with the token that
         the target draws there."""
@@ -160,9 +162,9 @@ class CandidateScorer:
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
         target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A), nan_2G[0])
-        likelihood_X = self.drafted.share_X.double().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        share_X = self.drafted.share_X.double().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         return (
-            torch.where(is_exact_X, likelihood_X, weight_X),
+            torch.where(is_exact_X, share_X, mass_X),
             there_X & (agrees_X | ~is_exact_X),
             torch.stack((target_nan_G, nan_2G[1] & ~is_exact_G)),
         )

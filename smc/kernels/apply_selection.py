@@ -55,7 +55,7 @@ def apply_selection(
     _apply_selection[(programs(batch_size, groups),)](
         plan, state, verified, drafted, contiguous(inputs.target), candidates, contiguous(inputs.matched),
         contiguous(own), contiguous(trees), result, groups, batch_size,
-        F=rows // batch_size, K=block, Q=q, C=candidates.candidate_tokens.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
+        F=rows // batch_size, K=block, Q=q, C=candidates.source.candidates.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=inputs.lookahead, num_warps=4,
     )  # fmt: skip
     return AppliedSelection(memory, result)
@@ -236,7 +236,7 @@ def _of_trees(exists, index, trees, target, candidates, open_A, C: tl.constexpr,
     is_open = exists & (tl.load(open_A + (ancestor if LOOKAHEAD else row), mask=exists, other=0) != 0)
     if target.candidate_logp_AC is not None:
         at = row * C + tl.load(trees.chosen.candidate_X + pick, mask=exists, other=0).to(tl.int32)
-        bonus = tl.load(candidates.candidate_tokens.token_RC + at, mask=is_open, other=-1).to(tl.int64)
+        bonus = tl.load(candidates.source.candidates.token_RC + at, mask=is_open, other=-1).to(tl.int64)
         logp = tl.load(target.candidate_logp_AC + at, mask=is_open, other=float("nan"))
     elif LOOKAHEAD and target.logp_X is not None:
         logp = tl.load(target.logp_X + row, mask=is_open, other=float("nan"))

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens
+from smc.algorithm.expansion import CandidateTokens, SourceRows
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, NextParticles, Selection, SelectionStatistics
 from smc.api.limits import MAX_PARTICLES, SCHEME_NAMES
@@ -57,17 +57,19 @@ def score_candidates(inputs: ScoreInputs) -> Candidates:
     share_XC = room.floats(rows, width)
     out = Candidates(
         root_X=room.longs(rows),
-        weight_X=room.doubles(rows),
-        there_X=room.bools(rows),
-        # Without candidate tokens a row is its own candidate.
-        candidate_tokens=CandidateTokens(room.longs(rows, 1), share_XC, share_XC)
-        if given is None
-        else CandidateTokens(given.token_RC, given.logq_RC, share_XC),
+        source=SourceRows(
+            # Without candidate tokens a row is its own candidate.
+            candidates=CandidateTokens(room.longs(rows, 1), share_XC, share_XC)
+            if given is None
+            else CandidateTokens(given.token_RC, given.logq_RC, share_XC),
+            mass_R=room.doubles(rows),
+            there_R=room.bools(rows),
+            groups=Spans(room.ints(groups), room.ints(groups)),
+        ),
         alive_A=room.bools(batch_size),
         target_nan_G=room.bools(groups),
         draft_nan_G=room.bools(groups),
         own_size_G=room.ints(groups),
-        sources=Spans(room.ints(groups), room.ints(groups)),
         keys_G=RoundKeys(room.longs(groups), room.longs(groups)),
     )
     _score_candidates[(triton.cdiv(rows, ROWS) + groups,)](
@@ -148,28 +150,28 @@ def _score_candidates(
     is_open = tl.load(blocks.open_A + block, mask=inside, other=0) != 0
     exists = tl.load(blocks.alive_A + block, mask=inside, other=0) != 0
     alpha = tl.load(plan.alpha_A + block, mask=inside, other=1.0)
-    weight = tl.load(blocks.logw_A + block, mask=inside, other=0.0)
-    weight += _block_weight(blocks, verified.logp_AQ, block, inside, alpha, Q, BLOCK_Q)
+    mass = tl.load(blocks.logw_A + block, mask=inside, other=0.0)
+    mass += _block_weight(blocks, verified.logp_AQ, block, inside, alpha, Q, BLOCK_Q)
     token = tl.load(drafted.tokens_XK + x * K, mask=inside, other=0)
     if LOOKAHEAD:
         logq = tl.load(drafted.logq_XK + x * K, mask=inside, other=0.0).to(tl.float64)
         logp = tl.zeros_like(logq)
         if target.logp_X is not None:
             logp = tl.load(target.logp_X + x, mask=inside, other=0.0).to(tl.float64)
-        weight = weight + tl.where(is_open, alpha * logp - logq, 0.0) + share
+        mass = mass + tl.where(is_open, alpha * logp - logq, 0.0) + share
         exists = exists & (share > NONE)
     elif target.log_z_A is not None:
-        weight += tl.where(is_open, tl.load(target.log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
+        mass += tl.where(is_open, tl.load(target.log_z_A + x, mask=inside, other=0.0).to(tl.float64), 0.0)
     if matched is not None:
         cut = tl.load(drafted.cut_X + x, mask=inside, other=0)
         agrees = _agrees(
             matched, blocks, verified.drawn_AQ, index, root, cut, token, is_open, inside, Q, BLOCK_Q, LOOKAHEAD
         )
         exists = exists & (agrees | (is_exact(decoding) == 0))
-        weight = tl.where(is_exact(decoding), tl.where(share == share, share, 0.0), weight)
+        mass = tl.where(is_exact(decoding), tl.where(share == share, share, 0.0), mass)
     tl.store(out.root_X + x, root.to(tl.int64), mask=inside)
-    tl.store(out.weight_X + x, tl.where(weight == weight, weight, NONE), mask=inside)
-    tl.store(out.there_X + x, exists, mask=inside)
+    tl.store(out.source.mass_R + x, tl.where(mass == mass, mass, NONE), mask=inside)
+    tl.store(out.source.there_R + x, exists, mask=inside)
     c = tl.arange(0, BLOCK_C)
     if target.candidate_tokens is not None:
         # A row that takes no token is its own candidate.
@@ -177,10 +179,10 @@ def _score_candidates(
         takes = is_open & (is_exact(decoding) == 0)
         candidate_share = tl.load(target.candidate_tokens.share_RC + at, mask=is_share, other=NONE)
         candidate_share = tl.where(takes[:, None], candidate_share, tl.where(c == 0, 0.0, NONE)[None, :])
-        tl.store(out.candidate_tokens.share_RC + at, candidate_share, mask=is_share)
+        tl.store(out.source.candidates.share_RC + at, candidate_share, mask=is_share)
     else:
-        tl.store(out.candidate_tokens.share_RC + x, tl.zeros_like(share).to(tl.float32), mask=inside)
-        tl.store(out.candidate_tokens.token_RC + x, tl.zeros_like(x).to(tl.int64), mask=inside)
+        tl.store(out.source.candidates.share_RC + x, tl.zeros_like(share).to(tl.float32), mask=inside)
+        tl.store(out.source.candidates.token_RC + x, tl.zeros_like(x).to(tl.int64), mask=inside)
 
 
 @triton.jit
@@ -230,8 +232,8 @@ def _score_group(
     first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
     decoding, lead = tl.load(plan.decoding_G + group), tl.minimum(first, sizes.batch_size - 1)
     tl.store(out.own_size_G + group, tl.where(is_separate(decoding), size, 0))
-    tl.store(out.sources.first_G + group, first * F)
-    tl.store(out.sources.size_G + group, size * F)
+    tl.store(out.source.groups.first_G + group, first * F)
+    tl.store(out.source.groups.size_G + group, size * F)
     tl.store(out.keys_G.seed + group, tl.load(plan.seed_A + lead))
     tl.store(out.keys_G.round + group, tl.load(plan.round_A + lead))
     target_nan, draft_nan = 0, 0

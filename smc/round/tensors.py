@@ -1,4 +1,8 @@
-"""The tensors that the stages of a round exchange."""
+"""The tensors that the stages of a round exchange.
+
+Particles have log-weights (`logw`). Rows are selected by their log mass (`mass`): the weight of the particle that a row
+continues, times the row's `share` of it and the ratios p^alpha / q of its tokens. In exact decoding, which has no
+weights, it is the log-probability under the draft."""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, Expansion
+from smc.algorithm.expansion import CandidateTokens, Expansion, SourceRows
 from smc.algorithm.resampling import Spans
 from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.algorithm.verification import Matches
@@ -540,20 +544,15 @@ class Candidates(NamedTuple):
 
     root_X: Tensor
     """int64 batch index whose particle the row continues."""
-    weight_X: Tensor
-    """float64 log-weight, -inf where it would be NaN; in exact decoding, the draft's log-likelihood."""
-    there_X: Tensor
-    """bool: the row may be selected."""
-    candidate_tokens: CandidateTokens
-    """Candidates for the token after the block, if that is selected together with the row; otherwise one candidate,
-    which is the row itself."""
+    source: SourceRows
+    """The rows with their mass: the particle's weight after the block times the row's share; in exact decoding, the
+    share alone. A row of which `there` is false may not be selected. Candidates are those for the token after the
+    block, if it is selected together with the row; otherwise one, which is the row itself."""
     alive_A: Tensor
     """bool: the batch index held a particle before the round."""
     target_nan_G: Tensor
     draft_nan_G: Tensor
     own_size_G: Tensor
     """Number of batch indices of groups of independent particles; 0 for other groups."""
-    sources: Spans
-    """Candidates of each group."""
     keys_G: RoundKeys
     """Keys of each group's draws."""
