@@ -147,7 +147,7 @@ def task(seed: int, **settings) -> Task:
 
 
 def law(alpha: float = 1.0) -> dict[Tokens, float]:
-    return law_of(lambda prefix: TARGET((0, *prefix)).tolist(), LENGTH, END, alpha)
+    return law_of(lambda prefix: TARGET((0, *prefix)).tolist(), LENGTH, END, alpha=alpha)
 
 
 @pytest.mark.parametrize(
