@@ -64,15 +64,15 @@ def prune_tree(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> Gr
     count_G = torch.zeros_like(most_G).index_add(0, group_Y, kept_Y.long())
     before_G = count_G.cumsum(0) - count_G
     to_Y = (plan.arrays.first_G.long() * plan.kind.branches - before_G)[group_Y] + number_Y
-    index_X = torch.arange(rows, device=worth_Y.device)
+    row_X = torch.arange(rows, device=worth_Y.device)
     group_X, last = group_Y[:rows], (len(steps) - 1) * rows
-    leaf_X = torch.full_like(index_X, -1).index_copy(0, to_Y[kept_Y], leaf_Y[kept_Y])
+    leaf_X = torch.full_like(row_X, -1).index_copy(0, to_Y[kept_Y], leaf_Y[kept_Y])
     is_walk_X = (plan.arrays.decoding_G == Decoding.WALK)[group_X] & (plan.arrays.size_G > 0)[group_X]
     # A row that is not alive repeats the first of its group.
     first_X = leaf_X[(plan.arrays.first_G.long() * plan.kind.branches)[group_X].clamp(max=rows - 1)]
     is_there_X = leaf_X >= 0
     leaf_X = torch.where(is_there_X, leaf_X, first_X)
-    leaf_X = torch.where(is_walk_X & (leaf_X >= 0), leaf_X, last + index_X)
+    leaf_X = torch.where(is_walk_X & (leaf_X >= 0), leaf_X, last + row_X)
     return grown._replace(tree=_taken(grown, leaf_X, is_there_X | ~is_walk_X), leaf_X=leaf_X)
 
 
@@ -102,8 +102,8 @@ def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor,
     """Return for every node [K, X]: the sum of gains from it along its best path, the node at which that path ends, and
     whether a path begins at the node."""
     steps, (k, rows) = grown.steps, gain_KX.shape
-    index_X = torch.arange(rows, device=gain_KX.device)
-    worth, leaf = [gain_KX[-1]], [(k - 1) * rows + index_X]
+    row_X = torch.arange(rows, device=gain_KX.device)
+    worth, leaf = [gain_KX[-1]], [(k - 1) * rows + row_X]
     is_top: list[Tensor] = []
     for step in range(k - 2, -1, -1):
         parent_X, is_child_X = steps[step + 1].parent_X, alive_KX[step + 1]
@@ -111,12 +111,12 @@ def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor,
         best_X = torch.full_like(child_worth_X, -torch.inf).scatter_reduce(0, parent_X, child_worth_X, "amax")
         is_heaviest_X = is_child_X & (child_worth_X == best_X[parent_X])
         # Among equals, the first.
-        heaviest_X = torch.full_like(index_X, rows).scatter_reduce(
-            0, parent_X, torch.where(is_heaviest_X, index_X, rows), "amin"
+        heaviest_X = torch.full_like(row_X, rows).scatter_reduce(
+            0, parent_X, torch.where(is_heaviest_X, row_X, rows), "amin"
         )
         goes_on_X = heaviest_X < rows
-        is_top.insert(0, is_child_X & (heaviest_X[parent_X] != index_X))
-        leaf.insert(0, torch.where(goes_on_X, leaf[0][heaviest_X.clamp(max=rows - 1)], step * rows + index_X))
+        is_top.insert(0, is_child_X & (heaviest_X[parent_X] != row_X))
+        leaf.insert(0, torch.where(goes_on_X, leaf[0][heaviest_X.clamp(max=rows - 1)], step * rows + row_X))
         worth.insert(0, gain_KX[step] + torch.where(goes_on_X, best_X, 0.0))
     return torch.stack(worth), torch.stack(leaf), torch.stack([alive_KX[0], *is_top])
 

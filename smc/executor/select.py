@@ -80,9 +80,10 @@ class CandidateScorer:
 
     def __init__(self, inputs: ScoreInputs) -> None:
         self.inputs, self.plan, self.scored, self.drafted = inputs, inputs.plan, inputs.scored, inputs.drafted
-        self.index_X = self.plan.index_of_rows(inputs.width)
-        """Batch index that every row belongs to; it is in the same group as the row's root."""
-        self.group_X = self.plan.arrays.group_A[self.index_X]
+        self.holder_X = self.plan.index_of_rows(inputs.width)
+        """Batch index that holds each row, F of them. The row's root, whose particle it continues, may be another one
+        of the group."""
+        self.group_X = self.plan.arrays.group_A[self.holder_X]
 
     def candidates(self) -> Candidates:
         plan, lookahead = self.plan, self.inputs.lookahead
@@ -121,7 +122,7 @@ class CandidateScorer:
         logq_X = drafted.logq_XK[:, 0]
         logp_X = torch.zeros_like(logq_X) if self.inputs.target.logp_X is None else self.inputs.target.logp_X
         next_X = torch.where(open_X, self.plan.arrays.alpha_A[root_X] * logp_X - logq_X, 0.0)
-        target_nan_X = (open_X & torch.isnan(logp_X)) | scored.nan_A[self.index_X]
+        target_nan_X = (open_X & torch.isnan(logp_X)) | scored.nan_A[self.holder_X]
         return (
             self._weight_of_blocks()[root_X] + next_X + drafted.share_X.double(),
             scored.blocks.alive_A[root_X] & (drafted.share_X > -torch.inf),
@@ -141,15 +142,15 @@ class CandidateScorer:
         """Keep, in groups that are decoded exactly, only the candidates that follow the target's own draws: in lockstep
         the block that agrees longest; in look-ahead the rows that begin where it ceases to agree, with the token that
         the target draws there."""
-        plan, scored, index_X = self.plan, self.scored, self.index_X
+        plan, scored, holder_X = self.plan, self.scored, self.holder_X
         assert self.inputs.matched is not None, "groups that are decoded exactly"
         best_A, right_A = self.inputs.matched
-        is_exact_X = plan.is_exact_A[index_X]
-        agrees_X = index_X == best_A[index_X]
+        is_exact_X = plan.is_exact_A[holder_X]
+        agrees_X = holder_X == best_A[holder_X]
         if self.inputs.lookahead:
             root_X = self.drafted.root_X
             next_A = scored.drawn_AQ[best_A, right_A - 1]
-            matches_X = self.drafted.tokens_XK[:, 0] == next_A[index_X]
+            matches_X = self.drafted.tokens_XK[:, 0] == next_A[holder_X]
             cut_X = self.drafted.cut_X
             agrees_X = (
                 self._agrees_up_to(cut_X, self.inputs.matched)
@@ -158,7 +159,7 @@ class CandidateScorer:
             )
         # The draft's outputs do not change exact answers, even if they are NaN, and neither do the target's outputs
         # after wrong tokens.
-        column_Q = torch.arange(scored.nan_AQ.shape[1], device=index_X.device)
+        column_Q = torch.arange(scored.nan_AQ.shape[1], device=holder_X.device)
         nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
         target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A), nan_2G[0])
@@ -173,7 +174,7 @@ class CandidateScorer:
         """Return bool [X]: the block that a row continues, without its last `cut` tokens, is exactly the prefix that
         agrees with the target's draws. Among chains this may hold for several blocks with the same tokens."""
         blocks, root_X, (best_A, right_A) = self.scored.blocks, self.drafted.root_X, matched
-        best_X, right_X = best_A[self.index_X], right_A[self.index_X]
+        best_X, right_X = best_A[self.holder_X], right_A[self.holder_X]
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=best_A.device)
         is_same_XQ = blocks.tokens_AQ[root_X] == blocks.tokens_AQ[best_X]
         same_X = (is_same_XQ | (column_Q >= right_X[:, None])).all(-1)
@@ -188,12 +189,12 @@ class CandidateScorer:
     def _nan_of_blocks(self) -> Tensor:
         """Return bool [X]: the draft returned NaN in the block of the row's batch index."""
         blocks = self.scored.blocks
-        exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.index_X.device) < blocks.count_A[:, None]
-        nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.index_X]
+        exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.holder_X.device) < blocks.count_A[:, None]
+        nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.holder_X]
         if Decoding.DISTINCT in self.plan.kind.decodings:
             # Other rows have replaced those with NaN; the draft has marked them by a log q of NaN.
             nan_X = nan_X | (
-                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.is_decoded_by(Decoding.DISTINCT)[self.index_X]
+                torch.isnan(self.drafted.logq_XK).any(-1) & self.plan.is_decoded_by(Decoding.DISTINCT)[self.holder_X]
             )
         return nan_X
 
