@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PARTS = {"": "the service", "smc.draft": "draft group", "smc.target": "target group"}
 """Name in the health service -> name that `health` prints."""
+WORKER_GROUP = "smc.worker_group."
+"""Beginning of the names of worker groups in the health service; a number follows."""
 MISTAKES = ("INVALID_ARGUMENT", "ALREADY_EXISTS", "UNAUTHENTICATED")
 """Status codes of invalid calls, in contrast to failures of the service."""
 
@@ -155,13 +157,16 @@ def health(
     tls_key: TlsKey = None,
     as_json: options.JsonFlag = False,
 ) -> int:
-    """Show whether the service, its draft group and its target group are ready. Exit code 0 if the service is."""
+    """Show whether the service, its draft group and its target group are ready, and each worker group if there are
+    several. Exit code 0 if the service is."""
     with _connect(options.given(ctx.params)) as service:
-        states = {part: service.health(part) for part in PARTS}
+        states = service.states()
+    groups = sorted(int(part.removeprefix(WORKER_GROUP)) for part in states if part.startswith(WORKER_GROUP))
+    parts = PARTS | {f"{WORKER_GROUP}{number}": f"worker group {number}" for number in groups}
     if as_json:
-        print(json.dumps({name: states[part] for part, name in PARTS.items()}))
+        print(json.dumps({name: states[part] for part, name in parts.items()}))
     else:
-        out.print(_table((name, states[part]) for part, name in PARTS.items()))
+        out.print(_table((name, states[part]) for part, name in parts.items()))
     return 0 if states[""] == "SERVING" else 1
 
 
@@ -183,6 +188,10 @@ def info(
     if as_json:
         print(json.dumps({"server": server, "models": models}))
         return 0
+    for number, group in enumerate(server.pop("worker_groups")):
+        server[f"worker group {number}"] = ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in group.items()
+        )
     for role in ("draft", "target"):
         model = models.pop(role)
         models = {

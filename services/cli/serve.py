@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from services.cli import options
 from services.cli.service_options import ServeOptions, divided, effective, gateway_config, placed, worker_group_config
+from services.launch.config import AUTO
 from smc.api.engine_config import MAX_QUEUE
 from smc.terminal import err, print_error
 
@@ -87,6 +88,13 @@ def serve(arguments: ServeOptions) -> int:
 
 
 def _processes(group: WorkerGroupConfig) -> str:
+    if group.worker_groups != 1:
+        number = "as many as fit" if group.worker_groups == AUTO else group.worker_groups
+        return f"the worker groups ({number}): in each of them, {_of_one(group)}"
+    return _of_one(group)
+
+
+def _of_one(group: WorkerGroupConfig) -> str:
     if group.placement == "apart":
         return "draft, target and coordinator, each in a process of its own"
     if group.ranks == 1:

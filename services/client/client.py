@@ -378,6 +378,12 @@ class Client:
         answer = self._ask(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
+    def states(self) -> dict[str, str]:
+        """Return the `health` of every name that the service reports."""
+        answer = self._ask(self._health.List, health_pb2.HealthListRequest())
+        name_of = health_pb2.HealthCheckResponse.ServingStatus.Name
+        return {service: name_of(one.status) for service, one in answer.statuses.items()}
+
     def _ask(self, method: Any, request: Any) -> Any:
         try:
             return method(request, timeout=ASK_TIMEOUT, metadata=self._metadata)

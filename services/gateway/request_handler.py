@@ -60,6 +60,11 @@ class WorkerGroupStatus:
     """Whether it decodes."""
     has_draft: bool = True
 
+    def document(self) -> dict[str, Any]:
+        """Return the state as JSON for users."""
+        running, waiting = self.stats.running, self.stats.queued
+        return {"serving": self.has_target, "has_draft": self.has_draft, "running": running, "waiting": waiting}
+
     @property
     def tokens(self) -> tuple[int, int]:
         """Positions that requests hold in the fuller of the two KV pools, and positions of that pool: 0 before the

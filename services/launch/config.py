@@ -418,9 +418,9 @@ def check_gpus(config: WorkerGroupConfig, ray_address: str | None) -> None:
     if (count := torch.cuda.device_count()) < config.least_groups * config.ranks:
         why = "" if torch.version.cuda else " (this torch was built without CUDA)"
         times = "" if config.least_groups == 1 else f", for each of {config.least_groups} worker groups"
-        fewer = ""
+        fewer = f"; --worker-groups {count // config.ranks} fits" if count >= config.ranks else ""
         if config.placement == "apart" and config.draft_tp in (1, config.target_tp):
-            fewer = f"; --placement shared needs {config.target_tp}"
+            fewer = f"; --placement shared needs {config.least_groups * config.target_tp}"
         raise ValueError(f"this machine has {_counted(count)}{why}; {_needed(config)}{times}{fewer}")
 
 

@@ -293,7 +293,8 @@ class WorkerGroup:
             self.actors["coordinator"] = coordinator = cluster.start_coordinator(beside, f"{self._prefix}coordinator")
             spec = pickle.dumps(coordinator_spec(config, self._pair, self._rendezvous))
             started: ray.ObjectRef = coordinator.start.remote(spec)
-        logger.info("incarnation %d: waiting until %s are ready", self.incarnation, ", ".join(self.actors))
+        actors = ", ".join(self.actors)
+        logger.info("%sincarnation %d: waiting until %s are ready", self._prefix, self.incarnation, actors)
         if not self._wait_for([started, *self._runs], self._runs, config.start_timeout):
             raise WorkerGroupError(f"the worker group was not ready after {config.start_timeout:g} s")
         self.address = ray.get(started)

@@ -93,7 +93,8 @@ class Playground:
         return web.Response(body=data, headers=PAGE_HEADERS | {"content-type": TYPES[name.rpartition(".")[2]]})
 
     async def _settings(self, request: web.Request) -> web.Response:
-        return web.json_response(self._document, headers={"cache-control": "no-store"})
+        groups = [group.document() for group in self._handler.status().groups]
+        return web.json_response(self._document | {"worker_groups": groups}, headers={"cache-control": "no-store"})
 
     @cached_property
     def _document(self) -> dict[str, Any]:

@@ -241,7 +241,9 @@ class OpenAiServer:
     async def _load(self, request: web.Request) -> web.Response:
         status = self._handler.status()
         waiting, running = status.queued, status.running
-        return web.json_response({"server_load": running + waiting, "running": running, "waiting": waiting})
+        groups = [group.document() for group in status.groups]
+        load = {"server_load": running + waiting, "running": running, "waiting": waiting, "worker_groups": groups}
+        return web.json_response(load)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Serve `/tokenize` and `/detokenize`."""

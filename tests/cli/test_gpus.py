@@ -54,6 +54,11 @@ def test_fewer_than_asked(monkeypatch, count, enough):
         (2, {"target_tp": 2, "draft_tp": 2}, "shared"),
         (3, {"target_tp": 3, "draft_tp": 2}, "apart"),
         (3, {"target_tp": 2}, "apart"),
+        (2, {"worker_groups": "2"}, "shared"),
+        (3, {"worker_groups": 2}, "shared"),
+        (4, {"worker_groups": 2}, "apart"),
+        (1, {"worker_groups": "auto"}, "shared"),
+        (8, {"worker_groups": "auto"}, "apart"),
         (1, {"form": "lockstep"}, "shared"),
         (1, {"form": "lookahead"}, "apart"),
         (1, {"placement": "apart"}, "apart"),
@@ -84,6 +89,10 @@ def test_gpus_of_shared_ranks(monkeypatch):
     needed = "--device cuda with --placement shared needs 2: --target-tp 2, one for each process"
     with pytest.raises(ValueError, match=f"this machine has 1 GPU.*; {needed}"):
         check_gpus(two, None)
+    four = WorkerGroupConfig(device="cuda", placement="shared", worker_groups=4, engine=lockstep)
+    needed = "shared needs 1: --target-tp 1, one for each process, for each of 4 worker groups; --worker-groups 1 fits"
+    with pytest.raises(ValueError, match=f"this machine has 1 GPU.*{needed}"):
+        check_gpus(four, None)
     apart = WorkerGroupConfig(device="cuda", engine=lockstep)
     with pytest.raises(ValueError, match=f"{NEEDED.format(2, 1, 1)}; --placement shared needs 1"):
         check_gpus(apart, None)

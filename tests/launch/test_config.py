@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
-from services.launch.config import WorkerGroupConfig
+from services.launch import cluster
+from services.launch.config import WorkerGroupConfig, count_worker_groups
 from services.launch.worker_group import coordinator_spec
 from services.link.connect import Rendezvous
 from smc.api.engine_config import EngineConfig
@@ -92,3 +94,34 @@ def test_models_are_timed_where_that_decides(device, effort):
     assert timing() is effort and timing(drafting="always") is None
     with pytest.raises(ValueError, match="drafting='never'; allowed: adaptive, always"):
         EngineConfig(drafting="never")
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({"worker_groups": 0}, "worker_groups=0; allowed: >= 1, or auto"),
+        ({"worker_groups": True}, "worker_groups=True; allowed: >= 1, or auto"),
+        ({"worker_groups": "two"}, "worker_groups='two'; allowed: >= 1, or auto"),
+        ({"worker_groups": 2, "trace": Path("t.json")}, "worker_groups=2; allowed: worker_groups 1, or no trace"),
+        ({"worker_groups": 3, "engine": EngineConfig(max_queue=2)}, "max_queue=2 with worker_groups=3; allowed: at "),
+    ],
+)
+def test_what_worker_groups_there_may_be(settings, allowed):
+    with pytest.raises(ValueError, match=re.escape(allowed)):
+        WorkerGroupConfig(**settings)
+
+
+def test_as_many_worker_groups_as_fit(monkeypatch):
+    """`auto` counts free GPUs, host by host, and is 1 if there are too few for one. On CPUs a service has one worker
+    group, a batch as many as its caller says."""
+    hosts = {"a": {"CPU": 64.0, "GPU": 3.0}, "b": {"CPU": 64.0, "GPU": 8.0}, "c": {"CPU": 64.0}}
+    monkeypatch.setattr(cluster, "available_resources_per_node", lambda: hosts)
+    shared = {"placement": "shared", "engine": EngineConfig(form="lockstep")}
+
+    def counted(**settings) -> int:
+        return count_worker_groups(WorkerGroupConfig(**{"device": "cuda", "worker_groups": "auto"} | settings))
+
+    assert (counted(), counted(**shared), counted(**shared, target_tp=2)) == (5, 11, 5)
+    assert counted(target_tp=16) == 1 and counted(worker_groups="12") == 12
+    assert counted(device="cpu") == 1
+    assert count_worker_groups(WorkerGroupConfig(worker_groups="auto"), lambda: 7) == 7

@@ -83,7 +83,9 @@ def test_what_is_wrong_is_named(service, path, body, says):
 def test_version_ping_and_load(service):
     assert ask(service.url, "/version")[1] == {"version": importlib.metadata.version("smcserve")}
     assert ask(service.url, "/ping")[0] == ask(service.url, "/ping", method="POST")[0] == 200
-    assert ask(service.url, "/load")[1] == {"server_load": 0, "running": 0, "waiting": 0}
+    idle = {"running": 0, "waiting": 0}
+    group = {"serving": True, "has_draft": True, **idle}
+    assert ask(service.url, "/load")[1] == {"server_load": 0, **idle, "worker_groups": [group]}
 
 
 def test_load_counts_what_runs(service, client):

@@ -3,6 +3,7 @@ goes where its beginning is cached, and the loss of one worker group touches no 
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +54,7 @@ def test_answers_are_the_engines_own(two, demo_pair):
 
 
 def test_each_worker_group_is_named(two):
-    """In GetServerInfo, in the metrics, in health checks, and by the names of the processes."""
+    """In GetServerInfo, in the metrics, in health checks, over HTTP, and by the names of the processes."""
     for number in (0, 1):
         (line,) = psutil.Process(two.pids(number)["shared0"]).cmdline()[:1]
         assert f"ray::smcserve: worker group {number}, shared rank 0" in line
@@ -62,6 +63,11 @@ def test_each_worker_group_is_named(two):
         assert [client.health(f"smc.worker_group.{number}") for number in (0, 1)] == ["SERVING"] * 2
     states = [(group.serving, group.has_draft, group.incarnation) for group in info.worker_groups]
     assert states == [(True, True, 1)] * 2 and info.incarnation == 2 and info.draft_pages > 0
+    idle = {"serving": True, "has_draft": True, "running": 0, "waiting": 0}
+    url = f"http://127.0.0.1:{two.service.gateway.http_port}"
+    for path in ("/load", "/page/settings"):
+        with urllib.request.urlopen(url + path, timeout=20) as response:
+            assert json.load(response)["worker_groups"] == [idle] * 2
     page = scraped(two)
     for number in (0, 1):
         assert f'smc_group_healthy{{group="target",model_name="target",worker_group="{number}"}} 1.0' in page

@@ -117,8 +117,12 @@ function askForToken() {
 }
 
 function showSettings() {
-  $("model").textContent = server.model;
-  $("model").title = `${server.model}, ${server.context} tokens of context`;
+  const groups = server.worker_groups;
+  const ready = groups.filter((group) => group.serving).length;
+  $("model").textContent = groups.length > 1 ? `${server.model}, ${ready} of ${groups.length} worker groups` : server.model;
+  const states = groups.map((group, number) => `worker group ${number}: ${groupState(group)}`);
+  const about = `${server.model}, ${server.context} tokens of context`;
+  $("model").title = groups.length > 1 ? [about, ...states].join("\n") : about;
   const others = server.methods.filter((method) => method !== server.method);
   for (const index of [0, 1]) {
     const select = $(`method-${index}`);
@@ -143,6 +147,11 @@ function showSettings() {
   $("tools-section").hidden = !server.tools;
   showFormat();
   showMethods();
+}
+
+function groupState(group) {
+  if (!group.serving) return "not ready";
+  return `${group.running} running, ${group.waiting} waiting${group.has_draft ? "" : ", no draft"}`;
 }
 
 function settingField(setting) {
