@@ -387,11 +387,11 @@ def groups() -> Dashboard:
         "Now": [
             number("Serving", "Instances that accept requests.", "none", total("smc_serving"), {"green": 1}),
             number(
-                "Ready now", "Instances whose draft or target group is ready.", "none", ready, {"green": 1}, "{{group}}"
+                "Ready now", "Worker groups whose draft or target is ready.", "none", ready, {"green": 1}, "{{group}}"
             ),
             number(
                 "Latest incarnation",
-                "Number of starts of the workers, including restarts of the draft alone.",
+                "Largest number of starts of a worker group, including restarts of its draft alone.",
                 "none",
                 f"max({pick('smc_epoch')})",
             ),
@@ -455,12 +455,12 @@ def groups() -> Dashboard:
             ),
         ],
         "Life": [
-            graph("Ready", "Instances whose draft or target group is ready.", "none", {"{{group}}": ready}),
+            graph("Ready", "Worker groups whose draft or target is ready.", "none", {"{{group}}": ready}),
             graph(
                 "Incarnation",
-                "Incarnation (number of starts) of each instance's workers.",
+                "Incarnation (number of starts) of each worker group.",
                 "none",
-                {"{{instance}}": pick("smc_epoch")},
+                {"{{instance}} {{worker_group}}": pick("smc_epoch")},
             ),
             graph(
                 "Restarts",
@@ -472,7 +472,7 @@ def groups() -> Dashboard:
                 "Since the last round",
                 "Grows while no request runs. If it grows while requests run, rounds are stuck.",
                 "s",
-                {"{{instance}}": pick("smc_last_round_age_seconds")},
+                {"{{instance}} {{worker_group}}": pick("smc_last_round_age_seconds")},
             ),
         ],
     }

@@ -17,7 +17,7 @@ from tests.batch.s3 import BUCKET
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
-TWO = ("--worker-groups", 2, "--part-lines", 2)
+TWO = ("--worker-groups", 2)
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def whole_lines(path: Path) -> bytes:
 
 
 def test_a_killed_run_and_another_make_the_file_of_one(cluster: Cluster, asked, expected, options, tmp_path):
-    """A run with one worker group is killed with SIGKILL. A second run has two, appends their parts in order, and loses
-    a rank. Together they do every line once and write the same output as an undisturbed run."""
+    """A run with one worker group is killed with SIGKILL. A second run has two, and loses a rank of one of them, whose
+    lines the other one answers. Together they do every line once and write the same output as an undisturbed run."""
     source, output = write_lines(tmp_path / "in.jsonl", asked), tmp_path / "out.jsonl"
     killed = cluster.start_batch(source, output, *options)
     cluster.until(lambda: lines_in(output) >= 3 or killed.poll() is not None, 300, "no progress")
@@ -55,7 +55,12 @@ def test_a_killed_run_and_another_make_the_file_of_one(cluster: Cluster, asked, 
     by_the_first = whole_lines(output)
     assert 3 <= by_the_first.count(b"\n") < len(asked)
 
-    code, said = finish(cluster.start_batch(source, output, *options, *TWO))
+    second = cluster.start_batch(source, output, *options, *TWO)
+    done = lines_in(output)
+    cluster.until(lambda: lines_in(output) > done or second.poll() is not None, 300, "no progress")
+    assert second.poll() is None, finish(second)
+    os.kill(next(iter(cluster.actors("smcserve: worker group 1, target rank 0"))), signal.SIGKILL)
+    code, said = finish(second)
     assert code == 1 and "16 of 16 lines done" in said and "by earlier runs, 2 failed" in said, said
     cluster.until_empty()
 
