@@ -347,7 +347,8 @@ class ModelWorker:
         one_R = torch.ones_like(rows)
         decoding_R, count_R = to_device(draws.decoding_R, self.device), to_device(draws.count_R, self.device)
         source = SourceRows(candidate_tokens, weight_R, rows >= 0, Spans(rows, one_R))
-        kept, keys_R = Spans(rows * most, one_R * most), RoundKeys(keys.seed_R, keys.round_R)
+        seed_R, round_R = to_device(draws.seed_R, self.device), to_device(draws.round_R, self.device)
+        kept, keys_R = Spans(rows * most, one_R * most), RoundKeys(seed_R, round_R)
         chosen = self.ops.expand(source, kept, count_R, decoding_R, keys_R, FIRST_STEP, len(rows) * most)
         token_X = candidate_tokens.token_RC[chosen.parent_X, chosen.candidate_X]
         logp_X = candidate_logp_RC[chosen.parent_X, chosen.candidate_X]
