@@ -37,6 +37,8 @@ DEFAULT_CONTEXT = 1024
 """Tokens of each request without a measurement."""
 DEFAULT_REQUESTS = 8
 """Number of requests at a time that GPUs are divided for."""
+OWN_SHAPE = {"blocks": "block", "branches": "branches"}
+"""Field of `TreeShapes` -> option of `serve` that leaves one value."""
 NAMED = 3
 """Maximum number of slower divisions that a message names."""
 WEIGHT_SHARE = 0.8
@@ -172,10 +174,15 @@ class DivisionChoice:
     def __str__(self) -> str:
         slower = ", ".join(f"{speed.division.name} ({speed.per_request:,.0f})" for speed in self.beaten[:NAMED])
         return (
-            f"{self.gpus} GPUs for {self.best.requests} requests at a time: {describe(self.best)}, "
+            f"{_counted(self.gpus, 'GPU')} for {_counted(self.best.requests, 'request')} at a time: "
+            f"{describe(self.best)}, "
             f"{self.best.per_request:,.0f} tokens a second of each{f', before {slower}' if slower else ''}; "
             f"{self.source}"
         )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def describe(speed: DivisionSpeed) -> str:
@@ -200,8 +207,35 @@ def choose_division(
     `serve`, by name, that the division must have. `gpu_bytes`: memory of a GPU; None: unknown. Raises ValueError if no
     division has these options and room for the weights."""
     degrees = Degrees.of(config, gpus)
-    of_all = [each for each in divisions(gpus, degrees) if each.form != PLAIN]
-    wanted = [each for each in (_with_options(each, gpus, given) for each in of_all) if each is not None]
+    candidates = _candidates(config, degrees, gpus, given, gpu_bytes)
+    own = {name: (given[key],) for name, key in OWN_SHAPE.items() if given.get(key) is not None}
+    among, may_be_alone = TreeShapes(**own), given.get("drafting") != "always"
+    found = stored_measurement(config)
+    timed = [each for each in candidates if found is not None and found.times.knows(each)]
+    if found is None or not timed:
+        times = estimated_times(config, gpus, degrees)
+        assumed = (DEFAULT_ACCEPTANCE, among, DEFAULT_CONTEXT)
+        best, *others = rank_divisions(candidates, times, requests, *assumed, may_be_alone=may_be_alone)
+        source = (
+            "estimated from the models' shapes, as nothing is measured for this pair on this machine: "
+            f"`smcserve bench --advise --device cuda --gpus {gpus}` measures it"
+        )
+        return DivisionChoice(gpus, best, tuple(others), source, is_measured=False)
+    measured = (found.acceptance, among, found.context)
+    ranked = rank_divisions(timed, found.times, requests, *measured, may_be_alone=may_be_alone)
+    best, *others = found.applied_to(ranked)
+    source = "as `bench --advise` measured it"
+    if best.measured is None:
+        source = "forecast from times that `bench --advise` measured"
+    return DivisionChoice(gpus, best, tuple(others), source, is_measured=True)
+
+
+def _candidates(
+    config: WorkerGroupConfig, degrees: Degrees, gpus: int, given: Mapping[str, Any], gpu_bytes: int | None
+) -> list[Division]:
+    """Return the divisions that have the given options and room for the weights. Raises ValueError if there is none."""
+    drafting = [each for each in divisions(gpus, degrees) if each.form != PLAIN]
+    wanted = [each for each in (_with_options(each, gpus, given) for each in drafting) if each is not None]
     if not wanted:
         names = ("placement", "form", "target_tp", "draft_tp", "worker_groups")
         said = ", ".join(f"{name}={given[name]!r}" for name in names if given.get(name) is not None)
@@ -211,41 +245,12 @@ def choose_division(
             "apart, where each model has GPUs of its own"
         )
     fits = weights_fit(config, gpu_bytes)
-    if not (candidates := [each for each in wanted if fits(each)]):
+    if not (found := [each for each in wanted if fits(each)]):
         raise ValueError(
             f"gpus={gpus}: the weights take more than {WEIGHT_SHARE:.0%} of a GPU's {(gpu_bytes or 0) / 2**30:.0f} GiB "
             "in every division; give more GPUs, or lower target_dtype and draft_dtype (allowed: fp8, int4)"
         )
-    among = TreeShapes(
-        **{
-            name: (given[key],)
-            for name, key in (("blocks", "block"), ("branches", "branches"))
-            if given.get(key) is not None
-        }
-    )
-    falls_back = given.get("drafting") != "always"
-    found = stored_measurement(config)
-    timed = [each for each in candidates if found is not None and found.times.knows(each)]
-    if found is not None and timed:
-        ranked = rank_divisions(
-            timed, found.times, requests, found.acceptance, among, found.context, may_be_alone=falls_back
-        )
-        best, *others = found.applied_to(ranked)
-        source = (
-            "as `bench --advise` measured it"
-            if best.measured is not None
-            else "forecast from times that `bench --advise` measured"
-        )
-        return DivisionChoice(gpus, best, tuple(others), source, is_measured=True)
-    times = estimated_times(config, gpus, degrees)
-    best, *others = rank_divisions(
-        candidates, times, requests, DEFAULT_ACCEPTANCE, among, DEFAULT_CONTEXT, may_be_alone=falls_back
-    )
-    source = (
-        "estimated from the models' shapes, as nothing is measured for this pair on this machine: "
-        f"`smcserve bench --advise --device cuda --gpus {gpus}` measures it"
-    )
-    return DivisionChoice(gpus, best, tuple(others), source, is_measured=False)
+    return found
 
 
 def _with_options(division: Division, gpus: int, given: Mapping[str, Any]) -> Division | None:

@@ -56,7 +56,7 @@ def test_what_was_measured_is_applied(config):
         "block": setting.block,
         "branches": setting.branches,
     }
-    assert f"8 GPUs for 1 requests at a time: look-ahead 6 + 2 (N={setting.particles}, K={setting.block}" in str(one)
+    assert f"8 GPUs for 1 request at a time: look-ahead 6 + 2 (N={setting.particles}, K={setting.block}" in str(one)
     assert "forecast from times that `bench --advise` measured" in str(one)
     assert f"before {one.beaten[0].division.name} (" in str(one)
     many = choose_division(config, 8, 64, {})
