@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,8 @@ class DraftVocab:
                 raise ValueError(
                     f"draft_vocab_text={str(text)!r} has no effect on random weights, which have no text; leave it out"
                 )
-            return DraftVocab(np.arange(size), tokenizer.size, LEAST_SHARE)
+            allowed = DraftVocab.without(foreign, tokenizer.size)
+            return replace(allowed, ids_M=allowed.ids_M[:size])
         if text is not None:
             count_V = _count(text, tokenizer)
         elif draft is not None and (draft / COUNTS_FILE).is_file():

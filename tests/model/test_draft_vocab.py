@@ -125,6 +125,19 @@ def test_a_head_has_the_rows_of_its_tokens(text, fp8):
     model = in_fp8(model, torch.float32) if fp8 else model
     head, hidden_RE = DraftVocab.of(4, text, letter_tokenizer(8)).head(model), torch.randn(3, model.config.hidden_size)
     torch.testing.assert_close(head.matrix(hidden_RE).float(), model.logits(hidden_RE)[:, [1, 3, 5, 7]])
+    first = DraftVocab.without((5, 6, 7), 8).head(model)
+    torch.testing.assert_close(first.matrix(hidden_RE).float(), model.logits(hidden_RE)[:, :5])
+    assert first.matrix.weight.data_ptr() == model.lm_head.weight.data_ptr(), "the first rows are not copied"
+
+
+def test_foreign_ids_are_never_among_the_most_frequent(text):
+    """Not even special tokens or ends of texts; other tokens take their place."""
+    vocab = DraftVocab.of(3, text, letter_tokenizer(8), foreign=(5, 7))
+    assert vocab.ids_M.tolist() == [1, 3, 4]
+    assert DraftVocab.of(3, None, NoText(8), foreign=(0, 2)).ids_M.tolist() == [1, 3, 4]
+    assert DraftVocab.of(6, text, letter_tokenizer(8), foreign=(5, 7)).ids_M.tolist() == [0, 1, 2, 3, 4, 6]
+    with pytest.raises(ValueError, match=r"draft_vocab=7; allowed: 1\.\.6"):
+        DraftVocab.of(7, text, letter_tokenizer(8), foreign=(5, 7))
 
 
 def test_tokens_without_a_row_are_refused(text):

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 def test_a_service_with_foreign_ids(start, tmp_path, caplog):
-    """Prompts have both foreign ids: one is another token in the draft, the other is past its embedding."""
+    """Prompts have both foreign ids: one is another token in the draft, the other is past its embedding, which each of
+    its two ranks extends."""
     target, draft = save_relatives(tmp_path)
     pair = ModelPair.load(target, draft)
     think, opening = RELATIVES_VOCAB - 1, pair.tokenizer.chat([{"role": "user", "content": "What is 7 + 5?"}])
@@ -32,7 +33,7 @@ def test_a_service_with_foreign_ids(start, tmp_path, caplog):
     caplog.clear()
     with (
         caplog.at_level("INFO", logger="smc.model.source"),
-        start(target=target, draft=draft, engine=EngineConfig(**LOOKAHEAD)) as running,
+        start(target=target, draft=draft, draft_tp=2, engine=EngineConfig(**LOOKAHEAD)) as running,
         running.client() as client,
     ):
         assert client.model_info().eos_token_ids == (1, think)
