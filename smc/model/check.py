@@ -83,7 +83,8 @@ class PairReport:
         if self.foreign:
             notes.append(
                 f"the draft does not propose {len(self.foreign):,} of the target's ids, which its tokenizer does not "
-                f"have or calls by another name: {name_tokens(self.foreign, most)}"
+                "have or calls by another name (use method=exact for answers that need them; SMC seldom draws them): "
+                f"{name_tokens(self.foreign, most)}"
             )
         if ends[0] != ends[1]:
             notes.append(f"texts end at the target's end ids ({ends[0]}), not at the draft's ({ends[1]})")
