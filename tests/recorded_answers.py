@@ -725,7 +725,8 @@ def record_of_answer(answer: Answer) -> Record:
         "logprobs": answer.logprobs,
         "top_logprobs": answer.top_logprobs,
         "error": answer.error,
-        "statistics": asdict(answer.statistics),
+        # What is configured is no result.
+        "statistics": {name: value for name, value in asdict(answer.statistics).items() if name != "numerics"},
         "particles": None if answer.particles is None else [record_of_particle(one) for one in answer.particles],
     }
     return {name: rounded(value) for name, value in record.items() if value is not None}

@@ -174,6 +174,8 @@ class ServerInfo:
     target_pages: int
     worker_groups: tuple[WorkerGroupInfo, ...] = ()
     """In the order of their numbers."""
+    numerics: str = ""
+    """Order of sums on GPUs, `invariant` or `fastest`."""
 
 
 Prompt = str | Sequence[int] | Sequence[Message]

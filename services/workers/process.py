@@ -152,7 +152,9 @@ def load_rank(spec: RankSpec) -> Loaded:
     device, group, store = torch.device(spec.device), None, spec.rendezvous.store()
     if spec.place.degree > 1:
         name = spec.rendezvous.name(f"{spec.name}/ranks")
-        group = TensorParallel(spec.rendezvous.store(), name, spec.place.rank, spec.place.degree, device, spec.timeout)
+        in_order = Numerics(spec.engine.numerics) is Numerics.INVARIANT
+        place = (spec.place.rank, spec.place.degree, device)
+        group = TensorParallel(spec.rendezvous.store(), name, *place, spec.timeout, in_order)
     # Before anything is loaded: to choose a type for the draft takes memory for a while.
     dtypes = {role: _dtype(spec, role, store) for role in spec.models}
     models: dict[ModelRole, Decoder] = {}

@@ -163,8 +163,18 @@ class TensorParallel:
     symmetric memory, large ones NCCL; commands always go over gloo."""
 
     def __init__(
-        self, store: GroupStore, name: str, rank: int, degree: int, device: torch.device, timeout: float
+        self,
+        store: GroupStore,
+        name: str,
+        rank: int,
+        degree: int,
+        device: torch.device,
+        timeout: float,
+        in_order: bool = False,
     ) -> None:
+        """`in_order`: add the ranks' parts one after another, whatever the size of the sum. Symmetric memory always
+        does; NCCL's order depends on the size, if there are more than two ranks."""
+        self._degree, self._in_order = degree, in_order and degree > 2
         self._commands = make_group(store, f"{name}/commands", rank, degree, timeout)
         self._device, on_cpu = device, device.type == "cpu"
         self._sums = make_group(store, f"{name}/sums", rank, degree, timeout, "cpu" if on_cpu else device)
@@ -182,9 +192,28 @@ class TensorParallel:
         if few is not None and here is not None:
             return few(here if here.data_ptr() == part.data_ptr() else here.copy_(part))
         try:
+            if self._in_order:
+                return self._add_in_order(part)
             self._sums.allreduce([part]).wait()
         except RuntimeError as error:
             raise LinkError(f"a rank of the group is gone: {error}") from error
+        return part
+
+    def _add_in_order(self, part: Tensor) -> Tensor:
+        """Sum a large part in place: piece by piece in symmetric memory, or else from copies of all parts. Rounds after
+        each addition, as symmetric memory does."""
+        few, features = self._few, part.shape[1]
+        if few is not None and few.room(1, features, part.dtype) is not None:
+            for piece in part.split(ROOM // (features * part.element_size())):
+                here = few.room(len(piece), features, piece.dtype)
+                assert here is not None, "as many rows as there is room for"
+                piece.copy_(few(here.copy_(piece)))
+            return part
+        parts = [torch.empty_like(part) for _ in range(self._degree)]
+        self._sums.allgather([parts], [part]).wait()
+        part.copy_(parts[0])
+        for other in parts[1:]:
+            part += other
         return part
 
     def share(self, tensor: Tensor) -> None:

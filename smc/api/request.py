@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from smc.api.sampling_params import SamplingParams
-from smc.types import EXACT, SMC
+from smc.types import EXACT, SMC, Numerics
 
 MAX_PRIORITY = 1_000_000
 """Maximum absolute value of a priority."""
@@ -119,6 +119,8 @@ class Statistics:
     draft_exponent: float = 0.0
     """Exact decoding: the exponent of coupled drafting (`smc.algorithm.coupling`) at the end. Above 1 the target is
     more certain than the draft. 0: no coupled drafting took place."""
+    numerics: str = Numerics.FASTEST.value
+    """What the answer's bits may depend on, on GPUs: `EngineConfig.numerics`."""
 
 
 @dataclass(frozen=True)

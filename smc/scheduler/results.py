@@ -46,7 +46,13 @@ def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None)
 
 
 def make_answer(
-    group: SequenceGroup, slots: Slots, reason: FinishReason | None, particle: int, tokens: tuple[int, ...], scores: str
+    group: SequenceGroup,
+    slots: Slots,
+    reason: FinishReason | None,
+    particle: int,
+    tokens: tuple[int, ...],
+    scores: str,
+    numerics: str,
 ) -> Answer:
     """Make the answer of a particle with these tokens. Its `seconds` are set later. `scores`: the array of `Slots` with
     the log-probabilities that are reported."""
@@ -69,7 +75,7 @@ def make_answer(
         matched=matched,
         seed=group.seed,
         prompt_tokens=group.prompt_size,
-        statistics=group.counters.statistics(log_z, group.count, group.fitted_exponent),
+        statistics=group.counters.statistics(log_z, group.count, group.fitted_exponent, numerics),
         seconds=math.nan,
         logprobs=logp,
         error=group.error,
@@ -160,6 +166,7 @@ class ResultReporter:
         self._constraints = constraints
         self._registry, self._prefill, self._forecast, self._clock = registry, prefill, forecast, clock
         self._slots = prefill.slots
+        self._numerics = prefill.config.numerics
         self._scores = "raw_logp_SL" if prefill.config.logprobs_mode == "raw" else "logp_SL"
         """The array of `Slots` with the log-probabilities that are reported."""
         self._ready: list[tuple[int, Output]] = []
@@ -217,7 +224,7 @@ class ResultReporter:
             self._forecast.learn_answer(len(tokens) / group.params.max_tokens)
         elif group.error:
             self._prefill.prefixes.forget_prompt(group)
-        answer = make_answer(group, self._slots, reason, particle, tokens, self._scores)
+        answer = make_answer(group, self._slots, reason, particle, tokens, self._scores, self._numerics)
         if self._constraints is not None and group.params.constraint is not None:
             answer = check_particles(self._constraints, group.params.constraint, answer)
         if tokens and group.is_rescored and reason in (None, FinishReason.TIME_BUDGET):

@@ -175,7 +175,7 @@ class RequestCounters:
         self.hits += hit
         self.misses += ahead and not hit
 
-    def statistics(self, log_z: float, particles_left: int, draft_exponent: float) -> Statistics:
+    def statistics(self, log_z: float, particles_left: int, draft_exponent: float, numerics: str) -> Statistics:
         rounds, drafted = max(self.rounds, 1), max(self.rounds - self.alone_rounds, 1)
         return Statistics(
             particles=self.particles,
@@ -196,6 +196,7 @@ class RequestCounters:
             alone_rounds=self.alone_rounds,
             mean_rows=self.rows_sum / drafted,
             draft_exponent=draft_exponent,
+            numerics=numerics,
         )
 
 
