@@ -2,6 +2,8 @@
 
     python -m benchmarks.exactness equality --problems 1000 [--device cuda --dtype bfloat16] [--form lockstep]
     python -m benchmarks.exactness misses --problems 24 [--temperature 1]
+    python -m benchmarks.exactness company --problems 400 [--device cuda --dtype bfloat16] [--numerics fastest]
+    [--target DIR --draft DIR --prompts-file FILE] [-n 4] [--in-flight 32] [--max-tokens 300] [--form lockstep]
 
 `equality` spreads problems over temperatures, truncations, stop strings, forms, N, K and F, and decodes half of them
 beside SMC requests. It prints the answers that differ from plain decoding, the number of these that are right, and the
@@ -9,14 +11,20 @@ tokens a round. The tests run fewer problems on a smaller pair.
 
 `misses` prints, for every temperature and N, the share of compared tokens that the target drew differently, and the
 tokens a round with F = 4 and with F = 1; for every temperature also the exponent by which this share falls with N.
-`smc.scheduler.speculation.WIDTH_GAIN` was taken from it. With 48 problems it takes ten minutes."""
+`smc.scheduler.speculation.WIDTH_GAIN` was taken from it. With 48 problems it takes ten minutes.
+
+`company` decodes each prompt by the target alone, with nothing beside it, at temperatures 0 and 0.7 in turn, and then
+exactly in every form, for every N, beside the others. It prints how many answers are equal, token by token."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from smc import demo
@@ -29,6 +37,7 @@ from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import DTYPES
 from smc.scheduler.engine import Engine
 from smc.scheduler.stats import ExactStats
+from smc.types import Numerics
 
 CONFIGS = [
     EngineConfig(form="lockstep", block=5),
@@ -144,9 +153,67 @@ def count_misses(given: argparse.Namespace) -> None:
         print(f"temperature {temperature:g}: N rows miss N^{gain:.2f} times less often", flush=True)
 
 
-def main() -> None:
+def company_requests(given: argparse.Namespace, pair: ModelPair, method: Method, **params: Any) -> list[Request]:
+    if given.prompts_file is None:
+        texts: list[Any] = [problem.question for problem in generate(11, given.problems, "test")]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+    else:
+        lines = Path(given.prompts_file).read_text().splitlines()
+        chats = [json.loads(lines[i % len(lines)])["messages"] for i in range(given.problems)]
+    return [
+        Request(
+            str(i),
+            tuple(pair.tokenizer.chat(chat)),
+            SamplingParams(
+                method=method,
+                seed=derived_seed(5, i),
+                max_tokens=given.max_tokens,
+                temperature=(0.0, 0.7)[i % 2],
+                **params,
+            ),
+        )
+        for i, chat in enumerate(chats)
+    ]
+
+
+def compare_in_company(given: argparse.Namespace) -> dict[str, int]:
+    """Print and return, for each form, N and number of requests in flight, how many exact answers equal those of the
+    target alone."""
+    where: dict[str, Any] = {"dtype": DTYPES[given.dtype], "device": given.device}
+    pair, numerics = ModelPair.load(given.target, given.draft, **where), given.numerics
+    engine = local_engine(pair, EngineConfig(form="lockstep", block=5, max_slots=1, numerics=numerics))
+    alone: dict[str, Answer] = {}
+    for request in company_requests(given, pair, Method.TARGET):
+        alone |= answers_of(engine, [request])
+    forms = [form for form in ("lockstep", "lookahead") if given.form in (None, form)]
+    rows = [("target", None, in_flight) for in_flight in given.in_flight if in_flight > 1]
+    rows += [(form, n, in_flight) for form in forms for n in given.particles for in_flight in given.in_flight]
+    found: dict[str, int] = {}
+    for form, n, in_flight in rows:
+        engine = local_engine(
+            pair,
+            EngineConfig(
+                form="lockstep" if n is None else form, block=5, max_slots=in_flight * (n or 1), numerics=numerics,
+                prefix_cache=in_flight > 1,
+            ),
+        )  # fmt: skip
+        asked = (
+            company_requests(given, pair, Method.TARGET)
+            if n is None
+            else company_requests(given, pair, Method.EXACT, particles=n)
+        )
+        made = answers_of(engine, asked)
+        name = f"{form}, {in_flight} in flight" if n is None else f"{form}, N={n}, {in_flight} in flight"
+        differ = [i for i, answer in alone.items() if made[i].tokens != answer.tokens]
+        found[name] = len(alone) - len(differ)
+        print(f"{name}: {found[name]} of {len(alone)} answers equal; others: {differ[:20]}", flush=True)
+    print(json.dumps(found))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("equality", "misses"))
+    parser.add_argument("part", choices=("equality", "misses", "company"))
     parser.add_argument("--problems", type=int, help="number of problems; default: 1000 for equality, 48 for misses")
     parser.add_argument(
         "--dtype",
@@ -164,10 +231,20 @@ def main() -> None:
         action="append",
         help="for misses: temperature; may be repeated; default: 1, 1.5, 2",
     )
-    given = parser.parse_args()
+    parser.add_argument("--target", default=demo.TARGET, help="for company: directory of the target")
+    parser.add_argument("--draft", default=demo.DRAFT, help="for company: directory of the draft")
+    parser.add_argument("--prompts-file", help="for company: conversations, a line of JSON each; default: problems")
+    parser.add_argument("--max-tokens", type=int, default=MAX_ANSWER, help="for company; default: %(default)s")
+    parser.add_argument("--numerics", choices=tuple(Numerics), default="invariant", help="for company")
+    parser.add_argument("-n", "--particles", type=int, nargs="+", default=[1, 4, 8], help="for company: values of N")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 32], help="for company: concurrent requests")
+    given = parser.parse_args(argv)
     if given.problems is None:
-        given.problems = 1000 if given.part == "equality" else 48
-    compare(given) if given.part == "equality" else count_misses(given)
+        given.problems = {"equality": 1000, "misses": 48, "company": 400}[given.part]
+    if given.part == "company":
+        return compare_in_company(given)
+    (compare if given.part == "equality" else count_misses)(given)
+    return None
 
 
 if __name__ == "__main__":
