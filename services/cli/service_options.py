@@ -42,7 +42,7 @@ Gpus = Annotated[
     option(
         MODELS,
         "Divide this many GPUs of one machine so that --concurrency requests are decoded fastest: as `bench --advise` "
-        "measured it, or else by the models' shapes. Chooses --placement, --draft-tp, --target-tp and "
+        "measured it, or else by the models' shapes. Chooses --placement, --form, --draft-tp, --target-tp and "
         "--worker-groups, and when measured --block and --branches; those that are given are kept.",
         metavar="COUNT",
     ),
