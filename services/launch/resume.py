@@ -1,6 +1,7 @@
 """Answers that go on after the worker group that decoded them was lost. They consist of the target's own draws, so the
-same seed draws the same tokens whatever else is in the batch, in any worker group: the request is decoded again, and
-what was already delivered is compared and left out."""
+same seed draws the same tokens whatever else is in the batch, in any worker group. The request is submitted again with
+the tokens that were delivered, and goes on after them; or it is decoded again from its beginning, if it has none or is
+decoded by rejection. What was already delivered is compared and left out."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.backend import Unavailable
-from smc.api.request import Answer, FinishReason, Output, Particle, Request
+from smc.api.request import CONTINUED, Answer, FinishReason, Output, Particle, Request
 from smc.api.sampling_params import Method
 
 RESUMED = (Method.EXACT, Method.TARGET)
@@ -40,7 +41,8 @@ async def resuming(
     given = _ReplayCursor()
     for left in reversed(range(MOST + 1)):
         try:
-            async with aclosing(ask(replace(request, waited=time.monotonic() - arrived))) as updates:
+            request = replace(request, waited=time.monotonic() - arrived)
+            async with aclosing(ask(given.continued(request))) as updates:
                 given.begin()
                 async for output in updates:
                     if (more := given.more(output)) is not None:
@@ -72,6 +74,13 @@ class _ReplayCursor:
         self._pieces = [self._text]
         self._come, self._text_come = 0, 0
         """Numbers of tokens and of characters that have arrived since `begin`."""
+
+    def continued(self, request: Request) -> Request:
+        """Return the request of the rest of the answer. Where the rest depends on more than the tokens before it, this
+        is the request of the whole answer."""
+        if request.params.decoding not in CONTINUED:
+            return request
+        return replace(request, confirmed=tuple(self._tokens), confirmed_logprobs=tuple(self._logprobs))
 
     def more(self, output: Output) -> Output | None:
         """Return the part of this update that has not been delivered; None if there is none. Raises _AnswerDiffers if

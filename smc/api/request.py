@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from smc.api.sampling_params import SamplingParams
-from smc.types import EXACT, SMC, Numerics
+from smc.types import EXACT, SMC, Decoding, Numerics
 
 MAX_PRIORITY = 1_000_000
 """Maximum absolute value of a priority."""
@@ -23,6 +23,8 @@ probability."""
 LEAST_ROUNDS, LEAST_TOKENS = 4, 8
 """Minimum rounds of exact decoding that drafted something, and minimum answer tokens of SMC, for a warning to be
 meaningful."""
+CONTINUED = frozenset({Decoding.WALK, Decoding.TARGET})
+"""Ways of decoding in which an answer can go on after `Request.confirmed`."""
 LEAST_GAIN = 1.05
 """Speed, as a multiple of plain decoding's, from which drafting pays."""
 
@@ -40,6 +42,12 @@ class Request:
     """Prompt that a guided request is steered away from; None: the token that begins texts."""
     priority: int = 0
     """Requests with a lower number are admitted first; requests with the same number in order of submission."""
+    confirmed: tuple[int, ...] = ()
+    """Tokens of the answer that another engine has delivered. The answer goes on after them as it would have gone on
+    there; outputs begin with them. Only for answers whose tokens depend on the seed and on the tokens before them alone
+    (`CONTINUED`)."""
+    confirmed_logprobs: tuple[float, ...] = ()
+    """The log-probabilities that were delivered with these tokens, if requested."""
 
     @property
     def negative_size(self) -> int:

@@ -78,6 +78,13 @@ class StopRules:
         sizes = (n for _, p in self.strings for n in range(min(len(p) - 1, len(data)), 0, -1) if data.endswith(p[:n]))
         return len(data) - max(sizes, default=0)
 
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether an answer of these tokens, at least one, has ended."""
+        if len(tokens) >= self.max_tokens or tokens[-1] in self.eos_ids or tokens[-1] in self.token_ids:
+            return True
+        data = self.visible_bytes(tokens)
+        return self._first_stop(data, self._begin(tokens)) < len(data)
+
     def state(self, tokens: Sequence[int]) -> int:
         """Return the state of the stop machine after tokens that did not end the answer."""
         if self.machine.next_YP is None:

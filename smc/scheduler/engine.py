@@ -147,6 +147,8 @@ class Engine:
         group = SequenceGroup(request, seed, stop_rules, self._clock() - request.waited, next(self._numbers), expected)
         if rules is not group.rules:
             group.choose(rules)
+        if request.confirmed:
+            group.resume()
         self.registry.add(group, held=not self._preparation.is_ready(group))
         self._admit()
 

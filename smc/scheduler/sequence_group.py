@@ -20,6 +20,8 @@ states and the legal transitions between them:
 
     every state --- finish ---> FINISHED
 
+A request with confirmed tokens (`Request.confirmed`) resumes from them: it becomes PREEMPTED when it is submitted.
+
 A request of exact decoding is decoded by the draft-target pair or by the target alone. This choice is not a state: each
 state has both. A request that loses its draft takes the same `switch` as a request for which drafting does not pay.
 
@@ -38,7 +40,7 @@ import numpy as np
 
 from smc.algorithm.coupling import ExponentFit
 from smc.api.engine_config import EngineConfig
-from smc.api.request import Request, Times
+from smc.api.request import CONTINUED, Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import ModelLost, Pending, Stream
 from smc.executor.state import biased_tokens
@@ -200,6 +202,19 @@ class SequenceGroup:
         self._enter(RequestState.PREFILL, QUEUED)
         self.slots = slots
         self.admitted_at = now if self.admitted_at is None else self.admitted_at
+
+    def resume(self) -> None:
+        """Enter PREEMPTED after the submission, to go on after the request's confirmed tokens. If they include the end
+        of the answer, which was not delivered, their last token is drawn again."""
+        tokens = self.request.confirmed
+        tokens = tokens[: len(tokens) - self.stop_rules.ends(tokens)]
+        if not tokens:
+            return
+        assert self.params.decoding in CONTINUED, f"an answer by {self.params.decoding} does not go on elsewhere"
+        self.checkpoint = Checkpoint.of_tokens(tokens, self.request.confirmed_logprobs[: len(tokens)])
+        self.committed = len(tokens)
+        self._have_rows(self.rows)
+        self._enter(RequestState.PREEMPTED, {RequestState.WAITING})
 
     def run(self, now: float, passes: dict[ModelRole, Pending[Any]]) -> None:
         """Enter RUNNING: the particles are in slots, and the request takes part in rounds. `passes`: the last part of

@@ -15,7 +15,7 @@ Local axes: Y chosen slots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -193,6 +193,28 @@ class Checkpoint:
         arrays = {name: getattr(slots, name) for name in SAVED}
         return Checkpoint(
             {name: of_S[slots_N, :width] if of_S.ndim > 1 else of_S[slots_N] for name, of_S in arrays.items()}
+        )
+
+    @staticmethod
+    def of_tokens(tokens_L: Sequence[int], logp_L: Sequence[float]) -> Checkpoint:
+        """Return one row with these confirmed tokens, at least one, of which the last has not been run. `logp_L`: their
+        log-probabilities; empty if they are not needed."""
+        size = len(tokens_L)
+        logp_SL = np.full((1, size), np.nan, dtype=np.float32)
+        logp_SL[0, : len(logp_L)] = logp_L
+        return Checkpoint(
+            {
+                "tokens_SL": np.array([tokens_L], dtype=np.int32),
+                "logp_SL": logp_SL,
+                "raw_logp_SL": logp_SL,
+                "logq_SL": np.zeros((1, size), dtype=np.float32),
+                "length_S": np.array([size], dtype=np.int32),
+                "block_S": np.array([size - 1], dtype=np.int32),
+                "logw_S": np.zeros(1),
+                "logphi_S": np.zeros(1),
+                "weighed_S": np.zeros(1, dtype=np.int32),
+                "ended_S": np.zeros(1, dtype=bool),
+            }
         )
 
     def __getitem__(self, name: str) -> np.ndarray:

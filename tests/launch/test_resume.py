@@ -35,11 +35,13 @@ class Shaky:
 
     def __init__(self, losses: list[int], tokens: tuple[int, ...] = TOKENS) -> None:
         self.losses, self.tokens, self.seeds, self.waits = losses, tokens, [], []
+        self.confirmed = []
 
     async def ask(self, request: Request):
         life = len(self.seeds)
         self.seeds.append(request.params.seed)
         self.waits.append(request.waited)
+        self.confirmed.append((request.confirmed, request.confirmed_logprobs))
         size = 1 + life
         for begin in range(0, len(self.tokens), size):
             piece = self.tokens[begin : begin + size] if life == 0 else TOKENS[begin : begin + size]
@@ -72,6 +74,12 @@ def test_the_stream_goes_on_where_it_broke_off(method, losses):
     assert logprobs == pytest.approx(ANSWER.logprobs, abs=1e-5)
     assert found[-1].answer == replace(ANSWER, logprobs=logprobs) and all(output.tokens for output in found[:-1])
     assert len(set(shaky.seeds)) == 1 and shaky.seeds[0] is not None
+    assert shaky.confirmed[0] == ((), ()) and len(shaky.confirmed) == len(losses) + 1
+    for tokens, logprobs in shaky.confirmed[1:]:
+        assert tokens == TOKENS[: len(tokens)] and logprobs == pytest.approx(logprobs_of(tokens), abs=1e-5)
+    assert [len(tokens) > 0 for tokens, _ in shaky.confirmed[1:]] == [
+        max(losses[: i + 1]) > 0 for i in range(len(losses))
+    ]
     assert shaky.waits == sorted(shaky.waits) and shaky.waits[0] >= 5.0, "time budgets run from arrival"
 
 
@@ -96,6 +104,13 @@ def test_resumed_answer_keeps_streamed_tokens_on_timeout():
     assert given == TOKENS[:7] == answer.tokens and answer.text == text_of(given)
     assert answer.logprobs == logprobs_of(given)
     assert answer.finish_reason is FinishReason.TIME_BUDGET and answer.top_logprobs == ((),) * 7
+
+
+def test_rejection_is_decoded_again_from_its_beginning():
+    """Its tokens depend on more than the seed and the tokens before them."""
+    shaky = Shaky([7])
+    follow(shaky, method="exact", verification="rejection")
+    assert shaky.confirmed == [((), ())] * 2
 
 
 def test_populations_are_not_resumed():
