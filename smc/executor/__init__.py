@@ -23,7 +23,7 @@ mathematics without batches; classes without a file are in `round_stages`, and f
           `SelectStage.select`, `smc.algorithm.verification.match_samples`, `select.score_candidates`
           2. keep at most N of these rows; after a miss one: the accepted tokens and the target's draw
           -> `RoundSelection`, sent to the draft, and `RoundResult`
-          `SelectStage._select_trees`, `apply_selection.apply_selection`
+          `SelectStage._select_trees`, `select.apply_selection`
   remap   block tables follow the selection -> `Lineage`; the draft keeps candidates of the new
           blocks' inner nodes
           `remap.remap_target`, `remap.remap_draft`, `draft_tree.store_inner_nodes`

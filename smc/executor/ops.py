@@ -10,13 +10,12 @@ from smc.algorithm.expansion import assign_rows, expand
 from smc.algorithm.selection import select
 from smc.algorithm.verification import match_samples
 from smc.executor import draft, draft_tree
-from smc.executor.apply_selection import apply_selection
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import apply_mask
 from smc.executor.remap import advance, remap_block_table, remap_draft, remap_target
 from smc.executor.sampling import HeadSampling, Sampling
-from smc.executor.select import score_candidates
+from smc.executor.select import apply_selection, score_candidates
 from smc.executor.state import add_biases
 from smc.executor.verify import lay_out, verify, verify_chains
 from smc.model.draft_vocab import DraftVocab

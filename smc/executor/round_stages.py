@@ -1,5 +1,5 @@
 """Stages of a round that run a model or sample from its logits: `DraftStage`, `VerifyStage` and `SelectStage`. Their
-other operations are in `smc.executor.draft`, `verify`, `select`, `apply_selection` and `remap`, in torch or in Triton
+other operations are in `smc.executor.draft`, `verify`, `select` and `remap`, in torch or in Triton
 (`RoundOps`).
 
 Local axes: P chains, Y rows of chains."""

@@ -1,6 +1,6 @@
-"""The select stage of a round: computes the candidates' mass from the target's outputs, so that groups can select
-among them (`smc.algorithm`). This is the torch form; the Triton form is `smc.kernels.select`. The stage ends with
-`smc.executor.apply_selection`.
+"""The select stage of a round: `score_candidates` computes the candidates' mass from the target's outputs, groups
+select among them (`smc.algorithm`), and `apply_selection` applies the selections to all batch indices and makes the
+host's report. This is the torch form; the Triton forms are `smc.kernels.select` and `smc.kernels.apply_selection`.
 
 In look-ahead, candidates are the rows that the draft grew while the target scored the blocks before them. In lockstep
 they are the blocks themselves, each followed by a token of the target. In exact decoding, candidates that do not follow
@@ -8,18 +8,40 @@ the target's own draws are left out."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, SourceRows
+from smc.algorithm.expansion import CandidateTokens, SelectedTrees, SourceRows
 from smc.algorithm.resampling import Spans, block_log_weight
+from smc.algorithm.selection import (
+    PREFIX_POSITION,
+    NextParticles,
+    Selection,
+    SelectionStatistics,
+    surviving_prefix,
+)
 from smc.algorithm.verification import Matches
+from smc.arrays import to_device, to_host, where
 from smc.executor.sampling import Sampling
-from smc.philox import Purpose
+from smc.philox import Purpose, uniforms
 from smc.round.draws import DrawKeys
 from smc.round.plan import RoundPlan
-from smc.round.tensors import Candidates, DraftedRows, ScoreInputs, TargetOutputs, VerifyOutputs
-from smc.types import Decoding
+from smc.round.tensors import (
+    AppliedSelection,
+    Candidates,
+    DraftedRows,
+    Lineage,
+    RoundResult,
+    RoundSelection,
+    ScoreInputs,
+    TargetOutputs,
+    VerifyOutputs,
+)
+from smc.stops import grow
+from smc.types import SEPARATE, Decoding
 
 LEAST_SHARE = 0.1
 """Distinct particles of less than this share of the mean weight are kept with a probability that is proportional to
@@ -201,3 +223,233 @@ class CandidateScorer:
     def _of_group(self, masks: Tensor) -> Tensor:
         """Return whether masks hold anywhere in a group, bool [N, G]."""
         return self.plan.any_of_groups(masks, self.group_X)
+
+
+class SelectedRows(NamedTuple):
+    """The continuation of each batch index."""
+
+    particles: NextParticles[Tensor]
+    block_A: Tensor
+    """int64 batch index whose block it continues; in look-ahead this is the ancestor."""
+    bonus_A: Tensor
+    """int64 token of the target that is appended to the kept part of the block; -1: none."""
+    logp_A: Tensor
+    """float32 log p of the first token after the kept part of the block."""
+    misses_A: Tensor
+    """bool: none of the drafted rows continues: after a miss of exact decoding, where its answer is over, or because no
+    particle of the group has weight."""
+
+
+def apply_selection(
+    inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+) -> AppliedSelection:
+    """Return the continuation of every batch index, and the report to the host. `own`: the selection of independent
+    particles; `trees`: that of the other groups."""
+    return SelectionApplier(inputs, candidates).of(own, trees)
+
+
+class SelectionApplier:
+    """Applies the groups' selections to all batch indices."""
+
+    def __init__(self, inputs: ScoreInputs, candidates: Candidates) -> None:
+        self.inputs, self.candidates, self.plan = inputs, candidates, inputs.plan
+        self.scored, self.drafted, self.lookahead = inputs.scored, inputs.drafted, inputs.lookahead
+        self.blocks = self.scored.blocks
+        self.is_exact_A = self.plan.is_exact_A
+
+    def of(self, own: Selection | None, trees: SelectedTrees | None) -> AppliedSelection:
+        statistics = self._statistics(own, trees)
+        selected = self._selected_rows(own, trees)
+        right_A = torch.full_like(selected.block_A, self.blocks.tokens_AQ.shape[1])
+        if self.inputs.matched is not None:
+            right_A = torch.where(self.is_exact_A, self.inputs.matched.right_A, right_A)
+        if not self.plan.kind.all_exact:
+            selected, right_A = self._redrawn(selected, statistics.collapsed_G, right_A)
+        count_A = self.blocks.count_A[selected.block_A]
+        kept_A = torch.minimum(right_A, count_A)
+        ended_A, text_A, taken_A = self._grown(selected, kept_A)
+        message = (
+            RoundSelection.memory(len(kept_A))
+            .allocate(kept_A.device)
+            .write(
+                RoundSelection(
+                    particles=selected.particles,
+                    taken_A=taken_A,
+                    cut_A=count_A - kept_A if self.lookahead else torch.zeros_like(count_A),
+                    bonus_A=selected.bonus_A,
+                    ended_A=ended_A | ~selected.particles.alive_A,
+                    text_A=text_A,
+                )
+            )
+        )
+        return AppliedSelection(message.memory, self._result(selected, message.fields, statistics, kept_A))
+
+    def _statistics(self, own: Selection | None, trees: SelectedTrees | None) -> SelectionStatistics[Tensor]:
+        if trees is None:
+            assert own is not None, "a round has groups of some kind"
+            return own.statistics
+        chosen, zero_G = trees.chosen, torch.zeros_like(trees.chosen.ess_G)
+        theirs = SelectionStatistics(
+            log_z_G=torch.where(chosen.collapsed_G, -torch.inf, zero_G),
+            ess_G=chosen.ess_G,
+            resampled_G=zero_G > 0,
+            collapsed_G=chosen.collapsed_G,
+        )
+        return theirs if own is None else where(self.plan.is_separate_G, own.statistics, theirs)
+
+    def _selected_rows(self, own: Selection | None, trees: SelectedTrees | None) -> SelectedRows:
+        if trees is None:
+            assert own is not None, "a round has groups of some kind"
+            return self._of_own(own)
+        theirs = self._of_trees(trees)
+        if self.inputs.matched is not None:
+            theirs = self._matched(theirs, self.inputs.matched)
+        if own is None:
+            return theirs
+        return where(self.plan.is_decoded_by(*SEPARATE), self._of_own(own), theirs)
+
+    def _of_own(self, own: Selection) -> SelectedRows:
+        target, particles = self.inputs.target, own.particles
+        open_A, none_A = self.inputs.open_X[particles.row_A], torch.full_like(particles.row_A, -1)
+        assert target.logp_X is not None, "asked for where there are independent rows"
+        return SelectedRows(
+            particles=particles,
+            block_A=particles.ancestor_A,
+            bonus_A=none_A if target.bonus_A is None else torch.where(open_A, target.bonus_A[particles.row_A], none_A),
+            logp_A=torch.where(open_A, target.logp_X[particles.row_A], torch.nan),
+            misses_A=torch.zeros_like(particles.alive_A),
+        )
+
+    def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
+        target, chosen, candidate_tokens = self.inputs.target, trees.chosen, self.candidates.source.candidates
+        row_A, candidate_A = chosen.parent_X[trees.selected_A], chosen.candidate_X[trees.selected_A]
+        ancestor_A, open_A = self.candidates.root_X[row_A], self.inputs.open_X[row_A]
+        bonus_A, logp_A = torch.full_like(row_A, -1), torch.full_like(row_A, torch.nan, dtype=torch.float32)
+        if target.candidate_logp_AC is not None:
+            bonus_A = torch.where(open_A, candidate_tokens.token_RC[row_A, candidate_A], bonus_A)
+            logp_A = torch.where(open_A, target.candidate_logp_AC[row_A, candidate_A], logp_A)
+        elif self.lookahead and target.logp_X is not None:
+            logp_A = torch.where(open_A, target.logp_X[row_A], logp_A)
+        logw_A = torch.where(trees.alive_A, chosen.mass_X[trees.selected_A], -torch.inf)
+        return SelectedRows(
+            particles=NextParticles(ancestor_A, row_A, trees.alive_A, logw_A),
+            block_A=ancestor_A if self.lookahead else row_A,
+            bonus_A=bonus_A,
+            logp_A=logp_A,
+            misses_A=torch.zeros_like(trees.alive_A),
+        )
+
+    def _matched(self, selected: SelectedRows, matched: Matches) -> SelectedRows:
+        """Complete the groups that are decoded exactly. If no drafted row of a group continues, the block that agrees
+        longest does, followed by the target's next token."""
+        plan, blocks, is_exact_A, particles = self.plan, self.blocks, self.is_exact_A, selected.particles
+        best_A, right_A = matched
+        any_A = plan.any_of_group(particles.alive_A)[plan.arrays.group_A]
+        misses_A = is_exact_A & ~any_A & (plan.arrays.size_G > 0)[plan.arrays.group_A]
+        ancestor_A = torch.where(misses_A, blocks.origin_A[best_A], particles.ancestor_A)
+        index_A = torch.arange(len(best_A), device=best_A.device)
+        is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
+        has_next_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
+        next_A, next_logp_A = (
+            values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ)
+        )
+        lone_logw_A = torch.where(index_A == ancestor_A, 0.0, -torch.inf)
+        return SelectedRows(
+            particles=NextParticles(
+                ancestor_A=ancestor_A,
+                row_A=particles.row_A if self.lookahead else torch.where(misses_A, best_A, particles.row_A),
+                alive_A=torch.where(misses_A, index_A == ancestor_A, particles.alive_A),
+                logw_A=torch.where(misses_A, lone_logw_A, particles.logw_A),
+            ),
+            # A row after a block that agrees as a whole keeps its own block, even if several blocks have the same
+            # tokens.
+            block_A=torch.where(misses_A if self.lookahead else is_exact_A, best_A, selected.block_A),
+            bonus_A=torch.where(is_exact_A, torch.where(has_next_A, next_A, -1), selected.bonus_A),
+            logp_A=torch.where(is_exact_A, torch.where(is_over_A, torch.nan, next_logp_A), selected.logp_A),
+            misses_A=misses_A,
+        )
+
+    def _redrawn(self, selected: SelectedRows, collapsed_G: Tensor, right_A: Tensor) -> tuple[SelectedRows, Tensor]:
+        """Let groups in which no particle has weight continue from a prefix of a block (`surviving_prefix`), followed
+        by the token that the target draws after it: independent populations as copies of it, distinct ones as one row.
+        Returns the rows, and the number of tokens that are kept of each block."""
+        plan, blocks, scored = self.plan, self.blocks, self.scored
+        lost_A = (collapsed_G & ~plan.is_exact_G & (plan.arrays.size_G > 0))[plan.arrays.group_A]
+        if not lost_A.any():
+            return selected, right_A
+        step_AQ = plan.arrays.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
+        logw_A = torch.where(blocks.alive_A, blocks.logw_A, -torch.inf)
+        seed_G, round_G = map(to_host, plan.keys_G)
+        uniform_G1 = uniforms(seed_G, round_G, np.array([PREFIX_POSITION]), Purpose.SELECTION)
+        uniform_G = to_device(uniform_G1[:, 0], blocks.count_A.device)
+        drawn_A, kept_A = surviving_prefix(step_AQ, blocks.count_A, logw_A, plan.arrays.groups, uniform_G)
+        index_A = torch.arange(len(drawn_A), device=drawn_A.device)
+        origin_A = blocks.origin_A[drawn_A]
+        is_copy_A = index_A - plan.arrays.first_G[plan.arrays.group_A] < plan.arrays.draws_G[plan.arrays.group_A]
+        stays_A = torch.where(plan.is_decoded_by(*SEPARATE), is_copy_A, index_A == origin_A)
+        is_over_A = blocks.ended_A[drawn_A] & (kept_A == blocks.count_A[drawn_A])
+        next_A, next_logp_A = (values_AQ[drawn_A, kept_A - 1] for values_AQ in (scored.drawn_AQ, scored.drawn_logp_AQ))
+        redrawn = SelectedRows(
+            particles=NextParticles(
+                ancestor_A=origin_A,
+                row_A=selected.particles.row_A if self.lookahead else drawn_A,
+                alive_A=stays_A,
+                logw_A=torch.where(stays_A, 0.0, -torch.inf).double(),
+            ),
+            block_A=drawn_A,
+            bonus_A=torch.where(is_over_A, -1, next_A),
+            logp_A=torch.where(is_over_A, torch.nan, next_logp_A),
+            misses_A=lost_A,
+        )
+        return where(lost_A, redrawn, selected), torch.where(lost_A, kept_A, right_A)
+
+    def _grown(self, selected: SelectedRows, kept_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return whether each continuation has ended [A], the stop machine's state after the kept part of its block
+        [A], and the number of drafted tokens that it takes [A]."""
+        state, blocks, drafted = self.inputs.state, self.blocks, self.drafted
+        slot_A = self.plan.arrays.slot_A[selected.particles.ancestor_A]
+        entry_A, early_A = state.entry_S[slot_A], state.least_S[slot_A] - state.held(slot_A)
+        text_A = grow(
+            state.stops, entry_A, state.text_S[slot_A], blocks.tokens_AQ[selected.block_A], kept_A, early_A
+        ).text_A
+        room_A = state.limit_S[slot_A] - state.held(slot_A) - kept_A
+        bonus = grow(state.stops, entry_A, text_A, selected.bonus_A[:, None], room_A, early_A - kept_A)
+        over_A = blocks.ended_A[selected.block_A] & (kept_A == blocks.count_A[selected.block_A])
+        taken_A, ended_A = kept_A - 1, over_A
+        if self.lookahead:
+            goes_on_A = ~selected.misses_A & ~over_A
+            taken_A = torch.where(goes_on_A, drafted.count_X[selected.particles.row_A].long(), 0)
+            ended_A = over_A | (goes_on_A & drafted.ended_X[selected.particles.row_A])
+        return torch.where(selected.bonus_A >= 0, bonus.ends_A, ended_A), text_A, taken_A
+
+    def _result(
+        self,
+        selected: SelectedRows,
+        selection: RoundSelection[Tensor],
+        statistics: SelectionStatistics[Tensor],
+        kept_A: Tensor,
+    ) -> RoundResult[Tensor]:
+        plan, blocks, candidates, has_bonus_A = self.plan, self.blocks, self.candidates, selection.bonus_A >= 0
+        row_A, bonus_A1 = selection.particles.row_A, selection.bonus_A.clamp(min=0)[:, None]
+        if self.lookahead:
+            grown_AQ = torch.where(has_bonus_A[:, None], bonus_A1, self.drafted.tokens_XK[row_A].long())
+            logq_AQ = self.drafted.logq_XK[row_A]
+        else:
+            grown_AQ = blocks.tokens_AQ[selected.block_A].roll(-1, 1).scatter(1, (kept_A - 1)[:, None], bonus_A1)
+            logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
+        column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
+        has_bonus_G = plan.any_of_group(has_bonus_A & selection.particles.alive_A)
+        run_A = torch.minimum(self.scored.blocks.run_A[selected.block_A], kept_A)
+        return RoundResult(
+            selection=selection,
+            grown_AQ=grown_AQ,
+            logq_AQ=logq_AQ,
+            logp_AQ=torch.where(column_Q < kept_A[:, None] - 1, self.scored.logp_AQ[selected.block_A], torch.nan),
+            first_logp_A=selected.logp_A,
+            raw_logp_AQ=logq_AQ[:, :0],
+            statistics=statistics,
+            draft_nan_G=candidates.draft_nan_G,
+            target_nan_G=candidates.target_nan_G,
+            hit_G=plan.is_exact_G & ~has_bonus_G,
+            lineage=Lineage(plan.arrays.target_pages_AQ[selected.block_A], run_A.int(), torch.zeros_like(run_A).int()),
+        )

@@ -1,5 +1,5 @@
 """The end of the select stage, in one launch: the next state of every batch index, and the report for the host. The
-Triton form of `smc.executor.apply_selection`.
+Triton form of `smc.executor.select.apply_selection`.
 
 A program has the batch indices of one group, or batch indices of no group. The host reads nothing, and the grid follows
 from shapes alone, so the launch can be captured in a CUDA graph."""
@@ -26,7 +26,7 @@ PREFIX = tl.constexpr(PREFIX_POSITION)
 def apply_selection(
     inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
 ) -> AppliedSelection:
-    """See `smc.executor.apply_selection.apply_selection`."""
+    """See `smc.executor.select.apply_selection`."""
     plan, drafted, state, room = inputs.plan.arrays, inputs.drafted, inputs.state, Room(inputs.state.device)
     verified = contiguous(inputs.scored.alone)
     (batch_size, q), groups = verified.blocks.tokens_AQ.shape, len(plan.first_G)
