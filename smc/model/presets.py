@@ -51,11 +51,34 @@ def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> Mode
     )
 
 
+def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int) -> ModelConfig:
+    return ModelConfig(
+        "qwen2",
+        vocab,
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        head_dim,
+        inner,
+        32_768,
+        1e-6,
+        1_000_000.0,
+        None,
+        hidden < 4096,
+        qkv_bias=True,
+        qk_norm=False,
+    )
+
+
 PRESETS = {
     "llama-1b": _llama(2048, 16, 32, 64, 8192, tied=True, factor=32.0),
     "llama-3b": _llama(3072, 28, 24, 128, 8192, tied=True, factor=32.0),
     "llama-8b": _llama(4096, 32, 32, 128, 14_336, tied=False, factor=8.0),
     "llama-70b": _llama(8192, 80, 64, 128, 28_672, tied=False, factor=8.0),
+    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 64, 4864, 151_936),
+    "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 128, 8960, 151_936),
+    "qwen2.5-72b": _qwen2(8192, 80, 64, 8, 128, 29_568, 152_064),
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
     "qwen3-32b": _qwen3(5120, 64, 64, 25_600, tied=False),
@@ -68,7 +91,7 @@ PRESETS = {
         normalised_experts=True,
     ),
 }
-"""Shapes of Llama 3.1, Llama 3.2 and Qwen 3, from their published `config.json`."""
+"""Shapes of Llama 3.1, Llama 3.2, Qwen 2.5 and Qwen 3, from their published `config.json`."""
 
 
 def preset(name: str) -> ModelConfig:
