@@ -18,12 +18,13 @@ from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.linear import Linear
 from smc.round.tensors import Rows
-from smc.types import Numerics
+from smc.types import ModelRole, Numerics
 
 
 class Reader(Protocol):
     """The parts of a `ModelWorker` that a pass needs."""
 
+    name: ModelRole
     model: Decoder
     pool: KVPool
     rope: RopeTable
@@ -58,6 +59,9 @@ class StaticForward:
         attend = self._attention.plan(self.pool, batch).attend
         hidden_TE[index_Z] = self.model(tokens_T[index_Z], self.rope.at(position_Z), attend)
         return hidden_TE
+
+    def check(self) -> None:
+        """Raise RuntimeError if an earlier pass has failed in a way that only its device knows."""
 
     def logits(self, hidden_RE: Tensor, head: Linear | None = None) -> Tensor:
         """Return logits [R, V] of any float type; columns past the vocabulary are padding. With a `head`, the logits

@@ -217,6 +217,7 @@ class ModelRunner:
 
     def _read(self, key: Hashable, result: RoundResult[Tensor] | DraftReport[Tensor], spans: TimeSpans) -> AsyncResult:
         """Start copying a round's result to the host, with what is known of its masks."""
+        self._forward.check()
         masks = self._masks
         return self.stages.read(key, result, spans | masks.take_span(self.worker.name), masks.take_failures())
 

@@ -16,12 +16,14 @@ from smc.executor.ops import RoundOps
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.triton_sampling import TritonHeadSampling, TritonSampling
+from smc.executor.whole_pass import WholePassForward
 from smc.kernels import apply_selection as applying
 from smc.kernels import draft, draft_tree, expansion, remap, truncation
 from smc.kernels import sampling as logits
 from smc.kernels import select as selecting
 from smc.kernels import verify as verifying
 from smc.model.draft_vocab import DraftVocab
+from smc.types import ModelRole
 
 
 class TritonOps(RoundOps):
@@ -34,7 +36,9 @@ class TritonOps(RoundOps):
         return GraphRunner(device)
 
     def forward(self, reader: Reader) -> StaticForward:
-        return TritonForward(reader) if self._invariant(reader) is None else InvariantForward(reader)
+        if self._invariant(reader) is not None:
+            return InvariantForward(reader)
+        return WholePassForward(reader) if reader.name is ModelRole.DRAFT else TritonForward(reader)
 
     def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
         forward = self._invariant(reader)

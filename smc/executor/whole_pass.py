@@ -1,0 +1,112 @@
+"""A draft's forward passes on a GPU: in one launch where that is faster (`smc.kernels.megakernel`), otherwise in the
+launches of `TritonForward`. This is the one place that decides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from smc.executor.forward import Reader
+from smc.executor.triton_forward import TritonForward
+from smc.kernels.megakernel import MOST_TOKENS, Megakernel, obstacle, tiles_of
+from smc.round.plan import Contexts
+from smc.round.tensors import Rows
+
+POSITIONS = {Contexts.SHORT: 256, Contexts.SINGLE: 2048, Contexts.SHARED: 2048}
+"""Positions before each row when the two ways are timed."""
+REPLAYS = 10
+logger = logging.getLogger(__name__)
+
+
+class PassKind(NamedTuple):
+    """What decides between the ways of running a pass. The same kind always runs in the same way."""
+
+    tiles: int
+    """Of the kernel for this number of tokens."""
+    queries: int
+    contexts: Contexts
+
+
+class WholePassForward(TritonForward):
+    """`TritonForward` that runs passes of few tokens in one launch where it measures that this is faster: each kind of
+    pass once, when it first runs. A model that the kernel cannot run has none."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(reader)
+        why = obstacle(self.model, self.pool, reader.width)
+        self._whole = None if why else Megakernel(self.model, self.pool, self.rope, reader.width)
+        self._is_faster: dict[PassKind, bool] = {}
+        if why:
+            logger.info("no pass of the draft runs in one launch: the kernel %s", why)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return super().workspace_bytes + (0 if self._whole is None else self._whole.workspace_bytes)
+
+    def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
+        if self._whole is not None and len(tokens_T) <= MOST_TOKENS and self._runs_whole(tokens_T, rows):
+            return self._whole(tokens_T, rows)
+        return super().__call__(tokens_T, rows)
+
+    def check(self) -> None:
+        if self._whole is not None:
+            self._whole.check()
+
+    def _runs_whole(self, tokens_T: Tensor, rows: Rows) -> bool:
+        kind = PassKind(tiles_of(len(tokens_T)), rows.queries, rows.contexts)
+        if kind not in self._is_faster:
+            if torch.cuda.is_current_stream_capturing():
+                return False
+            self._is_faster[kind] = self._measure(kind, rows)
+        return self._is_faster[kind]
+
+    def _measure(self, kind: PassKind, like: Rows) -> bool:
+        """Return whether one launch is faster for a pass of this kind. Nothing is stored: all pages are the dummy
+        page."""
+        assert self._whole is not None
+        whole, launches, count = self._whole, super().__call__, len(like.start_R)
+        start = max(0, min(POSITIONS[kind.contexts], self._longest - kind.queries))
+        full_R, full_G = torch.full_like(like.start_R, start), torch.full_like(like.shared_G, start)
+        rows = like._replace(
+            table_SL=torch.zeros_like(like.table_SL[:1, : start + kind.queries]),
+            slot_R=torch.zeros_like(like.slot_R),
+            tail_RB=None,
+            tail_R=None,
+            start_R=full_R,
+            count_R=torch.full_like(like.count_R, kind.queries),
+            shared_G=full_G,
+        )
+        tokens_T = torch.zeros(count * kind.queries, dtype=torch.int64, device=full_R.device)
+        one = milliseconds(lambda: whole(tokens_T, rows))
+        many = milliseconds(lambda: launches(tokens_T, rows))
+        logger.info(
+            "draft: passes of %d tokens, %d for a row, %s: %.3f ms in one launch, %.3f ms in many",
+            len(tokens_T), kind.queries, kind.contexts.name.lower(), one, many,
+        )  # fmt: skip
+        return one < many
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Return the milliseconds of a call on the GPU when it is replayed from a CUDA graph: the least of three times."""
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            call()
+        found = []
+        for _ in range(3):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record(stream)
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / REPLAYS)
+    return min(found)

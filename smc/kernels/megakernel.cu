@@ -1,0 +1,1034 @@
+// A decoder's forward pass over few tokens in one launch; the host's side is megakernel.py.
+//
+// One block runs on every multiprocessor. All blocks go through the same phases, with a barrier over the grid after
+// each:
+//   embed    the tokens' embeddings become the residual stream x
+//   qkv      norm of x, product with the query/key/value weights, head norms, rotation, keys and values to their pages
+//   attend   attention of every token to the positions of its row, in chunks at fixed positions
+//   output   product with the output weights, added to x
+//   gated    norm of x, products with gate and up, activation
+//   down     product with the down weights, added to x
+// The last five repeat for every layer; a final phase writes the norm of x. What a phase reads that no other block
+// writes (weights, keys and values of earlier passes) is copied to shared memory while the block waits at the barrier
+// before it; weights of later phases are fetched into L2.
+//
+// Products. A tile is 16 rows of a weight matrix. The warps of a block divide the inputs of its tiles among them, 64 at
+// a time, and their sums are added in the order of the warps. The order of every sum depends on the model's shape alone,
+// so a token's result does not depend on the other tokens. The tensor cores' order of inputs is permuted, in weights and
+// activations alike: of each block of 64 inputs, thread t of a quad holds inputs 8 t to 8 t + 7 and 32 + 8 t to 32 + 8 t +
+// 7, and multiply j takes four of them. A tile of the query/key/value matrix holds eight features and their partners in
+// rotation; a tile of gate and up eight rows of each.
+//
+// FP8 weights are widened to bfloat16 by moving bits: the result is the weight times 2^-120. Activations are multiplied
+// by 2^60 so that products stay far from the smallest numbers; the sums are multiplied by 2^60. Activations are not
+// rounded to FP8.
+//
+// What one block writes and another reads goes through L2 (ld.global.cg, asynchronous copies), because L1 caches are not
+// coherent. The copy engine moves rows of weights and activations to shared memory (cp.async.bulk).
+//
+// Constants from the host: GRID: number of blocks; HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, WINDOW (0: none); FP8, BIAS, HEAD_NORM,
+// PROFILE (0 or 1); TILES: tiles of 8 tokens; WARPS of a block; ROOM: bytes of its shared memory; SPLIT:
+// blocks of a cluster that divide the inputs of `down`; QKV_TILES, GATED_TILES: tiles that a block takes at a time;
+// STEPS: groups of 16 positions that a warp takes of a chunk; KEPT: units of attention whose pages a block keeps;
+// ROOT_DIM: square root of HEAD_DIM; EPS, RESIDUAL, EMBED_FACTOR.
+
+#if PROFILE
+#define CLOCK(i) if (threadIdx.x == 0) p.times[((u64)blockIdx.x * LAYERS + index) * 10 + i] = clock64()
+#else
+#define CLOCK(i)
+#endif
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bf16;
+
+struct Layer {
+    const char *qkv, *output, *gate_up, *down;
+    const float *qkv_scale, *output_scale, *gate_up_scale, *down_scale;
+    const bf16 *qkv_bias, *attn_norm, *mlp_norm, *q_norm, *k_norm;
+    bf16 *keys, *values;
+    const float *rope;
+    u64 window;  // positions that a token sees, itself included; 0: all
+};
+
+struct Params {
+    const Layer *layers;
+    const long long *tokens;
+    const bf16 *embed, *norm;
+    bf16 *hidden;
+    const int *table, *slot, *tail, *tail_start, *start, *count;
+    u64 table_stride, tail_stride;
+    int table_width, tail_width, rows, queries;
+    bf16 *stream, *q, *attended, *inner;
+    float *partial;
+    int *merged;
+    u64 *arrivals;
+    int *failure;
+    u64 limit_ns;
+    long long *times;  // with PROFILE: [blocks][LAYERS][10] clocks
+};
+
+constexpr int THREADS = WARPS * 32, TOKENS = TILES * 8;
+constexpr int QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM, HALF = HEAD_DIM / 2, EACH = HEADS / KV_HEADS;
+constexpr int HEAD_TILES = HEAD_DIM / 16, QUERY_TILES = (EACH + 7) / 8, QUERIES = QUERY_TILES * 8, DIM_BLOCKS = HEAD_DIM / 64;
+constexpr int UNIT = HEAD_NORM ? HEAD_TILES : 1;                         // tiles of qkv that are finished together
+constexpr int BLOCKS = HIDDEN / 64, OWN = (BLOCKS + WARPS - 1) / WARPS;  // blocks of 64 inputs; those of a warp
+constexpr int CHUNK = 16 * WARPS * STEPS;                                // positions of a chunk
+constexpr int BYTES = FP8 ? 1 : 2;                                       // of a weight
+constexpr float UP = FP8 ? 1152921504606846976.0f : 1.0f;                // 2^60
+constexpr float LOG2_E = 1.4426950408889634f, LOWEST = -1e30f;
+
+__host__ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+// Distances between rows in shared memory, such that the threads of a warp read different banks.
+__host__ __device__ constexpr int padded(int bytes, int more) { return bytes + (more + 128 - bytes % 128) % 128; }
+__host__ __device__ constexpr int weight_row(int inputs) { return padded(inputs * BYTES, FP8 ? 32 : 64); }
+__host__ __device__ constexpr int activation_row(int inputs) { return padded(inputs * 2, 64); }
+
+// Tiles of 8 tokens whose activations a warp holds at once, a power of two: as registers and the room for sums allow.
+constexpr int held_tiles(int kept) {
+    int held = 1;
+    while (2 * held <= TILES && 2 * held * OWN <= 4 && kept * (16 * weight_row(HIDDEN) + WARPS * 2 * held * 512) <= ROOM) held *= 2;
+    return held;
+}
+constexpr int QKV_HELD = held_tiles(QKV_TILES), GATED_HELD = held_tiles(GATED_TILES);
+
+extern __shared__ __align__(128) char room[];
+__shared__ Layer layers[LAYERS];
+__shared__ __align__(8) float squares[WARPS][TOKENS];
+__shared__ int position_of[TOKENS];           // -1: no token
+__shared__ int row_of[TOKENS];
+__shared__ int page_of[TOKENS];               // of a token's own position; 0: none
+__shared__ int chunks_before[2][TOKENS + 1];  // [with the window][token]
+__shared__ int pages[KEPT][CHUNK];            // of the positions of this block's first units of attention
+__shared__ int flag;
+__shared__ __align__(8) u64 arrived[2];       // barriers of copies: weights, and the other block's part of `down`
+constexpr int WEIGHTS = 0, OTHER_PART = 1;
+constexpr int FIRST_COPIER = 2, COPIERS = 4;  // warps that start copies of weights, which takes a thread after the other
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float number(bf16 value) { return __uint_as_float((u32)value << 16); }
+__device__ __forceinline__ u32 pack(float first, float second) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+__device__ __forceinline__ bf16 rounded(float value) { return (bf16)pack(value, 0.0f); }
+__device__ __forceinline__ float round_to(float value) { return number(rounded(value)); }
+__device__ __forceinline__ float exp2_of(float v) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
+    return result;
+}
+__device__ __forceinline__ uint4 load_shared(const void *at) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ uint4 load_weight(const void *at) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ bf16 load_one(const bf16 *at) {
+    bf16 v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ float load_float(const float *at) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ u32 word(const uint4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+
+// Copies 16 bytes from L2 to shared memory in the background.
+__device__ __forceinline__ void copy(void *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+__device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ float sum_of_rows(float v) {  // over the eight rows g of a tile
+    v += __shfl_xor_sync(~0u, v, 4);
+    v += __shfl_xor_sync(~0u, v, 8);
+    return v + __shfl_xor_sync(~0u, v, 16);
+}
+__device__ __forceinline__ float max_of_rows(float v) {
+    v = fmaxf(v, __shfl_xor_sync(~0u, v, 4));
+    v = fmaxf(v, __shfl_xor_sync(~0u, v, 8));
+    return fmaxf(v, __shfl_xor_sync(~0u, v, 16));
+}
+__device__ __forceinline__ float sum_of_quad(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
+}
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Copies by the copy engine, which reports to a barrier of this block. Every barrier is used by one set of copies after
+// the other; `Uses` counts them.
+struct Uses { u32 of[2]; };
+
+__device__ __forceinline__ void expect(int barrier, u32 bytes) {  // by one thread
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&arrived[barrier])), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_row(void *to, const void *from, u32 bytes, int barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(&arrived[barrier])) : "memory");
+}
+// Whether this warp starts copies; orders them after what has been done with the same shared memory before.
+__device__ __forceinline__ bool is_copier() {
+    if (threadIdx.x / 32 < FIRST_COPIER || threadIdx.x / 32 >= FIRST_COPIER + COPIERS) return false;
+    asm volatile("fence.proxy.async;" ::: "memory");
+    return true;
+}
+__device__ __forceinline__ void wait_for(const Params &p, int barrier, Uses &uses) {
+    u32 done = 0;
+    for (u32 tries = 0; !done; tries++) {
+        asm volatile("{\n.reg .pred there;\nmbarrier.try_wait.parity.shared::cta.b64 there, [%1], %2;\nselp.u32 %0, 1, 0, there;\n}"
+                     : "=r"(done) : "r"(shared_address(&arrived[barrier])), "r"(uses.of[barrier] & 1) : "memory");
+        if (tries % 1024 == 1023 && *(volatile int *)p.failure) break;
+    }
+    uses.of[barrier]++;
+}
+
+// The weights of 16 inputs of a tile's two rows, which lie eight rows apart.
+struct Piece { u32 row[2][4 * BYTES]; };
+
+__device__ __forceinline__ Piece read_piece(const char *tile, int stride, int block) {
+    const int lane = threadIdx.x % 32;
+    const char *at = tile + lane / 4 * stride + (block * 64 + lane % 4 * 8) * BYTES;
+    Piece piece;
+#pragma unroll
+    for (int row = 0; row < 2; row++, at += 8 * stride)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#if FP8
+            const uint2 v = *(const uint2 *)(at + 32 * half);
+            piece.row[row][2 * half] = v.x, piece.row[row][2 * half + 1] = v.y;
+#else
+            const uint4 v = *(const uint4 *)(at + 64 * half);
+#pragma unroll
+            for (int i = 0; i < 4; i++) piece.row[row][4 * half + i] = word(v, i);
+#endif
+        }
+    return piece;
+}
+
+__device__ __forceinline__ u32 odd_bytes(u32 v) { return (v & 0x80008000u) | ((v >> 4) & 0x07f007f0u); }
+
+// The two registers of a row (0 or 1) for multiply j.
+__device__ __forceinline__ void unpack(const Piece &piece, int row, int j, u32 &first, u32 &second) {
+#if FP8
+    first = odd_bytes(piece.row[row][j] << 8), second = odd_bytes(piece.row[row][j]);
+#else
+    first = piece.row[row][2 * j], second = piece.row[row][2 * j + 1];
+#endif
+}
+// Four activations of a token as two registers, in the order of `unpack`.
+__device__ __forceinline__ void pair_up(u32 lower, u32 upper, u32 &first, u32 &second) {
+#if FP8
+    first = __byte_perm(lower, upper, 0x5410), second = __byte_perm(lower, upper, 0x7632);
+#else
+    first = lower, second = upper;
+#endif
+}
+
+template <int HELD>
+__device__ __forceinline__ void multiply_block(float (&sum)[HELD][4], const Piece &piece, const u32 (&held)[HELD][8]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        u32 a0, a1, a2, a3;
+        unpack(piece, 0, j, a0, a2);
+        unpack(piece, 1, j, a1, a3);
+#pragma unroll
+        for (int n = 0; n < HELD; n++) multiply(sum[n], a0, a1, a2, a3, held[n][2 * j], held[n][2 * j + 1]);
+    }
+}
+
+struct Grid {
+    const Params &p;
+    u64 goal;
+
+    // A barrier over all blocks; between arriving and waiting, a block does `meanwhile`. Returns false if another block
+    // did not arrive in time.
+    template <class Meanwhile>
+    __device__ __forceinline__ bool sync(Meanwhile meanwhile) {
+        __syncthreads();
+        u64 seen = 0;
+        if (threadIdx.x == 0)
+            asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(seen) : "l"(p.arrivals) : "memory");
+        meanwhile();
+        return wait(seen);
+    }
+
+    __device__ __forceinline__ bool wait(u64 seen) {
+        if (threadIdx.x == 0) {
+            goal = goal ? goal + GRID : (seen / GRID + 1) * GRID;
+            u64 begun = 0, now;
+            int ok = 1;
+            for (u32 spins = 0;; spins++) {
+                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(p.arrivals) : "memory");
+                if (seen >= goal) break;
+                if (spins % 1024 != 1023) continue;
+                asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+                if (!begun) begun = now;
+                if (now - begun > p.limit_ns || *(volatile int *)p.failure) {
+                    *(volatile int *)p.failure = 1;
+                    ok = 0;
+                    break;
+                }
+            }
+            flag = ok;
+        }
+        __syncthreads();
+        return flag;
+    }
+};
+
+// Every block fetches its share of a matrix of SIZE bytes into L2.
+template <u64 SIZE>
+__device__ __forceinline__ void prefetch(const char *matrix) {
+    constexpr u32 SHARE = (u32)((SIZE / GRID / WARPS + 127) / 128 * 128);
+    const u64 at = (u64)(blockIdx.x * WARPS + threadIdx.x / 32) * SHARE;
+    if (threadIdx.x % 32 || at >= SIZE) return;
+    const u32 size = SIZE - at < SHARE ? (u32)(SIZE - at) & ~15u : SHARE;
+    if (size) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(matrix + at), "r"(size) : "memory");
+}
+constexpr u64 QKV_BYTES = (u64)QKV * HIDDEN * BYTES, OUTPUT_BYTES = (u64)HEADS * HEAD_DIM * HIDDEN * BYTES;
+constexpr u64 DOWN_BYTES = (u64)INNER * HIDDEN * BYTES, GATE_UP_BYTES = 2 * DOWN_BYTES;
+
+// One block fetches a layer's scales, bias and norms.
+__device__ __forceinline__ void prefetch_vectors(const Layer &layer) {
+    if (blockIdx.x != GRID - 1 || threadIdx.x != 32) return;
+    const void *vectors[] = {layer.qkv_scale, layer.output_scale, layer.gate_up_scale, layer.down_scale, layer.qkv_bias,
+                             layer.attn_norm, layer.mlp_norm};
+    const u32 bytes[] = {QKV * 4, HIDDEN * 4, INNER * 8, HIDDEN * 4, QKV * 2, HIDDEN * 2, HIDDEN * 2};
+#pragma unroll
+    for (int i = 0; i < 7; i++)
+        if (vectors[i]) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(vectors[i]), "r"(bytes[i]) : "memory");
+}
+
+// This warp's inputs of HELD tiles of tokens from `first` on, times the norm's weights, as operands; their squares go to
+// `squares`.
+template <int HELD>
+__device__ __forceinline__ void load_normed(const Params &p, const bf16 *norm, int first, u32 (&held)[OWN][HELD][8]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    uint4 x[OWN][HELD][2], weight[OWN][2];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int at = least(warp + i * WARPS, BLOCKS - 1) * 64 + t * 8;
+#pragma unroll
+        for (int v = 0; v < 2; v++) {
+            weight[i][v] = load_weight(norm + at + v * 32);
+#pragma unroll
+            for (int n = 0; n < HELD; n++) x[i][n][v] = load_shared(p.stream + ((first + n) * 8 + g) * HIDDEN + at + v * 32);
+        }
+    }
+    float sum[HELD] = {};
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+#pragma unroll
+        for (int n = 0; n < HELD; n++) {
+            u32 packed[8];
+            float own = 0.0f;
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                const u32 pair = word(x[i][n][k / 4], k % 4), scale = word(weight[i][k / 4], k % 4);
+                const float a = low(pair), b = high(pair);
+                own += a * a + b * b;
+                packed[k] = pack(a * low(scale) * UP, b * high(scale) * UP);
+            }
+            if (warp + i * WARPS < BLOCKS) sum[n] += own;
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                pair_up(packed[2 * j], packed[2 * j + 1], held[i][n][2 * j], held[i][n][2 * j + 1]);
+        }
+#pragma unroll
+    for (int n = 0; n < HELD; n++) {
+        const float all = sum_of_quad(sum[n]);
+        if (t == 0) squares[warp][(first + n) * 8 + g] = all;
+    }
+}
+
+// Starts copies of the weights of the tiles [begin, end), of at most MOST: a row for each thread.
+template <int MOST, class Rows>
+__device__ __forceinline__ void copy_tiles(const char *matrix, int begin, int end, Rows rows) {
+    const int tiles = least(MOST, end - begin);
+    if (tiles <= 0) return;
+    if (!is_copier()) return;
+    const int copier = threadIdx.x / 32 - FIRST_COPIER + threadIdx.x % 32 * COPIERS;
+    if (!copier) expect(WEIGHTS, tiles * 16 * HIDDEN * BYTES);
+#pragma unroll 1
+    for (int row = copier; row < tiles * 16; row += COPIERS * 32) {
+        int upper, lower;
+        rows(begin + row / 16, row % 8, upper, lower);
+        copy_row(room + row * weight_row(HIDDEN), matrix + (u64)(row % 16 < 8 ? upper : lower) * HIDDEN * BYTES, HIDDEN * BYTES, WEIGHTS);
+    }
+}
+
+// Products of normed x with the tiles [begin, end) of a matrix, MOST at a time; copies of the first MOST have started.
+// `rows(tile, g, upper, lower)` names the two weight rows of a thread; `finish` takes the sums of TOGETHER tiles.
+template <int HELD, int MOST, int TOGETHER, class Rows, class Finish>
+__device__ __forceinline__ void normed_product(const Params &p, const char *matrix, const bf16 *norm, int begin, int end,
+                                               Uses &uses, Rows rows, Finish finish) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4, tokens = p.rows * p.queries;
+    float4 *sums = (float4 *)(room + MOST * 16 * weight_row(HIDDEN));  // [WARPS][MOST][HELD][32]
+#pragma unroll 1
+    for (int tile = begin; tile < end; tile += MOST) {
+        if (tile > begin) copy_tiles<MOST>(matrix, tile, end, rows);
+        const int here = least(MOST, end - tile);
+#pragma unroll 1
+        for (int first = 0; first * 8 < tokens; first += HELD) {
+            // What the first job needs besides the sums is on its way first.
+            int unit = warp / HELD * TOGETHER, n = warp % HELD;
+            typename Finish::Ready ready;
+            if (unit < here) ready = finish.ready(tile + unit, (first + n) * 8 + 2 * t);
+            u32 held[OWN][HELD][8];
+            load_normed<HELD>(p, norm, first, held);
+            if (!first) wait_for(p, WEIGHTS, uses);
+#pragma unroll (HELD == 1 && OWN == 1 && TOGETHER == 1 ? 3 : 1)
+            for (int i = 0; i < here; i++) {
+                float sum[HELD][4] = {};
+#pragma unroll
+                for (int own = 0; own < OWN; own++)
+                    if (warp + own * WARPS < BLOCKS)
+                        multiply_block<HELD>(sum, read_piece(room + i * 16 * weight_row(HIDDEN), weight_row(HIDDEN), warp + own * WARPS), held[own]);
+#pragma unroll
+                for (int n = 0; n < HELD; n++)
+                    sums[((warp * MOST + i) * HELD + n) * 32 + lane] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+            }
+            __syncthreads();
+#pragma unroll 1
+            for (int job = warp; unit < here;) {
+                const int token = (first + n) * 8 + 2 * t;
+                float4 sum[TOGETHER];
+#pragma unroll
+                for (int i = 0; i < TOGETHER; i++) {
+                    sum[i] = make_float4(0, 0, 0, 0);
+#pragma unroll
+                    for (int w = 0; w < WARPS; w++) {
+                        const float4 part = sums[((w * MOST + unit + i) * HELD + n) * 32 + lane];
+                        sum[i].x += part.x, sum[i].y += part.y, sum[i].z += part.z, sum[i].w += part.w;
+                    }
+                }
+                float2 square = make_float2(0.0f, 0.0f);
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) {
+                    const float2 part = *(const float2 *)&squares[w][token];
+                    square.x += part.x, square.y += part.y;
+                }
+                finish(ready, tile + unit, token, rsqrtf(square.x / HIDDEN + EPS), rsqrtf(square.y / HIDDEN + EPS), sum);
+                job += WARPS, unit = job / HELD * TOGETHER, n = job % HELD;
+                if (unit < here) ready = finish.ready(tile + unit, (first + n) * 8 + 2 * t);
+            }
+            __syncthreads();
+        }
+    }
+}
+
+// Product of `activations` [tokens, INPUTS] with a matrix [HIDDEN, INPUTS], added to x. PARTS blocks of a cluster divide the inputs. Weights and activations are copied TURN blocks of 64 inputs at a time; the copy of the
+// first weights starts before the activations are there.
+template <int INPUTS, int PARTS>
+struct Residual {
+    static constexpr int ALL = INPUTS / 64, SHARE = (ALL + PARTS - 1) / PARTS, TAKEN = least(TILES, 4);
+    static constexpr int OTHERS = TILES * 512, TEAM_TILES = HIDDEN / 16, TEAMS = GRID / PARTS, JOBS = (TILES + WARPS - 1) / WARPS;
+    static constexpr bool fits(int turn) {
+        return 16 * weight_row(turn * 64) + TOKENS * activation_row(turn * 64) + OTHERS <= ROOM;
+    }
+    static constexpr int turns() {
+        int turns = 1;
+        while (!fits((SHARE + turns - 1) / turns)) turns++;
+        return turns;
+    }
+    static constexpr int TURNS = turns(), TURN = (SHARE + TURNS - 1) / TURNS;
+    static constexpr int WEIGHT_ROW = weight_row(TURN * 64), ROW = activation_row(TURN * 64);
+    static_assert(WARPS * OTHERS <= ROOM - OTHERS, "sums");
+
+    static __device__ __forceinline__ int part() { return PARTS == 1 ? 0 : blockIdx.x % PARTS; }
+    static __device__ __forceinline__ int begin_of(int turn) { return part() * SHARE + turn * TURN; }
+    static __device__ __forceinline__ int blocks_of(int turn) {
+        return least(least(ALL, (part() + 1) * SHARE) - begin_of(turn), TURN);
+    }
+    static __device__ __forceinline__ void copy_weights(const char *matrix, int tile, int turn) {
+        const u32 bytes = blocks_of(turn) * 64 * BYTES;
+        if (!is_copier()) return;
+        const int row = threadIdx.x / 32 - FIRST_COPIER + threadIdx.x % 32 * COPIERS;
+        if (!row) expect(WEIGHTS, 16 * bytes);
+        if (row < 16) copy_row(room + row * WEIGHT_ROW, matrix + ((u64)(tile * 16 + row) * INPUTS + begin_of(turn) * 64) * BYTES, bytes, WEIGHTS);
+    }
+    static __device__ __forceinline__ void copy_activations(const Params &p, const bf16 *activations, int turn) {
+        const int vectors = blocks_of(turn) * 8, all = p.rows * p.queries * vectors;
+        activations += begin_of(turn) * 64;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < all; i += THREADS) {
+            const int token = i / vectors, vector = i - token * vectors;
+            copy(room + 16 * WEIGHT_ROW + token * ROW + vector * 16, activations + (u64)token * INPUTS + vector * 8);
+        }
+        close_group();
+    }
+    static __device__ __forceinline__ void begin(const char *matrix) {
+        if (blockIdx.x / PARTS < TEAM_TILES) copy_weights(matrix, blockIdx.x / PARTS, 0);
+    }
+
+    static __device__ __forceinline__ void multiply_turn(int block, int tiles, float (&sum)[TILES][4]) {
+        const int lane = threadIdx.x % 32;
+        const Piece piece = read_piece(room, WEIGHT_ROW, block);
+        const char *at = room + 16 * WEIGHT_ROW + lane / 4 * ROW + block * 128 + lane % 4 * 16;
+#pragma unroll
+        for (int n0 = 0; n0 < TILES; n0 += TAKEN) {
+            if (n0 >= tiles) break;
+            u32 held[TAKEN][8];
+#pragma unroll
+            for (int n = 0; n < TAKEN; n++) {
+                const uint4 v[2] = {*(const uint4 *)(at + (n0 + n) * 8 * ROW), *(const uint4 *)(at + (n0 + n) * 8 * ROW + 64)};
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    pair_up(word(v[j / 2], 2 * j % 4), word(v[j / 2], 2 * j % 4 + 1), held[n][2 * j], held[n][2 * j + 1]);
+            }
+            multiply_block<TAKEN>(*(float(*)[TAKEN][4])(sum + n0), piece, held);
+        }
+    }
+
+    static __device__ __forceinline__ void run(const Params &p, const bf16 *activations, const char *matrix,
+                                               const float *scale, Uses &uses) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, tokens = p.rows * p.queries;
+        float4 *sums = (float4 *)room, *others = (float4 *)(room + ROOM - OTHERS);
+#pragma unroll 1
+        for (int tile = blockIdx.x / PARTS; tile < TEAM_TILES; tile += TEAMS) {
+            copy_activations(p, activations, 0);
+            if (TEAM_TILES > TEAMS && tile >= TEAMS) copy_weights(matrix, tile, 0);
+            const int upper = tile * 16 + g, lower = upper + 8;
+            float by = 1.0f, below = 1.0f, before[4] = {}, sum[TILES][4] = {};
+            if (warp < TILES && part() == 0) {
+                if (FP8) by = load_float(scale + upper), below = load_float(scale + lower);
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    before[k] = number(load_one(p.stream + (warp * 8 + 2 * t + k % 2) * HIDDEN + (k < 2 ? upper : lower)));
+            }
+            if (PARTS > 1 && !part() && threadIdx.x == 0) expect(OTHER_PART, OTHERS);
+#pragma unroll 1
+            for (int turn = 0; turn < TURNS; turn++) {
+                if (turn) copy_weights(matrix, tile, turn), copy_activations(p, activations, turn);
+                wait_for(p, WEIGHTS, uses);
+                wait_for_copies<0>();
+                __syncthreads();
+#pragma unroll 1
+                for (int block = warp; block < blocks_of(turn); block += WARPS) multiply_turn(block, (tokens + 7) / 8, sum);
+                __syncthreads();
+            }
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+                sums[(warp * TILES + n) * 32 + lane] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+            __syncthreads();
+            if (PARTS > 1 && !part() && warp < TILES) wait_for(p, OTHER_PART, uses);
+#pragma unroll
+            for (int i = 0; i < JOBS; i++) {
+                const int n = warp + i * WARPS;
+                float4 all = make_float4(0, 0, 0, 0);
+                if (n >= TILES) continue;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) {
+                    const float4 one = sums[(w * TILES + n) * 32 + lane];
+                    all.x += one.x, all.y += one.y, all.z += one.z, all.w += one.w;
+                }
+                if (PARTS > 1 && part()) {
+                    u32 there, barrier;
+                    asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(others + n * 32 + lane)));
+                    asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(barrier) : "r"(shared_address(&arrived[OTHER_PART])));
+                    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(there),
+                                 "f"(all.x), "f"(all.y), "f"(all.z), "f"(all.w), "r"(barrier) : "memory");
+                    continue;
+                }
+                if (PARTS > 1) {
+                    const float4 other = others[n * 32 + lane];
+                    all.x += other.x, all.y += other.y, all.z += other.z, all.w += other.w;
+                }
+                const float value[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    const int token = n * 8 + 2 * t + k % 2, at = token * HIDDEN + (k < 2 ? upper : lower);
+                    if (token >= tokens) continue;
+                    const float scaled = FP8 ? value[k] * (k < 2 ? by : below) * UP : value[k];
+                    p.stream[at] = rounded((i ? number(load_one(p.stream + at)) : before[k]) + RESIDUAL * round_to(scaled));
+                }
+            }
+            if (tile + TEAMS >= TEAM_TILES) break;  // The room is not used again before a barrier of the grid.
+            if (PARTS > 1)
+                cluster_barrier();
+            else
+                __syncthreads();
+        }
+    }
+};
+typedef Residual<HEADS * HEAD_DIM, 1> Output;
+typedef Residual<INNER, SPLIT> Down;
+
+struct QkvRows {
+    __device__ __forceinline__ void operator()(int tile, int g, int &upper, int &lower) const {
+        upper = tile / HEAD_TILES * HEAD_DIM + tile % HEAD_TILES * 8 + g, lower = upper + HALF;
+    }
+};
+
+// Adds the bias, normalises a head, rotates it, and stores it: a query for the attend phase, a key or value in its page.
+struct QkvFinish {
+    const Params &p;
+    const Layer &layer;
+
+    struct Ready {
+        float scale[UNIT][2], cosine[UNIT][2], sine[UNIT][2];
+        bf16 bias[UNIT][2];
+    };
+
+    __device__ __forceinline__ Ready ready(int tile, int token) const {
+        const int g = threadIdx.x % 32 / 4;
+        Ready made;
+#pragma unroll
+        for (int i = 0; i < UNIT; i++) {
+            int rows[2];
+            QkvRows()(tile + i, g, rows[0], rows[1]);
+            const int feature = (tile + i) % HEAD_TILES * 8 + g;
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                made.scale[i][k] = FP8 ? load_float(layer.qkv_scale + rows[k]) : 1.0f;
+                made.bias[i][k] = BIAS ? load_one(layer.qkv_bias + rows[k]) : 0;
+                const int position = position_of[token + k];
+                const float *angle = layer.rope + (u64)(position < 0 ? 0 : position) * HEAD_DIM + feature;
+                made.cosine[i][k] = load_float(angle), made.sine[i][k] = load_float(angle + HALF);
+            }
+        }
+        return made;
+    }
+
+    __device__ __forceinline__ void operator()(const Ready &ready, int tile, int token, float first_norm, float second_norm,
+                                               float4 (&sum)[UNIT]) const {
+        const int g = threadIdx.x % 32 / 4, head = tile / HEAD_TILES;
+        const bool is_query = head < HEADS, is_key = !is_query && head < HEADS + KV_HEADS;
+        float value[UNIT][4], norms[2] = {first_norm, second_norm}, heads[2] = {1.0f, 1.0f};
+#pragma unroll
+        for (int i = 0; i < UNIT; i++) {
+            const float raw[4] = {sum[i].x, sum[i].y, sum[i].z, sum[i].w};
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                value[i][k] = round_to(raw[k] * norms[k % 2] * (ready.scale[i][k / 2] * UP) + number(ready.bias[i][k / 2]));
+        }
+        if (HEAD_NORM && (is_query || is_key)) {
+            float both[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int i = 0; i < UNIT; i++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) both[k % 2] += value[i][k] * value[i][k];
+#pragma unroll
+            for (int k = 0; k < 2; k++) heads[k] = rsqrtf(sum_of_rows(both[k]) / HEAD_DIM + EPS);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int page = page_of[token + k];
+            if (token + k >= p.rows * p.queries || (!is_query && !page)) continue;
+            bf16 *to = is_query ? p.q + ((token + k) * HEADS + head) * HEAD_DIM
+                                : (is_key ? layer.keys : layer.values) +
+                                      ((u64)page * KV_HEADS + (head - HEADS) % KV_HEADS) * HEAD_DIM;
+#pragma unroll
+            for (int i = 0; i < UNIT; i++) {
+                const int feature = (tile + i) % HEAD_TILES * 8 + g;
+                float a = value[i][k], b = value[i][k + 2];
+                if (is_query || is_key) {
+                    if (HEAD_NORM) {
+                        const bf16 *weights = is_query ? layer.q_norm : layer.k_norm;
+                        a *= heads[k] * number(weights[feature]);
+                        b *= heads[k] * number(weights[feature + HALF]);
+                    }
+                    const float turned = a * ready.cosine[i][k] - b * ready.sine[i][k];
+                    b = b * ready.cosine[i][k] + a * ready.sine[i][k], a = turned;
+                }
+                to[feature] = rounded(a), to[feature + HALF] = rounded(b);
+            }
+        }
+    }
+};
+
+struct GatedRows {
+    __device__ __forceinline__ void operator()(int tile, int g, int &upper, int &lower) const {
+        upper = tile * 8 + g, lower = upper + INNER;
+    }
+};
+
+struct GatedFinish {
+    const Params &p;
+    const Layer &layer;
+
+    struct Ready {
+        float gate, up;
+    };
+
+    __device__ __forceinline__ Ready ready(int tile, int token) const {
+        const int row = tile * 8 + threadIdx.x % 32 / 4;
+        return {FP8 ? load_float(layer.gate_up_scale + row) : 1.0f, FP8 ? load_float(layer.gate_up_scale + row + INNER) : 1.0f};
+    }
+
+    __device__ __forceinline__ void operator()(const Ready &ready, int tile, int token, float first_norm, float second_norm,
+                                               float4 (&sum)[1]) const {
+        const int row = tile * 8 + threadIdx.x % 32 / 4;
+        const float gates[2] = {sum[0].x, sum[0].y}, ups[2] = {sum[0].z, sum[0].w}, norms[2] = {first_norm, second_norm};
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const float gate = gates[k] * (ready.gate * UP) * norms[k], up = ups[k] * (ready.up * UP) * norms[k];
+            const float active = gate / (1.0f + exp2_of(-LOG2_E * gate));
+            if (token + k < p.rows * p.queries) p.inner[(token + k) * INNER + row] = rounded(active * up * UP);
+        }
+    }
+};
+
+// The page of a row's position; 0 where there is none.
+__device__ __forceinline__ int page_at(const Params &p, int row, int position) {
+    const int own = position - (p.tail_start ? p.tail_start[row] : 1 << 30);
+    if (own < 0) return position < p.table_width ? p.table[p.slot[row] * p.table_stride + position] : 0;
+    return own < p.tail_width ? p.tail[row * p.tail_stride + own] : 0;
+}
+
+// The token, key/value head and positions [begin, end) of a unit of attention. Block b has the units b, b + blocks, and so
+// on. The first ones and their pages are found once, because they are the same in every layer; with windows they are not.
+struct Chunk {
+    int token, head, chunks, first, begin, end, start, row;
+
+    __device__ __forceinline__ int page(const Params &p, int index, int position) const {
+        if (position < begin || position >= end) return 0;
+        return !WINDOW && index < KEPT ? pages[index][position - first] : page_at(p, row, position);
+    }
+};
+__shared__ Chunk chunks_kept[KEPT];
+
+__device__ __forceinline__ Chunk find_chunk(int tokens, int queries, int window, int index) {
+    const int *before = chunks_before[window > 0], unit = blockIdx.x + index * GRID, place = unit / KV_HEADS;
+    int token = 0;
+#pragma unroll 1
+    for (int step = TOKENS / 2; step; step /= 2)
+        if (token + step < tokens && before[token + step] <= place) token += step;
+    const int position = position_of[token];
+    const int seen = window && position >= window ? position - window + 1 : 0, first = (seen / CHUNK + place - before[token]) * CHUNK;
+    return {token, unit % KV_HEADS, before[token + 1] - before[token], first, seen > first ? seen : first,
+            least(position + 1, first + CHUNK), position - token % queries, row_of[token]};
+}
+__device__ __forceinline__ Chunk chunk_of(const Params &p, int window, int index) {
+    return !WINDOW && index < KEPT ? chunks_kept[index] : find_chunk(p.rows * p.queries, p.queries, window, index);
+}
+
+__device__ __forceinline__ int attention_units(const Params &p, int window) {
+    return chunks_before[window > 0][p.rows * p.queries] * KV_HEADS;
+}
+
+// Fetches the keys and values of this block's units into L2.
+__device__ __forceinline__ void prefetch_chunks(const Params &p, const Layer &layer) {
+    const int window = (int)layer.window, units = attention_units(p, window);
+#pragma unroll 1
+    for (int index = 0; blockIdx.x + index * GRID < units; index++) {
+        const Chunk chunk = chunk_of(p, window, index);
+#pragma unroll 1
+        for (int at = chunk.begin + threadIdx.x; at < least(chunk.end, chunk.start); at += THREADS) {
+            const u64 from = ((u64)chunk.page(p, index, at) * KV_HEADS + chunk.head) * HEAD_DIM;
+#pragma unroll
+            for (int line = 0; line < HEAD_DIM; line += 64) {
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.keys + from + line));
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.values + from + line));
+            }
+        }
+    }
+}
+
+// Starts copies of a chunk's keys and values: of the steps that hold a position of this pass (`is_new`), or of the others,
+// which are there before the pass. A step's 16 positions are copied by the warp that takes them. Thread (g, t) copies what
+// it needs: 16 features of the keys of positions g and g + 8, and 8 features of the values of positions 2t, 2t + 1, 2t + 8
+// and 2t + 9.
+__device__ __forceinline__ void copy_chunk(const Params &p, const Layer &layer, const Chunk &chunk, int index, bool is_new) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const bf16 *keys = layer.keys + chunk.head * HEAD_DIM + t * 8, *values = layer.values + chunk.head * HEAD_DIM + g * 8;
+#pragma unroll 1
+    for (int step = 0; step < STEPS; step++) {
+        const int base = chunk.first + (step * WARPS + warp) * 16;
+        if (base >= chunk.end || base + 16 <= chunk.begin || is_new != (base + 16 > chunk.start)) continue;
+        const int page = chunk.page(p, index, base + lane % 16);
+        char *to = room + (warp * STEPS + step) * DIM_BLOCKS * 4096 + lane * 16;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const bf16 *key = keys + (u64)__shfl_sync(~0u, page, g + k / 2 * 8) * (KV_HEADS * HEAD_DIM) + k % 2 * 32;
+            const bf16 *value = values + (u64)__shfl_sync(~0u, page, 2 * t + k % 2 + k / 2 * 8) * (KV_HEADS * HEAD_DIM);
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; d++) copy(to + (d * 8 + k) * 512, key + d * 64), copy(to + (d * 8 + 4 + k) * 512, value + d * 64);
+        }
+    }
+    close_group();
+}
+
+// Attention of one token and key/value head to one chunk of positions. The last chunk of several to be done adds all.
+__device__ __forceinline__ void attend(const Params &p, const Layer &layer, int index) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const Chunk chunk = chunk_of(p, (int)layer.window, index);
+    const int token = chunk.token, head = chunk.head, chunks = chunk.chunks, begin = chunk.begin, end = chunk.end;
+#pragma unroll 1
+    for (int is_new = index ? 0 : 1; is_new < 2; is_new++) copy_chunk(p, layer, chunk, index, is_new);
+    u32 query[QUERY_TILES][DIM_BLOCKS][8];
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+        for (int d = 0; d < DIM_BLOCKS; d++) {
+            const int each = n * 8 + g;
+            const bf16 *at = p.q + (token * HEADS + head * EACH + (each < EACH ? each : 0)) * HEAD_DIM + d * 64 + t * 8;
+            const uint4 v[2] = {load_shared(at), load_shared(at + 32)};
+#pragma unroll
+            for (int k = 0; k < 8; k++) query[n][d][k] = each < EACH ? word(v[k / 4], k % 4) : 0;
+        }
+    float most[QUERY_TILES][2], all[QUERY_TILES][2] = {}, out[QUERY_TILES][HEAD_DIM / 16][4] = {};
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++) most[n][0] = most[n][1] = LOWEST;
+    wait_for_copies<0>();
+#pragma unroll 1
+    for (int step = 0; step < STEPS; step++) {
+        const int base = chunk.first + (step * WARPS + warp) * 16;
+        if (base >= end || base + 16 <= begin) continue;
+        const uint4 *copied = (const uint4 *)room + (warp * STEPS + step) * DIM_BLOCKS * 256 + lane;
+        const bool is_upper = base + g >= begin && base + g < end, is_lower = base + g + 8 >= begin && base + g + 8 < end;
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; n++) {
+            float score[4] = {};
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; d++) {
+                const uint4 key[4] = {copied[d * 256], copied[d * 256 + 32], copied[d * 256 + 64], copied[d * 256 + 96]};
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    multiply(score, word(key[j / 2], 2 * j % 4), word(key[2 + j / 2], 2 * j % 4), word(key[j / 2], 2 * j % 4 + 1),
+                             word(key[2 + j / 2], 2 * j % 4 + 1), query[n][d][2 * j], query[n][d][2 * j + 1]);
+            }
+            float factor[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const float upper = is_upper ? score[k] * (LOG2_E / ROOT_DIM) : LOWEST;
+                const float lower = is_lower ? score[k + 2] * (LOG2_E / ROOT_DIM) : LOWEST;
+                const float now = fmaxf(most[n][k], max_of_rows(fmaxf(upper, lower)));
+                factor[k] = exp2_of(most[n][k] - now), most[n][k] = now;
+                score[k] = is_upper ? exp2_of(upper - now) : 0.0f, score[k + 2] = is_lower ? exp2_of(lower - now) : 0.0f;
+                all[n][k] = all[n][k] * factor[k] + score[k] + score[k + 2];
+            }
+            u32 first = pack(score[0], score[1]), second = pack(score[2], score[3]);
+            asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(first));
+            asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(second));
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; d++) {
+                const uint4 value[4] = {copied[d * 256 + 128], copied[d * 256 + 160], copied[d * 256 + 192], copied[d * 256 + 224]};
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    float(&sum)[4] = out[n][d * 4 + m];
+                    sum[0] *= factor[0], sum[1] *= factor[1], sum[2] *= factor[0], sum[3] *= factor[1];
+                    const u32 a = word(value[0], m), b = word(value[1], m), c = word(value[2], m), e = word(value[3], m);
+                    multiply(sum, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, e, 0x5410),
+                             __byte_perm(c, e, 0x7632), first, second);
+                }
+            }
+        }
+    }
+    // [WARPS][QUERIES] maxima and sums, [WARPS][QUERIES][HEAD_DIM] outputs.
+    float *maxima = (float *)(room + WARPS * STEPS * DIM_BLOCKS * 4096), *totals = maxima + WARPS * QUERIES;
+    float *outputs = totals + WARPS * QUERIES;
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; n++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const float total = sum_of_rows(all[n][k]);
+            const int each = warp * QUERIES + n * 8 + 2 * t + k;
+            if (g == 0) maxima[each] = most[n][k], totals[each] = total;
+#pragma unroll
+            for (int m = 0; m < HEAD_DIM / 16; m++)
+                *(float2 *)(outputs + each * HEAD_DIM + m / 4 * 64 + g * 8 + m % 4 * 2) = make_float2(out[n][m][k], out[n][m][k + 2]);
+        }
+    __syncthreads();
+    // A chunk's part: EACH rows of HEAD_DIM sums, then EACH maxima and EACH totals.
+    constexpr int PART = EACH * (HEAD_DIM + 2);
+    const int unit = blockIdx.x + index * GRID;
+    float *part = p.partial + (u64)unit * PART;
+    bf16 *attended = p.attended + (token * HEADS + head * EACH) * HEAD_DIM;
+#pragma unroll 1
+    for (int job = threadIdx.x; job < EACH * HEAD_DIM; job += THREADS) {
+        const int each = job / HEAD_DIM, dim = job % HEAD_DIM;
+        // Lane w has the weight of warp w; all jobs of a warp are of one query.
+        const float maximum = lane < WARPS ? maxima[lane * QUERIES + each] : LOWEST;
+        float highest = maximum, sum = 0.0f;
+#pragma unroll
+        for (int i = 1; i < 32; i *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, i));
+        const float weight = exp2_of(maximum - highest);
+        float total = lane < WARPS ? weight * totals[lane * QUERIES + each] : 0.0f;
+#pragma unroll
+        for (int i = 1; i < 32; i *= 2) total += __shfl_xor_sync(~0u, total, i);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += __shfl_sync(~0u, weight, w) * outputs[(w * QUERIES + each) * HEAD_DIM + dim];
+        if (chunks == 1)
+            attended[job] = rounded(total > 0.0f ? sum / total * UP : 0.0f);
+        else {
+            part[job] = sum;
+            if (!dim) part[EACH * HEAD_DIM + each] = highest, part[EACH * (HEAD_DIM + 1) + each] = total;
+        }
+    }
+    if (chunks > 1) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            u32 done;
+            asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(done) : "l"(p.merged + token * KV_HEADS + head) : "memory");
+            flag = done == chunks - 1;
+        }
+        __syncthreads();
+        if (flag) {
+            const float *parts = p.partial + ((u64)chunks_before[layer.window > 0][token] * KV_HEADS + head) * PART;
+            constexpr int STRIDE = KV_HEADS * PART;
+#pragma unroll 1
+            for (int job = threadIdx.x; job < EACH * HEAD_DIM; job += THREADS) {
+                const int maximum = EACH * HEAD_DIM + job / HEAD_DIM;
+                float highest = LOWEST, sum = 0.0f, total = 0.0f;
+#pragma unroll 4
+                for (int c = 0; c < chunks; c++) highest = fmaxf(highest, load_float(parts + c * STRIDE + maximum));
+#pragma unroll 4
+                for (int c = 0; c < chunks; c++) {
+                    const float by = exp2_of(load_float(parts + c * STRIDE + maximum) - highest);
+                    sum += by * load_float(parts + c * STRIDE + job), total += by * load_float(parts + c * STRIDE + maximum + EACH);
+                }
+                attended[job] = rounded(sum / total * UP);
+            }
+            if (threadIdx.x == 0) p.merged[token * KV_HEADS + head] = 0;
+        }
+    }
+    __syncthreads();
+}
+
+// Finds positions, rows and chunks of all tokens, and the pages of this block's first units of attention.
+__device__ __forceinline__ void lay_out(const Params &p) {
+    const int tokens = p.rows * p.queries;
+    for (int i = threadIdx.x; i < LAYERS * (int)(sizeof(Layer) / 8); i += THREADS) ((u64 *)layers)[i] = ((const u64 *)p.layers)[i];
+    for (int token = threadIdx.x; token < TOKENS; token += THREADS) {
+        const int row = token < tokens ? token / p.queries : 0, query = token % p.queries;
+        const int position = token < tokens && query < p.count[row] ? p.start[row] + query : -1;
+        row_of[token] = row, position_of[token] = position, page_of[token] = position < 0 ? 0 : page_at(p, row, position);
+    }
+    __syncthreads();
+    if (threadIdx.x < 2) {
+        int *before = chunks_before[threadIdx.x], sum = 0;
+#pragma unroll 1
+        for (int token = 0; token < tokens; token++) {
+            const int position = position_of[token];
+            const int seen = threadIdx.x && position >= WINDOW ? position - WINDOW + 1 : 0;
+            before[token] = sum;
+            sum += position < 0 ? 1 : position / CHUNK - seen / CHUNK + 1;
+        }
+        before[tokens] = sum;
+    }
+    __syncthreads();
+    if (WINDOW) return;
+    for (int turn = 0; turn < KEPT && blockIdx.x + turn * GRID < attention_units(p, 0); turn++) {
+        const Chunk chunk = find_chunk(tokens, p.queries, 0, turn);
+        if (threadIdx.x == 0) chunks_kept[turn] = chunk;
+        for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
+            const int position = chunk.first + i;
+            pages[turn][i] = position >= chunk.begin && position < chunk.end ? page_at(p, chunk.row, position) : 0;
+        }
+    }
+    __syncthreads();
+}
+
+// Writes the norm of x, one token for each block.
+__device__ __forceinline__ void write_hidden(const Params &p) {
+    float *value = (float *)room;
+#pragma unroll 1
+    for (int token = blockIdx.x; token < p.rows * p.queries; token += GRID) {
+        float sum = 0.0f, factor = 0.0f;
+        for (int i = threadIdx.x; i < HIDDEN; i += THREADS) {
+            const float v = number(load_one(p.stream + token * HIDDEN + i));
+            value[i] = v, sum += v * v;
+        }
+        for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32][0] = sum;
+        __syncthreads();
+        for (int w = 0; w < WARPS; w++) factor += squares[w][0];
+        factor = rsqrtf(factor / HIDDEN + EPS);
+        for (int i = threadIdx.x; i < HIDDEN; i += THREADS)
+            p.hidden[token * HIDDEN + i] = position_of[token] < 0 ? 0 : rounded(value[i] * factor * number(p.norm[i]));
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if SPLIT > 1
+    __cluster_dims__(SPLIT, 1, 1)
+#endif
+        step(const __grid_constant__ Params p) {
+    Grid grid{p, 0};
+    Uses uses{};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&arrived[i])) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (SPLIT > 1) cluster_barrier();
+    const int tokens = p.rows * p.queries;
+    lay_out(p);
+    prefetch<QKV_BYTES>(layers[0].qkv);
+    prefetch<OUTPUT_BYTES>(layers[0].output);
+    prefetch_vectors(layers[0]);
+    prefetch_chunks(p, layers[0]);
+    for (int token = blockIdx.x; token < tokens; token += GRID)
+        for (int i = threadIdx.x; i < HIDDEN; i += THREADS)
+            p.stream[token * HIDDEN + i] = rounded(number(p.embed[p.tokens[token] * HIDDEN + i]) * EMBED_FACTOR);
+    const int qkv_begin = blockIdx.x * (QKV / 16 / UNIT) / GRID * UNIT, gated_begin = blockIdx.x * (INNER / 8) / GRID;
+    const int qkv_end = (blockIdx.x + 1) * (QKV / 16 / UNIT) / GRID * UNIT, gated_end = (blockIdx.x + 1) * (INNER / 8) / GRID;
+    if (!grid.sync([&] {
+            copy_tiles<QKV_TILES>(layers[0].qkv, qkv_begin, qkv_end, QkvRows());
+            prefetch<GATE_UP_BYTES>(layers[0].gate_up);
+        })) return;
+#pragma unroll 1
+    for (int index = 0; index < LAYERS; index++) {
+        const Layer &layer = layers[index];
+        const int window = (int)layer.window, units = attention_units(p, window);
+        CLOCK(0);
+        normed_product<QKV_HELD, QKV_TILES, UNIT>(p, layer.qkv, layer.attn_norm, qkv_begin, qkv_end, uses, QkvRows(), QkvFinish{p, layer});
+        CLOCK(1);
+        if (!grid.sync([&] {
+                if (blockIdx.x < units) copy_chunk(p, layer, chunk_of(p, window, 0), 0, false);
+                prefetch<DOWN_BYTES>(layer.down);
+            })) return;
+        CLOCK(2);
+#pragma unroll 1
+        for (int turn = 0; blockIdx.x + turn * GRID < units; turn++) attend(p, layer, turn);
+        CLOCK(3);
+        if (!grid.sync([&] { Output::begin(layer.output); })) return;
+        CLOCK(4);
+        Output::run(p, p.attended, layer.output, layer.output_scale, uses);
+        CLOCK(5);
+        if (!grid.sync([&] {
+                copy_tiles<GATED_TILES>(layer.gate_up, gated_begin, gated_end, GatedRows());
+                if (index + 1 == LAYERS) return;
+                prefetch<QKV_BYTES>(layers[index + 1].qkv);
+                prefetch<OUTPUT_BYTES>(layers[index + 1].output);
+                prefetch_vectors(layers[index + 1]);
+                prefetch_chunks(p, layers[index + 1]);
+            })) return;
+        CLOCK(6);
+        normed_product<GATED_HELD, GATED_TILES, 1>(p, layer.gate_up, layer.mlp_norm, gated_begin, gated_end, uses, GatedRows(), GatedFinish{p, layer});
+        CLOCK(7);
+        if (!grid.sync([&] {
+                Down::begin(layer.down);
+                if (index + 1 < LAYERS) prefetch<GATE_UP_BYTES>(layers[index + 1].gate_up);
+            })) return;
+        CLOCK(8);
+        Down::run(p, p.inner, layer.down, layer.down_scale, uses);
+        CLOCK(9);
+        if (!grid.sync([&] {
+                if (index + 1 < LAYERS) copy_tiles<QKV_TILES>(layers[index + 1].qkv, qkv_begin, qkv_end, QkvRows());
+            })) return;
+    }
+    wait_for_copies<0>();
+    write_hidden(p);
+}

@@ -1,0 +1,61 @@
+"""The kernel of a whole pass without a GPU: it compiles for the shapes of published models, and refuses others by name.
+What it computes is tested on a GPU (`tests/gpu/test_megakernel.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from smc.kernels import megakernel
+from smc.kernels.megakernel import compile_source, constants, shape_obstacle, tiles_of
+from smc.model.presets import preset
+
+GRID = 132
+"""Multiprocessors of an H100 and of an H200."""
+SOURCE = Path(megakernel.__file__).with_suffix(".cu").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_fp8", "tiles"),
+    [("qwen2.5-0.5b", True, 4), ("llama-1b", False, 1), ("qwen3-0.6b", True, 2), ("llama-8b/4", True, 8)],
+)
+def test_compiles(shape, is_fp8, tiles):
+    config = replace(preset(shape), window=4096 if shape == "llama-1b" else None)
+    assert shape_obstacle(config, GRID, is_fp8, 32_768) is None
+    given = constants(config, GRID, is_fp8) | {"TILES": tiles}
+    options = [
+        "-arch=sm_90a",
+        "--std=c++17",
+        "-default-device",
+        *(f"-D{name}={value}" for name, value in given.items()),
+    ]
+    assert compile_source(SOURCE, options)[:4] == b"\x7fELF"
+
+
+def test_errors_of_the_compiler_are_told():
+    with pytest.raises(RuntimeError, match="HIDDEN"):
+        compile_source(SOURCE, ["-arch=sm_90a", "--std=c++17", "-default-device"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"hidden_size": 2000}, "multiples of 64, got"),
+        ({"family": "gemma3_text"}, "does not run the family gemma3_text"),
+        ({"family": "olmo2"}, "does not run the family olmo2"),
+        ({"num_layers": 100}, "KiB of shared memory for variables"),
+        ({"head_dim": 256, "qk_norm": True}, "KiB of shared memory for query, key and value weights"),
+    ],
+)
+def test_other_shapes_are_refused(changed, told):
+    assert told in str(shape_obstacle(replace(preset("llama-1b"), **changed), GRID, False, 4096))
+
+
+def test_long_rows_are_refused():
+    assert "MiB for attention to 1000000 positions" in str(shape_obstacle(preset("llama-1b"), GRID, True, 1_000_000))
+
+
+def test_tiles_of_tokens():
+    assert [tiles_of(tokens) for tokens in (1, 8, 9, 16, 17, 32, 33, 64)] == [1, 1, 2, 2, 4, 4, 8, 8]
