@@ -33,6 +33,7 @@ class Reader(Protocol):
     """Maximum number of positions of a sequence."""
     numerics: Numerics
     """What the bits of a result may depend on."""
+    vocab_size: int
 
     @property
     def attention(self) -> AttentionBackend: ...

@@ -3,12 +3,14 @@ run `smc.executor.triton_ops`. Both give the same results: tests compare them, o
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import assign_rows, expand
 from smc.algorithm.selection import select
 from smc.algorithm.verification import match_samples
+from smc.distributions import DistributionSpec
 from smc.executor import draft, draft_tree
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
@@ -45,6 +47,10 @@ class RoundOps:
     def sampling(self, vocab: int) -> Sampling:
         """Return the sampling from logits whose first `vocab` columns are tokens."""
         return Sampling(vocab)
+
+    def first_sampling(self, reader: Reader, distribution: DistributionSpec[np.ndarray]) -> Sampling:
+        """Return the sampling of first tokens, in torch. `distribution`: that of their rows."""
+        return Sampling(reader.vocab_size)
 
     def head_sampling(self, vocab: DraftVocab, device: torch.device) -> HeadSampling:
         """Return the sampling from the logits of a draft whose head covers only part of the vocabulary."""

@@ -20,6 +20,7 @@ count."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
-from smc.arrays import to_device
+from smc.arrays import map_tensors, to_device
 from smc.distributions import Distributions, DistributionSpec, draw
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import exponentials
@@ -163,6 +164,42 @@ class Sampling:
     def _race(self, log_dist_RV: Tensor, keys: DrawKeys) -> Tensor:
         word0, word1 = (to_device(word, log_dist_RV.device) for word in keys.words()[:2])
         return draw(log_dist_RV, exponentials(word0, word1, self.vocab))
+
+
+class RowSampling(Sampling):
+    """Sampling of one row at a time, with the processors that the row uses: on a GPU torch divides the sums over a row
+    by the number of rows."""
+
+    def __init__(self, vocab: int, distribution: DistributionSpec[np.ndarray]) -> None:
+        """`distribution`: that of the rows, on the host."""
+        super().__init__(vocab)
+        rows = (distribution.take(np.array([row])) for row in range(len(distribution.temperature_R)))
+        self._active_R = [DistributionSpec.of(*row[:-1]).active for row in rows]
+
+    def bonus(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        made = [super(RowSampling, self).bonus(*row) for row in self._rows(logits_RV, distribution, keys)]
+        token_RF, logp_RF, log_z_R = (torch.cat(parts) for parts in zip(*made))
+        return token_RF, logp_RF, log_z_R
+
+    def propose_bonus(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
+    ) -> tuple[CandidateTokens, Tensor, Tensor]:
+        made = [super(RowSampling, self).propose_bonus(*row) for row in self._rows(logits_RV, distribution, keys)]
+        candidates, logp, log_z = zip(*made)
+        return map_tensors(lambda *parts: torch.cat(parts), *candidates), torch.cat(logp), torch.cat(log_z)
+
+    def _rows(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
+    ) -> Iterator[tuple[Tensor, DistributionSpec[Any], DrawKeys]]:
+        for row, active in enumerate(self._active_R):
+            own = slice(row, row + 1)
+            of_row: tuple[DistributionSpec[Any], DrawKeys] = map_tensors(
+                lambda values_R: values_R[own],  # noqa: B023
+                (distribution._replace(active=active), keys),
+            )
+            yield logits_RV[own], *of_row
 
 
 class HeadSampling:

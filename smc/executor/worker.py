@@ -275,7 +275,8 @@ class ModelWorker:
         mass_R = None
         if draws.machines:
             logits_RV, distribution, mass_R = self._constrained(draws, logits_RV, failures)
-        token_RF, logp_RF, log_z_R = Sampling(self.vocab_size).bonus(logits_RV, distribution, keys)
+        sampling = self.ops.first_sampling(self, draws.distribution)
+        token_RF, logp_RF, log_z_R = sampling.bonus(logits_RV, distribution, keys)
         weight_R = log_z_R.double()
         if mass_R is not None:
             logp_RF = logp_RF + mass_R[:, None]
@@ -288,7 +289,7 @@ class ModelWorker:
         none_RF = is_one_of(decoding_R, EXACT)[:, None] & ~first_F
         logw_RF = weight_R[:, None].expand(token_RF.shape).masked_fill(none_RF, -torch.inf)
         if (draws.decoding_R == Decoding.DISTINCT).any():
-            theirs = self._draw_distinct(draws, distribution, logits_RV, keys, weight_R)
+            theirs = self._draw_distinct(sampling, draws, distribution, logits_RV, keys, weight_R)
             if mass_R is not None:
                 theirs = (theirs[0], theirs[1] + mass_R[:, None], theirs[2])
             is_distinct_R1 = (decoding_R == Decoding.DISTINCT)[:, None]
@@ -332,6 +333,7 @@ class ModelWorker:
 
     def _draw_distinct(
         self,
+        sampling: Sampling,
         draws: Draws,
         distribution: DistributionSpec[Any],
         logits_RV: Tensor,
@@ -342,7 +344,7 @@ class ModelWorker:
         each row's total mass."""
         most = keys.stream_RF.shape[1]
         keys = keys._replace(stream_RF=keys.stream_RF[:, :1])
-        candidate_tokens, candidate_logp_RC, _ = Sampling(self.vocab_size).propose_bonus(logits_RV, distribution, keys)
+        candidate_tokens, candidate_logp_RC, _ = sampling.propose_bonus(logits_RV, distribution, keys)
         rows = torch.arange(len(logits_RV), device=self.device)
         one_R = torch.ones_like(rows)
         decoding_R, count_R = to_device(draws.decoding_R, self.device), to_device(draws.count_R, self.device)
