@@ -1,0 +1,50 @@
+"""numerics=invariant through the whole engine, in Triton's interpreter: the kernels of one order of sums serve every
+method, and exact answers in company are the target's alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from smc.api.engine_config import EngineConfig
+from smc.executor.invariant_forward import InvariantForward
+from smc.local_engine import ModelPair, local_engine
+from tests.executor.test_kernels import KERNELS, pair
+from tests.scheduler.harness import answers, request
+
+
+def half(family: str) -> ModelPair:
+    """A pair in float16, which the interpreter multiplies."""
+    made = pair(family)
+    return replace(made, target=made.target.half(), draft=made.draft.half())
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3", "lockstep"), pytest.param("qwen3_moe", "lookahead", marks=pytest.mark.slow)]
+)
+def test_exact_answers_in_company_are_the_target_s_alone(family, form, monkeypatch):
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+    passes = []
+    original = InvariantForward.product
+
+    def counted(self, *args, **options) -> torch.Tensor:
+        passes.append(1)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(InvariantForward, "product", counted)
+    config, law = EngineConfig(form=form, block=3, numerics="invariant"), {"max_tokens": 6, "ignore_eos": True}
+    made = half(family)
+    plain = answers(local_engine(made, config), [request([1, 2, 3], "0", method="target", seed=4, **law)])["0"]
+    asked = [
+        request([1, 2, 3], "0", method="exact", particles=2, seed=4, **law),
+        request([5, 6, 7, 4], "1", method="target", seed=5, **law),
+        request([2], "2", particles=2, seed=6, **law),
+    ]
+    found = answers(local_engine(made, config), asked)
+    assert found["0"].tokens == plain.tokens and len(plain.tokens) == 6
+    assert found["0"].statistics.numerics == "invariant"
+    assert passes, "the kernels of one order ran"
