@@ -71,6 +71,9 @@ class FixedTiling:
     """Queries of a program that reads a prefix."""
     pieces: int
     """Target number of pieces (tile of queries, run of splits) of a key/value head."""
+    alone: int
+    """Number of positions of an unfinished split up to which each row reads them by itself, so that few rows need not
+    wait for them."""
     stages: int
     """Number of tiles whose loads are in flight or in use."""
     warps: int
@@ -81,13 +84,14 @@ class FixedTiling:
     ) -> FixedTiling:
         """`together`: number of rows of a group, at most or typically."""
         (h, j), wide = heads, dtype.itemsize == 4
-        x = together * queries * h // j
+        x, programs = together * queries * h // j, rows * j * triton.cdiv(queries * h // j, LEAST_Y)
         return FixedTiling(
             unit=UNIT,
             block_p=32 if wide else 64,
             block_x=min(32 if wide or head_dim > 128 else 64, max(LEAST_Y, triton.next_power_of_2(x))),
             pieces=2 * max(1, MULTIPROCESSORS // j),
-            stages=1 if wide else 2 if head_dim > 128 else 3,
+            alone=UNIT if programs <= 2 * MULTIPROCESSORS else 0,
+            stages=1 if wide else 2 if head_dim > 128 else 4 if x <= LEAST_Y else 3,
             warps=4,
         )
 
@@ -115,6 +119,7 @@ class FixedCut(NamedTuple):
     pieces: int
     entries: int
     """Maximum number of entries; two a query are always enough."""
+    alone: int
     longest: int
     """Maximum number of positions that a group attends to together."""
 
@@ -204,7 +209,10 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr, 
     inside = r < rows
     slot = tl.load(pages.slot_R + r, mask=inside, other=0)
     first, size, shared, lead, live = shared_by_groups(r, inside, pages, spans, groups, cut.longest, BLOCK_R)
-    shared = shared // cut.block_p * cut.block_p
+    # Few rows read the last split by themselves, if it is short: then they need not wait for it.
+    within = splits_within(shared, UNIT)
+    alone = shared - split_begin(within, UNIT) <= cut.alone
+    shared = tl.where(alone, split_begin(within, UNIT), shared // cut.block_p * cut.block_p)
     x = tl.where(lead < FAR, (first + size - lead) * each, 0)
     whole = splits_within(shared, UNIT)
     reads = whole + (shared > split_begin(whole, UNIT)).to(tl.int32)
@@ -279,11 +287,11 @@ def nothing(Y: tl.constexpr, D: tl.constexpr):
 def walk(
     q_YD, position_Y, part, query, begin, end, unmasked, cache, table, tail, tail_start, tables, pages, j,
     J: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, MERGES: tl.constexpr,
 ):  # fmt: skip
     """Take the positions from `begin`, where a tile begins, to `end` into the sums of the split that holds `begin`
-    (`part`), and whole splits into those of the query (`query`). Tiles that end by `unmasked` are seen by all
-    queries."""
+    (`part`), and with MERGES whole splits into those of the query (`query`). Tiles that end by `unmasked` are seen by
+    all queries."""
     Y: tl.constexpr = q_YD.shape[0]
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
     m_Y, l_Y, acc_YD = part
@@ -303,9 +311,11 @@ def walk(
             m_Y, l_Y, acc_YD = take_in(q_YD, k_LD, v_LD, visible_YL, True, m_Y, l_Y, acc_YD, SCALE)
         else:
             m_Y, l_Y, acc_YD = take_in(q_YD, k_LD, v_LD, visible_YL, after > unmasked, m_Y, l_Y, acc_YD, SCALE)
-        if after % split_size(p0, UNIT) == 0:
-            most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, m_Y, l_Y, acc_YD)
-            m_Y, l_Y, acc_YD = nothing(Y, D)
+        if MERGES:  # noqa: SIM102 (a constant, and a condition of the device)
+            # Lengths of splits are powers of two.
+            if (after & (split_size(p0, UNIT) - 1)) == 0:
+                most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, m_Y, l_Y, acc_YD)
+                m_Y, l_Y, acc_YD = nothing(Y, D)
     return (m_Y, l_Y, acc_YD), (most_Y, sum_Y, total_YD)
 
 
@@ -372,7 +382,7 @@ def _prefix_kernel(
         begin = tl.minimum(first_tile(tl.min(position_Y, 0), BLOCK_P, WINDOW), last)
         part, query = walk(
             q_YD, position_Y, nothing(BLOCK_X, D), nothing(BLOCK_X, D), begin, last, last, cache,
-            table, table, FAR, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW,
+            table, table, FAR, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
         )  # fmt: skip
         whole = splits_within(last, UNIT)
         if whole > 0:
@@ -387,7 +397,7 @@ def _prefix_kernel(
             # A whole split is taken into sums of nothing, which changes no bit.
             part, query = walk(
                 q_YD, position_Y, nothing(BLOCK_X, D), nothing(BLOCK_X, D), seen, end, end, cache,
-                table, table, FAR, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW,
+                table, table, FAR, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
             )  # fmt: skip
             if end == split_begin(split + 1, UNIT):
                 store_sums(at_Y + split * step, real_Y, query, work, D)
@@ -403,32 +413,51 @@ def _own_kernel(
     BLOCK_P: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add up the sums of the prefix for BLOCK_Y queries of a row and key/value head, and continue with the row's own
-    positions."""
+    positions. Those of the split in which they begin are read before the kernel waits for the prefix, unless the prefix
+    ends within that split."""
     j, r, d = tl.program_id(1), tl.program_id(2), tl.arange(0, D)[None, :]
     y = tl.program_id(0) * BLOCK_Y + tl.arange(0, BLOCK_Y)
     start, count = tl.load(spans.start_R + r), tl.load(spans.count_R + r)
-    table, tail, tail_start = row_tables(r, tables, pages)
-    if PDL:
-        gdc_wait()
     shared, entry = tl.load(splits.shared_R + r), tl.load(splits.entry_R + r)
     step, merged = tl.load(splits.step_R + r), tl.load(splits.first_R + r)
+    table, tail, tail_start = row_tables(r, tables, pages)
     real_Y = y // EACH < count
     position_Y = tl.where(real_Y, start + y // EACH, -1)
     q_at = q + (r * Q + y // EACH)[:, None].to(tl.int64) * q_stride + (j * EACH + y % EACH)[:, None] * D + d
     q_YD = tl.load(q_at, mask=real_Y[:, None], other=0.0)
-    at_Y = j * work.entries + entry + y
-    query, whole = nothing(BLOCK_Y, D), splits_within(shared, UNIT)
-    most_Y, sum_Y, total_YD = query
-    for split in tl.range(merged, tl.where(count > 0, whole, 0), num_stages=1):
-        m_Y, l_Y, acc_YD = load_sums(at_Y + split * step, real_Y, work, D)
-        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, m_Y, l_Y, acc_YD)
+    at_Y, whole = j * work.entries + entry + y, splits_within(shared, UNIT)
     unfinished = (shared > split_begin(whole, UNIT)) & (count > 0)
-    part = load_sums(at_Y + whole * step, real_Y & unfinished, work, D)
     end = tl.where(count > 0, tl.max(position_Y, 0) + 1, 0)
     begin = tl.maximum(shared, first_tile(start + tl.program_id(0) * BLOCK_Y // EACH, BLOCK_P, WINDOW))
+    border = split_begin(splits_within(begin, UNIT) + 1, UNIT)
+    early = tl.where(unfinished, begin, tl.minimum(end, border))
     part, query = walk(
-        q_YD, position_Y, part, (most_Y, sum_Y, total_YD), begin, end, 0, cache,
-        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW,
+        q_YD, position_Y, nothing(BLOCK_Y, D), nothing(BLOCK_Y, D), begin, early, 0, cache,
+        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, False,
+    )  # fmt: skip
+    if PDL:
+        gdc_wait()
+    most_Y, sum_Y, total_YD = query
+    m_Y, l_Y, acc_YD = part
+    last = tl.where(count > 0, whole, 0)
+    for split in tl.range(merged, last, 4, num_stages=1):
+        # Loaded together, merged one after another; the sums of no position change nothing.
+        first = load_sums(at_Y + split * step, real_Y, work, D)
+        second = load_sums(at_Y + (split + 1) * step, real_Y & (split + 1 < last), work, D)
+        third = load_sums(at_Y + (split + 2) * step, real_Y & (split + 2 < last), work, D)
+        fourth = load_sums(at_Y + (split + 3) * step, real_Y & (split + 3 < last), work, D)
+        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, first[0], first[1], first[2])
+        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, second[0], second[1], second[2])
+        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, third[0], third[1], third[2])
+        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, fourth[0], fourth[1], fourth[2])
+    if unfinished:
+        m_Y, l_Y, acc_YD = load_sums(at_Y + whole * step, real_Y, work, D)
+    elif early == border:
+        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, m_Y, l_Y, acc_YD)
+        m_Y, l_Y, acc_YD = nothing(BLOCK_Y, D)
+    part, query = walk(
+        q_YD, position_Y, (m_Y, l_Y, acc_YD), (most_Y, sum_Y, total_YD), early, end, 0, cache,
+        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -469,7 +498,7 @@ def _whole_kernel(
     part, query = walk(
         q_YD, position_Y, nothing(BLOCK_Y, D), nothing(BLOCK_Y, D), first_tile(lowest, BLOCK_P, WINDOW),
         tl.max(position_Y, 0) + 1, lowest + 1, cache, table, tail, tail_start, tables, pages, j,
-        J, D, BLOCK_P, UNIT, STAGES, WINDOW,
+        J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
     )  # fmt: skip
     _, sum_Y, total_YD = merge(query[0], query[1], query[2], part[0], part[1], part[2])
     out_YD = total_YD / tl.where(real_Y, sum_Y, 1.0)[:, None]
@@ -502,7 +531,7 @@ class FixedOrderAttention:
         chosen = FixedTiling.choose(floor_rows(rows), min(together, rows), queries, heads, head_dim, dtype)
         self.tiling = tune = replace(chosen, **tiling)
         entries = 2 * x + 2 * tune.block_x * tune.pieces
-        self._cut = FixedCut(h // j, tune.block_x, tune.block_p, tune.pieces, entries, max_context)
+        self._cut = FixedCut(h // j, tune.block_x, tune.block_p, tune.pieces, entries, tune.alone, max_context)
         groups = min(groups, rows)
         self._most = tune.pieces + (x - groups) // tune.block_x + groups
         """Maximum number of pieces: each query is in one tile, and each group's last tile may be partly empty."""
@@ -561,7 +590,7 @@ class FixedOrderAttention:
         spans, y = RowSpans(prepared.start_R, prepared.count_R), self.queries * h // j
         _own_kernel[(triton.cdiv(y, LEAST_Y), j, self.rows)](
             q_THD, cache, tables, pages, spans, prepared.splits, self._work, out_THD, q_THD.stride(0),
-            Q=self.queries, BLOCK_Y=LEAST_Y, **options,
+            Q=self.queries, BLOCK_Y=LEAST_Y, **options | {"STAGES": min(2, tune.stages)},
         )  # fmt: skip
         return out_THD
 

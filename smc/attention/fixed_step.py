@@ -96,7 +96,7 @@ def _fixed_step_kernel(
     part, query = walk(
         q_YD, position_Y, nothing(BLOCK_Y, D), nothing(BLOCK_Y, D),
         first_tile(start + tile * BLOCK_Y // EACH, BLOCK_P, WINDOW), tl.max(position_Y, 0) + 1, 0, cache,
-        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW,
+        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()

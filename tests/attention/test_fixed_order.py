@@ -3,6 +3,7 @@ the work, nor on the kernel that does it."""
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ def rows_of(built: Built, **tiling: int) -> Tensor:
 
 def step_of(built: Built, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Run the kernel of short contexts."""
-    own = FixedTiling(**TILING, block_x=16, pieces=1, stages=2, warps=4)
+    own = FixedTiling(**TILING, block_x=16, pieces=1, alone=0, stages=2, warps=4)
 
     def step(*args: Any, tiling: None, **options: Any) -> None:
         step_attention_fixed(*args, tiling=tiling or own, **options)
@@ -78,10 +79,10 @@ def prompts_of(built: Built, block_x: int) -> Tensor:
 def test_equals_reference_and_itself(name, monkeypatch):
     """The number of pieces decides which program adds up which splits, and `block_x` which queries it has."""
     built = Built((CASES | LONG)[name])
-    first = rows_of(built, pieces=PIECES[0], block_x=16)
+    first = rows_of(built, pieces=PIECES[0], alone=0, block_x=16)
     assert error(first, built.reference()) <= TOLERANCE[built.case.dtype]
-    for pieces in PIECES[1:]:
-        assert torch.equal(rows_of(built, pieces=pieces, block_x=16), first), pieces
+    for pieces, alone in product(PIECES, (0, 32)):
+        assert torch.equal(rows_of(built, pieces=pieces, alone=alone, block_x=16), first), (pieces, alone)
     assert torch.equal(step_of(built, monkeypatch), first)
     assert torch.equal(prompts_of(built, 16), first)
 
