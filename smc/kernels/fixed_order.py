@@ -31,6 +31,8 @@ from smc.model.linear import QuantisedRows
 
 FEW_TOKENS, FEW_FP8_TOKENS = 64, 512
 """Up to these numbers of tokens, the products of `smc.kernels.linear` are used."""
+LONG_PART = 1024
+"""Least inputs of a part whose sum waits in memory for the next part."""
 ROOM = 200 * 1024
 """Bytes of shared memory for loads in flight of a program that has a multiprocessor to itself."""
 
@@ -47,6 +49,8 @@ class ManyTiling:
     """Inputs of a step."""
     grid_splits: int
     """1: a program adds up all parts; otherwise the number of parts, each of a program of its own."""
+    spills: bool
+    """The sum of the parts so far waits in memory, which leaves the registers to a larger tile."""
     warps: int
     stages: int
 
@@ -58,7 +62,9 @@ def splits_of(outputs: int, inputs: int, gated: bool = False, fp8: bool = False)
 
 def choose_many(tokens: int, outputs: int, inputs: int, splits: int, gated: bool, fp8: bool) -> ManyTiling:
     """Return the tiling of `_many` for [tokens, inputs] x [outputs, inputs]^T."""
-    block_t = min(256 if splits == 1 else 128, max(16, triton.next_power_of_2(tokens)))
+    # Sums of parts that wait in memory pay if a part reads much more than it writes.
+    spills = splits > 1 and tokens > 1024 and inputs // splits >= LONG_PART
+    block_t = min(256 if splits == 1 or spills else 128, max(16, triton.next_power_of_2(tokens)))
     block_n = 64 if tokens <= 128 and not gated else 128
     block_k = next(size for size in ((128, 64, 32) if fp8 else (64, 32, 16)) if inputs // splits % size == 0)
     rows = block_n // 2 if gated else block_n
@@ -69,6 +75,7 @@ def choose_many(tokens: int, outputs: int, inputs: int, splits: int, gated: bool
         block_n,
         block_k,
         grid_splits=1 if tiles >= MULTIPROCESSORS else splits,
+        spills=spills and tiles >= MULTIPROCESSORS,
         warps=8 if block_t * block_n > 8192 else 4,
         stages=max(2, min(5, ROOM // stage_bytes)),
     )
@@ -145,51 +152,77 @@ def _launch(
     tiles = TensorDescriptor.from_tensor(weight, [rows, tiling.block_k])
     x_tiles = TensorDescriptor.from_tensor(x_TI, [tiling.block_t, tiling.block_k])
     grid = (triton.cdiv(tokens, tiling.block_t), triton.cdiv(outputs, rows), tiling.grid_splits)
+    waiting = None
+    if tiling.spills:
+        waiting = out.new_empty(grid[0] * grid[1] * rows * tiling.block_t, dtype=torch.float32)
     _many[grid](
-        x_tiles, tiles, x_scale_T1, scale, bias, out, tokens, outputs,
+        x_tiles, tiles, x_scale_T1, scale, bias, out, waiting, tokens, outputs,
         PARTS=splits // tiling.grid_splits, STEPS=inputs // splits // tiling.block_k, BLOCK_T=tiling.block_t,
         ROWS=rows, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps, enable_fp_fusion=False,
         **flags, **launch_options(pdl),
     )  # fmt: skip
 
 
-@one_variant("x_tiles", "tiles", "x_scale", "scale", "bias", "out", "outputs")
+@one_variant("x_tiles", "tiles", "x_scale", "scale", "bias", "out", "waiting", "outputs")
 def _many(
-    x_tiles, tiles, x_scale, scale, bias, out, tokens, outputs,
+    x_tiles, tiles, x_scale, scale, bias, out, waiting, tokens, outputs,
     PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of outputs, ROWS for BLOCK_T tokens: PARTS parts of the inputs one after another. The copy
-    engine fetches x through `x_tiles` and the weight through `tiles`, as in `smc.kernels.linear`."""
+    engine fetches x through `x_tiles` and the weight through `tiles`, as in `smc.kernels.linear`. `waiting`: room for
+    the sum of the parts so far; None: registers hold it."""
     t0, tile, split = tl.program_id(0) * BLOCK_T, tl.program_id(1), tl.program_id(2)
     first = tile * ROWS
-    t, n = t0 + tl.arange(0, BLOCK_T), tl.minimum(first + tl.arange(0, ROWS), outputs - 1)
     if PDL:
         gdc_wait()
-    total_OT = tl.zeros((ROWS, BLOCK_T), tl.float32)
-    up_OT = tl.zeros((ROWS, BLOCK_T), tl.float32)
-    for part in tl.range(0, PARTS, num_stages=1):
-        start = (split + part) * (STEPS * BLOCK_K)
-        sum_OT = tl.zeros((ROWS, BLOCK_T), tl.float32)
-        for step in tl.range(0, STEPS, num_stages=STAGES):
-            at = start + step * BLOCK_K
-            x_IT = tl.trans(x_tiles.load([t0, at]))
-            sum_OT = tl.dot(tiles.load([first, at]), x_IT, sum_OT)
-            if GATED:
-                up_OT = tl.dot(tiles.load([outputs + first, at]), x_IT, up_OT)
-        if scale is not None:
-            sum_OT *= tl.load(scale + n)[:, None] * tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
-        # The first part adds the bias, as if the parts had programs of their own.
-        sum_OT = with_bias(sum_OT, bias, n, split + part == 0)
-        if PARTS == 1:
-            total_OT = sum_OT
-        else:
+    tiles_at = (x_tiles, tiles, x_scale, scale, bias, t0, first, tokens, outputs)
+    total_OT, up_OT = tl.zeros((ROWS, BLOCK_T), tl.float32), tl.zeros((ROWS, BLOCK_T), tl.float32)
+    if PARTS == 1:
+        total_OT, up_OT = _part(tiles_at, split, STEPS, BLOCK_T, ROWS, BLOCK_K, STAGES, GATED)
+    elif waiting is None:
+        for part in tl.range(0, PARTS, num_stages=1):
+            sum_OT, _ = _part(tiles_at, part, STEPS, BLOCK_T, ROWS, BLOCK_K, STAGES, False)
             total_OT += sum_OT
+    else:
+        program = tile.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        at_OT = tl.arange(0, ROWS)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        at_OT += waiting + program * (ROWS * BLOCK_T)
+        for part in tl.static_range(PARTS):
+            total_OT, _ = _part(tiles_at, part, STEPS, BLOCK_T, ROWS, BLOCK_K, STAGES, False)
+            # Every thread reads what it has stored.
+            if part > 0:
+                total_OT += tl.load(at_OT)
+            if part < PARTS - 1:
+                tl.store(at_OT, total_OT)
     if PDL:
         gdc_launch_dependents()
     if GATED:
-        if scale is not None:
-            up_OT *= tl.load(scale + outputs + n)[:, None] * tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
         store_tile(gated_product(total_OT, up_OT, GELU), None, out, t0, tokens, outputs, ROWS, BLOCK_T)
     else:
         store_tile(total_OT, None, out, t0, tokens, outputs, ROWS, BLOCK_T)
+
+
+@triton.jit
+def _part(
+    tiles_at, part, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Return the scaled sums of one part of the inputs, [ROWS, BLOCK_T], and those of up. The first part adds the
+    bias, as if the parts had programs of their own."""
+    x_tiles, tiles, x_scale, scale, bias, t0, first, tokens, outputs = tiles_at
+    t, n = t0 + tl.arange(0, BLOCK_T), tl.minimum(first + tl.arange(0, ROWS), outputs - 1)
+    sum_OT, up_OT = tl.zeros((ROWS, BLOCK_T), tl.float32), tl.zeros((ROWS, BLOCK_T), tl.float32)
+    start = part * (STEPS * BLOCK_K)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        at = start + step * BLOCK_K
+        x_IT = tl.trans(x_tiles.load([t0, at]))
+        sum_OT = tl.dot(tiles.load([first, at]), x_IT, sum_OT)
+        if GATED:
+            up_OT = tl.dot(tiles.load([outputs + first, at]), x_IT, up_OT)
+    if scale is not None:
+        x_scale_1T = tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
+        sum_OT *= tl.load(scale + n)[:, None] * x_scale_1T
+        if GATED:
+            up_OT *= tl.load(scale + outputs + n)[:, None] * x_scale_1T
+    return with_bias(sum_OT, bias, n, part == 0), up_OT
