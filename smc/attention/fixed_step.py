@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.fixed_order import LEAST_Y, FixedTiling, first_tile, nothing, walk, write_output
-from smc.attention.step import HeadNorms, rotated
+from smc.attention.step import HeadNorms, RowPaths, rotated
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.norm import sum_parts
 from smc.kernels.packed_rows import CacheTensors, RowSpans, Tables, page_at, row_tables
@@ -32,6 +32,7 @@ def step_attention_fixed(
     eps: float = 0.0,
     *,
     window: int | None = None,
+    path_RB: Tensor | None = None,
     tiling: FixedTiling | None = None,
     pdl: bool = False,
 ) -> None:
@@ -43,20 +44,22 @@ def step_attention_fixed(
     assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous()
     assert rope.shape[1] == d and rope.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
-    y = queries * h // j
+    assert path_RB is None or (queries == 1 and path_RB.is_contiguous() and tables.tail_R is not None)
+    paths = None if path_RB is None else RowPaths(path_RB, path_RB.shape[1])
+    y, new = queries * h // j, queries if paths is None else paths.width
     tune = tiling or FixedTiling.choose(1, 1, queries, (h, j), d, keys.dtype)
     _fixed_step_kernel[(j, rows, triton.cdiv(y, tune.block_x))](
-        qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), out_THD, norm,
+        qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), paths, out_THD, norm,
         qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tune.block_x,
-        BLOCK_Q=max(LEAST_Y, triton.next_power_of_2(queries)), BLOCK_P=tune.block_p, UNIT=tune.unit,
+        BLOCK_Q=max(LEAST_Y, triton.next_power_of_2(new)), BLOCK_P=tune.block_p, UNIT=tune.unit,
         STAGES=tune.stages, WINDOW=window or 0, num_warps=tune.warps, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 
 @one_variant("qkv", "cache", "rope", "tables", "out", "norm", "split_stride")
 def _fixed_step_kernel(
-    qkv, cache, rope, tables, pages, spans, out, norm, split_stride,
+    qkv, cache, rope, tables, pages, spans, paths, out, norm, split_stride,
     Q: tl.constexpr, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
@@ -67,18 +70,25 @@ def _fixed_step_kernel(
     WIDTH: tl.constexpr = (H + 2 * J) * D
     EACH: tl.constexpr = H // J
     # A single new key needs no block of its own.
-    KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
+    KEYS: tl.constexpr = 1 if Q == 1 and paths is None else BLOCK_Q
     j, r, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     y, i, d = tile * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, KEYS), tl.arange(0, D)[None, :]
     start, count = tl.load(spans.start_R + r), tl.load(spans.count_R + r)
     table, tail, tail_start = row_tables(r, tables, pages)
-    real_Y, new_Q = y // EACH < count, i < count
-    here_Q = page_at(start + i, new_Q, table, tail, tail_start, tables, pages)
-    position_Y, position_Q = tl.where(real_Y, start + y // EACH, 0), tl.where(new_Q, start + i, 0)
+    # The row's new positions begin at `fresh`; others may run those before `start`.
+    fresh = start
+    if paths is not None:
+        fresh = tail_start
+    real_Y, new_Q = y // EACH < count, i < tl.where(count > 0, start - fresh + count, 0)
+    here_Q = page_at(fresh + i, new_Q, table, tail, tail_start, tables, pages)
+    position_Y, position_Q = tl.where(real_Y, start + y // EACH, 0), tl.where(new_Q, fresh + i, 0)
+    token_Q = r.to(tl.int64) * Q + i
+    if paths is not None:
+        token_Q = tl.load(paths.row_RB + r * paths.width + i, mask=new_Q, other=0).to(tl.int64)
     if PDL:
         gdc_wait()
     row = qkv + r.to(tl.int64) * (Q * WIDTH)
-    at_Y, at_Q = row + y // EACH * WIDTH + (j * EACH + y % EACH) * D, row + i * WIDTH + (H + j) * D
+    at_Y, at_Q = row + y // EACH * WIDTH + (j * EACH + y % EACH) * D, qkv + token_Q * WIDTH + (H + j) * D
     if norm is not None:
         q_YD = rotated(at_Y, position_Y, rope, d, split_stride, norm.q, norm.eps, real_Y, D, SPLITS, DTYPE)
         k_QD = rotated(at_Q, position_Q, rope, d, split_stride, norm.k, norm.eps, new_Q, D, SPLITS, DTYPE)
@@ -86,8 +96,8 @@ def _fixed_step_kernel(
         q_YD = rotated(at_Y, position_Y, rope, d, split_stride, None, 0.0, real_Y, D, SPLITS, DTYPE)
         k_QD = rotated(at_Q, position_Q, rope, d, split_stride, None, 0.0, new_Q, D, SPLITS, DTYPE)
     v_QD = sum_parts((at_Q + J * D)[:, None] + d, split_stride, new_Q[:, None], SPLITS).to(DTYPE)
-    # The dummy page keeps its content: a masked position must not read a NaN. Each program of a row stores the same
-    # numbers and reads its own.
+    # The dummy page keeps its content: a masked position must not read a NaN. All programs that store a position store
+    # the same numbers, and each reads its own.
     to_QD, stored = (here_Q.to(tl.int64) * J + j)[:, None] * D + d, (here_Q != 0)[:, None]
     tl.store(cache.k_BJD + to_QD, k_QD, mask=stored)
     tl.store(cache.v_BJD + to_QD, v_QD, mask=stored)

@@ -56,6 +56,13 @@ class StepTiling:
         return StepTiling(32 if y <= 32 or head_dim > 128 else 64, 64, 4, 3)
 
 
+class RowPaths(NamedTuple):
+    """The rows of one token that run each row's own positions."""
+
+    row_RB: Tensor
+    width: int
+
+
 class HeadNorms(NamedTuple):
     """Weights of RMSNorm of queries and keys."""
 
@@ -78,6 +85,7 @@ def step_attention(
     eps: float = 0.0,
     *,
     window: int | None = None,
+    path_RB: Tensor | None = None,
     tiling: StepTiling | None = None,
     pdl: bool = False,
 ) -> None:
@@ -86,8 +94,9 @@ def step_attention(
     qkv [T, (H + 2J) * D], or partial sums of it [parts, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope
     [positions, D] float32 as made by `RopeTable`. The first count_R of a row's Q tokens are at positions from start_R
     on. `tables` name the pages of these tokens and of all tokens before them, none of which may be a new token of
-    another row. Indices are int32; q_norm, k_norm [D] or neither. `window`: number of positions that a token sees,
-    itself included; None: all."""
+    another row, except with `path`: then Q is 1, and row r's own positions, from its tail's first on, are those of rows
+    path_RB[r, 0], path_RB[r, 1], .. up to itself. Indices are int32; q_norm, k_norm [D] or neither. `window`: number
+    of positions that a token sees, itself included; None: all."""
     (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
     queries, norm = tokens // rows, None
     if q_norm is not None and k_norm is not None:
@@ -95,13 +104,15 @@ def step_attention(
     assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous()
     assert rope.shape[1] == d and rope.is_contiguous()
     assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
-    y = queries * h // j
+    assert path_RB is None or (queries == 1 and path_RB.is_contiguous() and tables.tail_R is not None)
+    paths = None if path_RB is None else RowPaths(path_RB, path_RB.shape[1])
+    y, new = queries * h // j, queries if paths is None else paths.width
     tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
-        qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), out_THD, norm,
+        qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), paths, out_THD, norm,
         qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y,
-        BLOCK_Q=max(16, triton.next_power_of_2(queries)), BLOCK_P=tiling.block_p, STAGES=tiling.stages,
+        BLOCK_Q=max(16, triton.next_power_of_2(new)), BLOCK_P=tiling.block_p, STAGES=tiling.stages,
         WINDOW=window or 0, num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
 
@@ -128,7 +139,7 @@ def rotated(
 
 @one_variant("qkv", "cache", "rope", "tables", "out", "norm", "split_stride")
 def _step_kernel(
-    qkv, cache, rope, tables, pages, spans, out, norm, split_stride,
+    qkv, cache, rope, tables, pages, spans, paths, out, norm, split_stride,
     Q: tl.constexpr, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -140,25 +151,33 @@ def _step_kernel(
     EACH: tl.constexpr = H // J
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
     # One new key is compared by elementwise products, several by tensor cores.
-    KEYS: tl.constexpr = 1 if Q == 1 else BLOCK_Q
+    ALONE: tl.constexpr = Q == 1 and paths is None
+    KEYS: tl.constexpr = 1 if ALONE else BLOCK_Q
     j, r, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     y, i = tile * BLOCK_Y + tl.arange(0, BLOCK_Y), tl.arange(0, KEYS)
     p, d = tl.arange(0, BLOCK_P), tl.arange(0, D)[None, :]
     start, count = tl.load(spans.start_R + r), tl.load(spans.count_R + r)
     table, tail, tail_start = row_tables(r, tables, pages)
-    held, query_Y = tl.where(count > 0, start, 0), y // EACH
-    real_Y, new_Q = query_Y < count, i < count
+    # The row's new positions begin at `fresh`; the program stores those from `start` on, which the row runs itself.
+    fresh = start
+    if paths is not None:
+        fresh = tail_start
+    held, query_Y = tl.where(count > 0, fresh, 0), y // EACH
+    real_Y, new_Q = query_Y < count, i < tl.where(count > 0, start - fresh + count, 0)
     begin = 0
     if WINDOW:
         # Positions that the program's first query does not see are seen by none of its queries.
         begin = tl.maximum(0, start + tile * BLOCK_Y // EACH - (WINDOW - 1)) // BLOCK_P * BLOCK_P
     page = page_at(begin + p, begin + p < held, table, tail, tail_start, tables, pages)
-    here_Q = page_at(start + i, new_Q, table, tail, tail_start, tables, pages)
-    position_Y, position_Q = tl.where(real_Y, start + query_Y, 0), tl.where(new_Q, start + i, 0)
+    here_Q = page_at(fresh + i, new_Q & (fresh + i >= start), table, tail, tail_start, tables, pages)
+    position_Y, position_Q = tl.where(real_Y, start + query_Y, 0), tl.where(new_Q, fresh + i, 0)
+    token_Q = r.to(tl.int64) * Q + i
+    if paths is not None:
+        token_Q = tl.load(paths.row_RB + r * paths.width + i, mask=new_Q, other=0).to(tl.int64)
     if PDL:
         gdc_wait()
     row = qkv + r.to(tl.int64) * (Q * WIDTH)
-    at_Y, at_Q = row + query_Y * WIDTH + (j * EACH + y % EACH) * D, row + i * WIDTH + (H + j) * D
+    at_Y, at_Q = row + query_Y * WIDTH + (j * EACH + y % EACH) * D, qkv + token_Q * WIDTH + (H + j) * D
     if norm is not None:
         q_YD = rotated(at_Y, position_Y, rope, d, split_stride, norm.q, norm.eps, real_Y, D, SPLITS, DTYPE)
         k_QD = rotated(at_Q, position_Q, rope, d, split_stride, norm.k, norm.eps, new_Q, D, SPLITS, DTYPE)
@@ -170,15 +189,16 @@ def _step_kernel(
     to_QD, stored = (here_Q.to(tl.int64) * J + j)[:, None] * D + d, (here_Q != 0)[:, None] & (tile == 0)
     tl.store(cache.k_BJD + to_QD, k_QD, mask=stored)
     tl.store(cache.v_BJD + to_QD, v_QD, mask=stored)
-    if Q == 1:
+    if ALONE:
         m_Y = tl.sum(q_YD.to(tl.float32) * k_QD.to(tl.float32), 1) * SCALE
         l_Y = tl.full([BLOCK_Y], 1.0, tl.float32)
         acc_YD = tl.zeros([BLOCK_Y, D], tl.float32) + v_QD.to(tl.float32)
     else:
         m_Y, l_Y = tl.full([BLOCK_Y], LOWEST, tl.float32), tl.zeros([BLOCK_Y], tl.float32)
-        acc_YD, visible_YQ = tl.zeros([BLOCK_Y, D], tl.float32), (i[None, :] <= query_Y[:, None]) & real_Y[:, None]
+        last_Y = start - fresh + query_Y
+        acc_YD, visible_YQ = tl.zeros([BLOCK_Y, D], tl.float32), (i[None, :] <= last_Y[:, None]) & real_Y[:, None]
         if WINDOW:
-            visible_YQ &= i[None, :] > query_Y[:, None] - WINDOW
+            visible_YQ &= i[None, :] > last_Y[:, None] - WINDOW
         m_Y, l_Y, acc_YD = take_in(q_YD, k_QD, v_QD, visible_YQ, True, m_Y, l_Y, acc_YD, SCALE)
     for p0 in tl.range(begin, held, BLOCK_P, num_stages=STAGES):
         at_LD = (page.to(tl.int64) * J + j)[:, None] * D + d

@@ -102,9 +102,8 @@ class TritonForward(StaticForward, LayerOps):
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
             where = (self.rope.of(layer), tables, rows.start_R, rows.count_R)
             norms, window = self._head_norms[layer.index], self.pool.windows[layer.index]
-            self.step_attention(
-                qkv, keys, values, *where, out_THD, *norms, self.model.config.rms_eps, window=window, pdl=self._pdl
-            )
+            given = (qkv, keys, values, *where, out_THD, *norms, self.model.config.rms_eps)
+            self.step_attention(*given, window=window, path_RB=rows.path_RB, pdl=self._pdl)
             return out_THD.flatten(1)
 
         return attend

@@ -56,6 +56,9 @@ class Rows(NamedTuple):
     queries: int
     """Q: tokens of a row."""
     contexts: Contexts
+    path_RB: Tensor | None = None
+    """For rows of one token whose earlier own positions other rows run in the same pass: the row of each own position
+    up to the token's. None: no row reads what another one runs."""
 
 
 class LastTokens(NamedTuple):
@@ -442,8 +445,22 @@ class Blocks(NamedTuple):
     """int64 index of the batch index in its group."""
 
 
+class NodeLayout(NamedTuple):
+    """Blocks whose common tokens run once (`smc.executor.nodes`)."""
+
+    node_AQ: Tensor
+    """int64 node, among the T nodes of the pass, of every token of the blocks; 0 for a token that does not run."""
+    token_T: Tensor
+    """int64 index of every node's token among the A Q tokens of the blocks; 0 for an unused node."""
+    count_A: Tensor
+    """int64 number of tokens of each block that can be verified: all, unless there were too few nodes."""
+    pages_AQ: Tensor
+    """int32 page of every token; that of its node if the token runs."""
+
+
 class VerifyInputs(NamedTuple):
-    """Inputs of the pass over blocks, and of sampling from its logits."""
+    """Inputs of the pass over blocks, and of sampling from its logits. With `nodes`, the T tokens of the pass are these
+    nodes, each a row of one token."""
 
     blocks: Blocks
     rows: Rows
@@ -454,7 +471,9 @@ class VerifyInputs(NamedTuple):
     """Keys of the target's own draws after each token: those of plain decoding, which depend on the position and not on
     the round."""
     last_A: Tensor
-    """int64 index of the block's last token among all T tokens."""
+    """int64 index of the block's last token among all A Q tokens."""
+    nodes: NodeLayout | None = None
+    """None: every token of every block runs."""
 
 
 class TargetDraws(NamedTuple):
@@ -490,14 +509,16 @@ class VerifyOutputs(NamedTuple):
     """float32 log of the mass that a constraint allows in the distribution after the block; `next_AV` has the logits
     given the constraint. None: no stage reads it."""
     raw_TV: Tensor | None = None
-    """The target's own logits after all tokens of the blocks. None: the round does not report log-probabilities under
+    """The target's own logits after all tokens of the pass. None: the round does not report log-probabilities under
     them."""
+    nodes: NodeLayout | None = None
+    """As in `VerifyInputs`."""
 
     @property
     def alone(self) -> VerifyOutputs:
-        """The outputs without logits and masses, for kernels that do not read them: whether there are any makes no
-        variant of a kernel."""
-        return self._replace(next_AV=None, next_mass_A=None, raw_TV=None)
+        """The outputs without logits, masses and nodes, for kernels that do not read them: whether there are any makes
+        no variant of a kernel."""
+        return self._replace(next_AV=None, next_mass_A=None, raw_TV=None, nodes=None)
 
 
 class TargetOutputs(NamedTuple):

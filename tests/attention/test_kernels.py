@@ -14,9 +14,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from smc.attention.fixed_order import FixedTiling
+from smc.attention.fixed_step import step_attention_fixed
 from smc.attention.kernels import SharedPrefixAttention, Tuning, floor_rows
 from smc.attention.step import StepTiling, step_attention
-from smc.kernels.packed_rows import store_kv
+from smc.kernels.packed_rows import Tables, store_kv
 from smc.round.plan import SHORT, SHORT_SINGLE
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
 from tests.kernels.sizes import SLOTS, possible, warm_up_sizes
@@ -316,6 +318,45 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
     torch.testing.assert_close(found[2], expected[3], atol=0, rtol=0, equal_nan=True)
     assert not found[4][~built.exists_T].any()
     assert error(found[4].cpu(), out_THD.cpu().double()) < TOLERANCE[case.dtype]
+
+
+FIXED_STEP = partial(
+    step_attention_fixed, tiling=FixedTiling(unit=32, block_p=16, block_x=16, pieces=1, stages=2, warps=4)
+)
+
+
+@pytest.mark.parametrize("step", [step_attention, FIXED_STEP], ids=["fastest", "fixed"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", ["groups", "target", "nine_queries"])
+def test_rows_of_one_token_read_tokens_that_other_rows_run(name, window, step):
+    """Tokens of rows, each as a row of its own, in another order, with more rows of padding."""
+    built, case = Built(CASES[name]), CASES[name]
+    (h, j), d, q, generator = case.heads, case.dim, case.queries, torch.Generator().manual_seed(5)
+    order_T = torch.randperm(built.rows * q, generator=generator)
+    index_T, depth_T = order_T // q, order_T % q
+    tail_RB = built.page_T.view(-1, q)[index_T]
+    exists_T, node_T = built.exists_T[order_T], order_T.argsort()
+    path_RB = node_T.view(-1, q)[index_T].masked_fill(torch.arange(q) > depth_T[:, None], 0)
+    qkv = torch.randn(built.rows * q, (h + 2 * j) * d, generator=generator).to(case.dtype)
+    qkv[~built.exists_T] = torch.nan
+    rope = torch.randn(300, d, generator=generator).to(DEVICE)
+
+    def run(qkv: Tensor, tables: Tables, start_R: Tensor, count_R: Tensor, path_RB: Tensor | None = None) -> list:
+        given = [x.to(DEVICE, copy=True) for x in (qkv, built.keys, built.values)]
+        out_THD = torch.full((len(qkv), h, d), torch.nan, dtype=case.dtype, device=DEVICE)
+        bounds = (start_R.int().to(DEVICE), count_R.int().to(DEVICE))
+        step(*given, rope, tables, *bounds, out_THD, window=window, path_RB=path_RB)
+        return [out_THD.cpu(), *(x.cpu() for x in given[1:])]
+
+    expected = run(qkv, built.tables(), built.start_R, built.count_R)
+    on_device = [x.to(DEVICE) for x in (built.slot_R[index_T], tail_RB, built.start_R[index_T], path_RB.int())]
+    tables = Tables(built.tables().table_SL, *on_device[:3])
+    found = run(qkv[order_T], tables, built.start_R[index_T] + depth_T, exists_T, on_device[3])
+    assert error(found[0], expected[0][order_T].double()) < TOLERANCE[case.dtype]
+    if step is FIXED_STEP:
+        torch.testing.assert_close(found[0], expected[0][order_T], atol=0, rtol=0)
+    for stored, wanted in zip(found[1:], expected[1:]):
+        torch.testing.assert_close(stored, wanted, atol=0, rtol=0, equal_nan=True)
 
 
 def test_a_workspace_refuses_heads_that_do_not_divide():
