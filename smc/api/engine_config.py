@@ -307,6 +307,10 @@ class EngineConfig:
         """Maximum tokens of a sequence that the target runs in a round: a block, and in lockstep also the seed."""
         return self.block if self.lookahead else self.block + 1
 
+    def scored(self, steps: int) -> int:
+        """Return the tokens of a sequence that the target runs in a round, if `steps` tokens are drafted for it."""
+        return self.block if self.lookahead else steps + 1
+
     @property
     def begin_tokens(self) -> int:
         """Maximum tokens of a sequence that the draft has not run when a round begins: in lockstep the last drafted

@@ -24,7 +24,7 @@ from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow
-from smc.scheduler.round_plan import bucket, room
+from smc.scheduler.round_plan import NODE_SHARES, bucket, room
 from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ TRUNCATED_SIZES = {BOTH_MODELS: (8,), Decoding.TARGET.roles: (1, 8)}
 round."""
 
 SHALLOW_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sizes of dummy rounds that draft fewer tokens than a block has. Capturing another size later costs one round."""
+"""Sizes of dummy rounds that draft fewer tokens than a block has, or run common tokens once. Capturing another size
+later costs one round."""
 DECODINGS = (
     frozenset({Decoding.WALK}),
     frozenset({Decoding.DISTINCT}),
@@ -101,16 +102,19 @@ def warm_up_plans(
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for decodings, contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
-        for (shape, steps), batch_size, processors in product(_shapes(config, decodings), sizes, truncated):
-            if steps and (processors or batch_size not in SHALLOW_SIZES):
+        for (shape, steps, share), batch_size, processors in product(_shapes(config, decodings), sizes, truncated):
+            if (steps or share) and (processors or batch_size not in SHALLOW_SIZES):
+                continue
+            if share and batch_size == 1:
+                # A single row has nothing in common with others.
                 continue
             if (processors and batch_size not in few) or contexts not in _contexts(
                 config.width(context), decodings, batch_size
             ):
                 continue
-            plan = padding_plan(
-                decodings, shape, batch_size, config.max_slots, contexts, processors=processors, steps=steps
-            )
+            given = (decodings, shape, batch_size, config.max_slots, contexts)
+            nodes = int(share * batch_size * shape.scored(steps))
+            plan = padding_plan(*given, processors=processors, steps=steps, nodes=nodes)
             yield from [plan] * REPEATS
 
 
@@ -125,14 +129,16 @@ def _roles(decodings: frozenset[Decoding]) -> tuple[ModelRole, ...]:
     return next(iter(decodings)).roles
 
 
-def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[PagesPerRow, int | None]]:
-    """Return pairs (shape, steps). The first is the shape of the config, with all tokens of a block (steps None). Where
-    the latency model chooses trees, shapes with fewer branches a row and rounds with fewer tokens follow."""
+def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[PagesPerRow, int | None, float]]:
+    """Return triples (shape, steps, share of the tokens that run as nodes, 0: all run by themselves). The first is the
+    shape of the config, with all tokens of a block (steps None). Where the latency model chooses trees, shapes with
+    fewer branches a row, rounds with fewer tokens and rounds with nodes follow."""
     shape = RULES_OF_ROUNDS[_roles(decodings)].shape(config)
     if decodings != {Decoding.WALK} or config.drafting != "adaptive":
-        return [(shape, None)]
+        return [(shape, None, 0.0)]
     shapes = [replace(shape, branches=branches) for branches in config.branch_levels]
-    return [(each, None) for each in shapes] + [(shape, steps) for steps in config.block_levels[1:]]
+    shallow = ((shape, steps, 0.0) for steps in config.block_levels[1:])
+    return [*((each, None, 0.0) for each in shapes), *shallow, *((shape, None, share) for share in NODE_SHARES)]
 
 
 def padding_plan(
@@ -144,6 +150,7 @@ def padding_plan(
     *,
     processors: Processors = NO_PROCESSORS,
     steps: int | None = None,
+    nodes: int = 0,
 ) -> RoundPlan[np.ndarray]:
     """Return the plan of a round whose rows are all padding."""
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
@@ -167,13 +174,16 @@ def padding_plan(
         decoding_G=whole,
         chain_P=wide[:0],
         distribution_P=wide[:0],
+        nodes_G=whole,
         scheme_G=whole,
         target_pages_AQ=np.zeros((batch_size, shape.scored(steps)), dtype=np.int32),
         begin_pages_AQ=np.zeros((batch_size, shape.begin), dtype=np.int32),
         branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )
     columns = 1 + max(shape.target, shape.begin + shape.branch)
-    return RoundPlan(RoundKind(contexts, decodings, steps), columns, arrays, distribution, distribution).sized()
+    return RoundPlan(
+        RoundKind(contexts, decodings, steps, nodes=nodes), columns, arrays, distribution, distribution
+    ).sized()
 
 
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:

@@ -18,7 +18,7 @@ mathematics without batches; classes without a file are in `round_stages`, and f
           3. choose by their paths the rows that may be verified next -> `DraftedRows`, sent to the target
           `draft_tree.prune_tree`, `draft.pack`
   verify  one pass over the blocks in flight, with the target's own draw after each token -> `VerifyOutputs`
-          `model_runner.TargetRunner.round`, `verify.lay_out`, `verify.verify`
+          `model_runner.TargetRunner.round`, `verify.lay_out`, `nodes.lay_out_nodes`, `verify.verify`
   select  1. how far each block agrees with the draws, and which drafted rows begin with the outcome -> `Candidates`
           `SelectStage.select`, `smc.algorithm.verification.match_samples`, `select.score_candidates`
           2. keep at most N of these rows; after a miss one: the accepted tokens and the target's draw

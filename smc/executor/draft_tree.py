@@ -95,7 +95,20 @@ def _gains(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> tuple[
     gain_KX = torch.where(alive_KX & is_new_KX, (mass_KX - top_X).exp(), 0.0)
     lead_G = plan.arrays.first_G.long() * branches
     is_lead_X = torch.arange(mass_KX.shape[1], device=mass_KX.device) == lead_G[group_X]
-    return gain_KX + torch.where(alive_KX & is_lead_X, LEAD_GAIN, 0.0), alive_KX
+    gain_KX = gain_KX + torch.where(alive_KX & is_lead_X, LEAD_GAIN, 0.0)
+    if not plan.kind.nodes:
+        return gain_KX, alive_KX
+    # The first token of a block, which is known, takes a node, too.
+    tree_KX = torch.stack([step.tree.outcome_X if lookahead else group_X for step in steps])
+    rank_Y = _rank(gain_KX.masked_fill(~(alive_KX & is_new_KX), -1.0).flatten(), tree_KX.flatten())
+    is_kept_KX = is_new_KX & (rank_Y.view_as(gain_KX) < plan.arrays.nodes_G.long()[group_X] - 1)
+    if lookahead:
+        is_kept_KX[0] = True
+    is_kept_KX = is_kept_KX & alive_KX
+    # Only rounding, and the first row's gain, put a node before its parent.
+    for step in range(1, len(steps)):
+        is_kept_KX[step] &= is_kept_KX[step - 1][steps[step].parent_X]
+    return torch.where(is_kept_KX, gain_KX, 0.0), is_kept_KX
 
 
 def _paths(grown: GrownRows, gain_KX: Tensor, alive_KX: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -470,6 +470,8 @@ class TargetRunner(ModelRunner):
             else:
                 inputs, after, mask_TW, span = queued.inputs, queued.after, queued.masks(), queued.span
                 scored = stages.run(key, "read logits", lambda: verify.read_logits(here, inputs, after, mask_TW))
+            if scored.nodes is not None:
+                here = here.with_target_pages(scored.nodes.pages_AQ)
             rows = self._receive(key) if drafted is None else drafted
             heard = stages.event()
             applied = stages.run(key, "select", lambda: self._select.select(here, scored, rows()))

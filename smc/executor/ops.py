@@ -15,6 +15,7 @@ from smc.executor import draft, draft_tree
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import apply_mask
+from smc.executor.nodes import lay_out_nodes
 from smc.executor.remap import advance, remap_block_table, remap_draft, remap_target
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import apply_selection, score_candidates
@@ -74,6 +75,7 @@ class RoundOps:
     # Verify.
 
     lay_out_blocks = staticmethod(lay_out)
+    lay_out_nodes = staticmethod(lay_out_nodes)
     verify = staticmethod(verify)
     verify_chains = staticmethod(verify_chains)
     match_samples = staticmethod(match_samples)

@@ -317,13 +317,17 @@ class VerifyStage:
         return self.read_logits(plan, inputs, self.run_blocks(plan, inputs))
 
     def lay_out(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
-        return self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
+        inputs = self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
+        return self._ops.lay_out_nodes(plan, inputs) if plan.kind.nodes else inputs
 
     def run_blocks(self, plan: RoundPlan[Tensor], inputs: VerifyInputs) -> PassLogits:
-        """Return logits [T, V] after all tokens of the blocks."""
+        """Return logits [T, V] after all tokens of the pass."""
+        tokens_T, root_R = inputs.blocks.tokens_AQ.flatten(), inputs.blocks.origin_A
+        if inputs.nodes is not None:
+            index_T = inputs.nodes.token_T // inputs.blocks.tokens_AQ.shape[1]
+            tokens_T, root_R, plan = tokens_T[inputs.nodes.token_T], root_R[index_T], plan.penalising(index_T)
         self.run.begin(plan, plan.arrays.target_pages_AQ[:, :0], plan.arrays.target_pages_AQ)
-        tokens_T, origin_A = inputs.blocks.tokens_AQ.flatten(), inputs.blocks.origin_A
-        logits_TV, raw_TV = self.run(plan, tokens_T, inputs.rows, root_R=origin_A)
+        logits_TV, raw_TV = self.run(plan, tokens_T, inputs.rows, root_R=root_R)
         if plan.kind.biased:
             logits_TV = self._ops.add_biases(
                 self._biases,
@@ -339,12 +343,15 @@ class VerifyStage:
     def read_logits(
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, after: PassLogits, mask_TW: Tensor | None = None
     ) -> VerifyOutputs:
-        """Compute the target's outputs for blocks from its logits. `mask`: tokens that may follow each token."""
+        """Compute the target's outputs for blocks from its logits. `mask`: tokens that may follow each token of the
+        blocks."""
         logits_TV, raw_TV = after
         distribution_T, log_mass_T = inputs.distribution_T, None
         if mask_TW is not None and plan.constraints is not None:
             by_answer_T = None
-            if plan.kind.has_answers:
+            if inputs.nodes is not None:
+                mask_TW = mask_TW[inputs.nodes.token_T]
+            elif plan.kind.has_answers:
                 by_answer_T = plan.constraints.by_answer_A[plan.index_of_rows(inputs.rows.queries)]
             vocab, masked_TV = self.sampling.vocab, self._ops.apply_mask(logits_TV, mask_TW, self.sampling.vocab)
             logits_TV, distribution_T, log_mass_T = given_constraint(
@@ -413,7 +420,8 @@ class SelectStage:
         matched = own = trees = None
         if plan.kind.has_exact:
             blocks, groups = scored.blocks, plan.arrays.groups
-            matched = self.ops.match_samples(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
+            count_A = blocks.count_A if scored.nodes is None else scored.nodes.count_A
+            matched = self.ops.match_samples(blocks.tokens_AQ, count_A, scored.drawn_AQ, blocks.alive_A, groups)
         if scored.next_mass_A is not None and plan.constraints is not None:
             distribution = plan.target_distribution.neutral(plan.constraints.by_answer_A)
             plan = replace(plan, target_distribution=distribution)
@@ -443,7 +451,7 @@ class SelectStage:
         column_Q, last_A1 = torch.arange(q, device=block_A.device), kept_A[:, None] - 1
         token_AQ = torch.where(column_Q < last_A1, blocks.tokens_AQ[block_A].roll(-1, 1), -1)
         token_AQ = torch.where(column_Q == last_A1, next_A[:, None], token_AQ)
-        row_AQ = block_A[:, None] * q + column_Q
+        row_AQ = block_A[:, None] * q + column_Q if scored.nodes is None else scored.nodes.node_AQ[block_A]
         logp_AQ = self.sampling.raw_score(raw_TV, token_AQ.flatten(), row_AQ.flatten()).view(token_AQ.shape)
         return torch.where(token_AQ >= 0, logp_AQ, torch.nan)
 

@@ -20,7 +20,7 @@ from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.triton_sampling import TritonHeadSampling, TritonSampling
 from smc.executor.whole_pass import WholePassForward
 from smc.kernels import apply_selection as applying
-from smc.kernels import draft, draft_tree, expansion, remap, truncation
+from smc.kernels import draft, draft_tree, expansion, nodes, remap, truncation
 from smc.kernels import sampling as logits
 from smc.kernels import select as selecting
 from smc.kernels import verify as verifying
@@ -83,6 +83,7 @@ class TritonOps(RoundOps):
     observe_draws = staticmethod(draft.observe_draws)
 
     lay_out_blocks = staticmethod(verifying.lay_out)
+    lay_out_nodes = staticmethod(nodes.lay_out_nodes)
     verify = staticmethod(verifying.verify)
     verify_chains = staticmethod(verifying.verify_chains)
     match_samples = staticmethod(verifying.match_samples)

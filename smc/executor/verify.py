@@ -121,7 +121,8 @@ def verify(
     next_AV: Tensor | None,
 ) -> VerifyOutputs:
     """Return the target's outputs. `labelled_T`: log p of the labels, 0 where there is none; None if all groups are
-    decoded exactly. `drawn`: the target's own draws. `next_AV`: logits after the blocks."""
+    decoded exactly. `drawn`: the target's own draws after the tokens of the pass. `next_AV`: logits after the
+    blocks."""
     blocks, shape = inputs.blocks, inputs.blocks.tokens_AQ.shape
     column_Q = torch.arange(shape[1], device=blocks.count_A.device)
     is_run_AQ = column_Q < blocks.run_A[:, None]
@@ -133,11 +134,14 @@ def verify(
     )
     drawn_logp_AQ = torch.zeros_like(logp_AQ)
     if drawn is not None:
+        if inputs.nodes is not None:
+            drawn = TargetDraws(*(values_T[inputs.nodes.node_AQ.flatten()] for values_T in drawn))
         is_exact_A1 = plan.is_exact_A[:, None]
         drawn_AQ, drawn_logp_AQ, log_z_AQ = (values.view(shape) for values in drawn)
         logp_AQ = torch.where(is_exact_A1, torch.where(is_run_AQ, drawn_logp_AQ, 0.0), logp_AQ)
         nan_AQ = torch.isnan(log_z_AQ) & is_run_AQ
-    return VerifyOutputs(blocks, logp_AQ, drawn_AQ.long(), drawn_logp_AQ, next_AV, nan_A, nan_AQ)
+    drawn_AQ = drawn_AQ.long()
+    return VerifyOutputs(blocks, logp_AQ, drawn_AQ, drawn_logp_AQ, next_AV, nan_A, nan_AQ, nodes=inputs.nodes)
 
 
 def chain_groups(plan: RoundPlan[Tensor]) -> Spans:

@@ -31,8 +31,8 @@ LEAD = tl.constexpr(LEAD_GAIN)
 NONE = tl.constexpr(-float("inf"))
 ROWS = 4
 """Rows of a program of `_take_rows`."""
-PHASES, OUTCOMES = 4, 1
-"""Number of phases of `_prune_tree`, and the phase that limits outcomes, which lockstep skips."""
+PHASES = GAINS, LIKELIEST, PATHS, OUTCOMES, HEAVIEST, ROWS_OF_TREE = tuple(tl.constexpr(phase) for phase in range(6))
+"""Phases of `_prune_tree`. Without a limit of nodes the first two are skipped, in lockstep the limit of outcomes."""
 MOST_PROGRAMS = 16
 """Maximum number of programs of a group in one phase. Each compares one tile of nodes after another with all nodes."""
 
@@ -52,6 +52,8 @@ class Scratch(NamedTuple):
     """int32: whether the path is chosen as a row."""
     outcome_U: Tensor
     """int32 outcome for which the node is drafted; in lockstep 0."""
+    node_U: Tensor | None
+    """int32: whether the node is one of the likeliest. None: there is no limit of nodes."""
 
 
 def _kept(steps: tuple[DraftStep, ...]) -> tuple[DraftStep, ...]:
@@ -72,15 +74,17 @@ def prune_tree(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> Gr
         leaf_U=room.ints(nodes),
         kept_U=room.ints(nodes),
         outcome_U=room.ints(nodes),
+        node_U=room.ints(nodes) if plan.kind.nodes else None,
     )
     leaf_X, is_there_X = room.longs(rows), room.bools(rows)
     programs = min(triton.cdiv(nodes, block), MOST_PROGRAMS)
+    skipped = {*(() if plan.kind.nodes else (GAINS, LIKELIEST)), *(() if lookahead else (OUTCOMES,))}
+    phases = [phase.value for phase in PHASES if phase not in skipped]
     # A phase reads the results of all programs of the previous phase.
-    apart = [range(phase, phase + 1) for phase in range(PHASES) if lookahead or phase != OUTCOMES]
-    phases = [range(PHASES)] if programs == 1 else apart
-    for of_launch in phases:
-        _prune_tree[(len(arrays.first_G), programs if of_launch.start else 1)](
-            arrays, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch.start, UPTO=of_launch.stop,
+    for of_launch in [phases] if programs == 1 else [[phase] for phase in phases]:
+        alone = of_launch[0] in (GAINS.value, PATHS.value)
+        _prune_tree[(len(arrays.first_G), 1 if alone else programs)](
+            arrays, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch[0], UPTO=of_launch[-1] + 1,
             K=len(steps), F=branches, AHEAD=lookahead, BLOCK=block, num_warps=8,
         )  # fmt: skip
     out = TokenTree.allocate(room, rows, tokens, pages)
@@ -114,52 +118,137 @@ def _prune_tree(
     plan, steps, scratch, leaf_X, is_there_X, rows, FROM: tl.constexpr, UPTO: tl.constexpr,
     K: tl.constexpr, F: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Run the phases from FROM up to UPTO, exclusive. Phase 0 has one program a group."""
+    """Run the phases from FROM up to UPTO, exclusive. Gains and paths have one program a group."""
     group = tl.program_id(0)
     first, size = tl.load(plan.first_G + group).to(tl.int32) * F, tl.load(plan.size_G + group).to(tl.int32) * F
     if tl.load(plan.decoding_G + group) != WALK:
         return
-    if FROM == 0:
+    if (FROM <= GAINS) & (UPTO > GAINS):
+        _find_gains(steps, scratch, first, size, rows, K, AHEAD, BLOCK)
+        tl.debug_barrier()
+    if (FROM <= LIKELIEST) & (UPTO > LIKELIEST):
+        _keep_likeliest(tl.load(plan.nodes_G + group) - 1, scratch, first, size, rows, K, BLOCK)
+        tl.debug_barrier()
+    if (FROM <= PATHS) & (UPTO > PATHS):
+        if scratch.node_U is not None:
+            _drop_orphans(steps, scratch, first, size, rows, K, BLOCK)
         _find_paths(steps, scratch, first, size, rows, K, AHEAD, BLOCK)
         _keep_first_nodes(steps, scratch, first, size, rows, K, AHEAD, BLOCK)
         tl.debug_barrier()
-    if (FROM <= 1) & (UPTO > 1) & AHEAD:
+    if (FROM <= OUTCOMES) & (UPTO > OUTCOMES) & AHEAD:
         most = tl.load(plan.draws_G + group).to(tl.int32)
         _limit_outcomes_to(most, scratch, first, size, rows, K, BLOCK)
         tl.debug_barrier()
-    if (FROM <= 2) & (UPTO > 2):
+    if (FROM <= HEAVIEST) & (UPTO > HEAVIEST):
         _keep_heaviest(scratch, first, size, rows, K, BLOCK)
         tl.debug_barrier()
-    if UPTO > 3:
+    if UPTO > ROWS_OF_TREE:
         _number_rows(scratch, leaf_X, is_there_X, first, size, rows, K, BLOCK)
+
+
+@triton.jit
+def _top_mass(tree, first, size, rows, BLOCK: tl.constexpr):
+    """Return the largest mass of a group's rows after the first step."""
+    i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
+    top = tl.full((), NONE, tl.float64)
+    for tile in range(tiles):
+        _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
+        alive_Y = tl.load(tree.alive_X + x_Y, mask=in_Y, other=0) != 0
+        top = tl.maximum(top, tl.max(tl.load(tree.mass_X + x_Y, mask=alive_Y, other=NONE), 0))
+    return top
+
+
+@triton.jit
+def _gain(tree, x_Y, alive_Y, first, top, k: tl.constexpr, AHEAD: tl.constexpr):
+    """Return the gains of nodes of step k, and whether they are new: they add a token to their row."""
+    mass_Y = tl.load(tree.mass_X + x_Y, mask=alive_Y, other=NONE)
+    is_new_Y = alive_Y & (tl.load(tree.count_X + x_Y, mask=alive_Y, other=0) > k)
+    if AHEAD:
+        is_new_Y = is_new_Y & (k > 0)
+    return tl.where(is_new_Y, tl.exp(mass_Y - top), 0.0) + tl.where(alive_Y & (x_Y == first), LEAD, 0.0), is_new_Y
+
+
+@triton.jit
+def _find_gains(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the gain of every new node; others get a negative worth. In look-ahead, first tokens are kept anyway."""
+    i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
+    top = _top_mass(steps[0].tree, first, size, rows, BLOCK)
+    for k in tl.static_range(K):
+        for tile in range(tiles):
+            _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
+            m_Y = k * rows + x_Y
+            alive_Y = tl.load(steps[k].tree.alive_X + x_Y, mask=in_Y, other=0) != 0
+            gain_Y, is_new_Y = _gain(steps[k].tree, x_Y, alive_Y, first, top, k, AHEAD)
+            tl.store(scratch.worth_U + m_Y, tl.where(is_new_Y, gain_Y, -1.0), mask=in_Y)
+            outcome_Y, is_kept_Y = tl.zeros((BLOCK,), tl.int32), alive_Y & (k == 0)
+            if AHEAD:
+                outcome_Y = tl.load(steps[k].tree.outcome_X + x_Y, mask=in_Y, other=0).to(tl.int32)
+            else:
+                is_kept_Y = alive_Y & (k < 0)
+            tl.store(scratch.outcome_U + m_Y, outcome_Y, mask=in_Y)
+            tl.store(scratch.node_U + m_Y, is_kept_Y.to(tl.int32), mask=in_Y)
+
+
+@triton.jit
+def _keep_likeliest(most, scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Keep the `most` nodes of each tree, in look-ahead of each outcome, that gain most."""
+    i, total = tl.arange(0, BLOCK), K * size
+    tiles = tl.cdiv(total, BLOCK)
+    for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
+        m_Y, in_Y = _node_of_all(tile, i, first, size, rows, total)
+        worth_Y = tl.load(scratch.worth_U + m_Y, mask=in_Y, other=-1.0)
+        outcome_Y = tl.load(scratch.outcome_U + m_Y, mask=in_Y, other=-1)
+        rank_Y = tl.zeros((BLOCK,), tl.int32)
+        for other in range(tiles):
+            m_Z, in_Z = _node_of_all(other, i, first, size, rows, total)
+            worth_Z = tl.load(scratch.worth_U + m_Z, mask=in_Z, other=-1.0)
+            outcome_Z = tl.load(scratch.outcome_U + m_Z, mask=in_Z, other=-2)
+            rank_Y += _before(worth_Z, m_Z, outcome_Z, worth_Y, m_Y, outcome_Y)
+        is_kept_Y = in_Y & (worth_Y >= 0) & (rank_Y < most)
+        tl.store(scratch.node_U + m_Y, is_kept_Y.to(tl.int32), mask=is_kept_Y)
+
+
+@triton.jit
+def _drop_orphans(steps, scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Drop nodes without their parent: rounding, or the first row's gain, may put a node before its parent."""
+    i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
+    for k in tl.static_range(1, K):
+        for tile in range(tiles):
+            _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
+            m_Y = k * rows + x_Y
+            is_kept_Y = tl.load(scratch.node_U + m_Y, mask=in_Y, other=0) != 0
+            parent_Y = tl.load(steps[k].parent_X + x_Y, mask=is_kept_Y, other=0)
+            has_parent_Y = tl.load(scratch.node_U + (k - 1) * rows + parent_Y, mask=is_kept_Y, other=1) != 0
+            tl.store(scratch.node_U + m_Y, x_Y * 0, mask=has_parent_Y == 0)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _in_tree(tree, scratch, m_Y, x_Y, in_Y):
+    """Return whether nodes belong to the tree: they are alive and, with a limit of nodes, among the likeliest."""
+    if scratch.node_U is not None:
+        return tl.load(scratch.node_U + m_Y, mask=in_Y, other=0) != 0
+    else:
+        return tl.load(tree.alive_X + x_Y, mask=in_Y, other=0) != 0
 
 
 @triton.jit
 def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
     """Find the best path from every node."""
     i, tiles = tl.arange(0, BLOCK), tl.cdiv(size, BLOCK)
-    top = tl.full((), NONE, tl.float64)
-    for tile in range(tiles):
-        _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
-        alive_Y = tl.load(steps[0].tree.alive_X + x_Y, mask=in_Y, other=0) != 0
-        top = tl.maximum(top, tl.max(tl.load(steps[0].tree.mass_X + x_Y, mask=alive_Y, other=NONE), 0))
+    top = _top_mass(steps[0].tree, first, size, rows, BLOCK)
     # From the last step back: the worth of every node, and the node of the next step that continues its best path.
     for k in tl.static_range(K - 1, -1, -1):
         for tile in range(tiles):
             _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
-            alive_Y = tl.load(steps[k].tree.alive_X + x_Y, mask=in_Y, other=0) != 0
-            mass_Y = tl.load(steps[k].tree.mass_X + x_Y, mask=alive_Y, other=NONE)
-            counts_Y = alive_Y & (tl.load(steps[k].tree.count_X + x_Y, mask=alive_Y, other=0) > k)
-            if AHEAD:
-                counts_Y = counts_Y & (k > 0)
-            worth_Y = tl.where(counts_Y, tl.exp(mass_Y - top), 0.0)
-            worth_Y += tl.where(alive_Y & (x_Y == first), LEAD, 0.0)
+            alive_Y = _in_tree(steps[k].tree, scratch, k * rows + x_Y, x_Y, in_Y)
+            worth_Y, _ = _gain(steps[k].tree, x_Y, alive_Y, first, top, k, AHEAD)
             heaviest_Y, leaf_Y = tl.full((BLOCK,), -1, tl.int32), (k * rows + x_Y).to(tl.int32)
             if k < K - 1:
                 best_Y = tl.full((BLOCK,), NONE, tl.float64)
                 for other in range(tiles):
                     _, y_Z, _, in_Z = _node(other, i, first, size, rows, tiles)
-                    child_Z = tl.load(steps[k + 1].tree.alive_X + y_Z, mask=in_Z, other=0) != 0
+                    child_Z = _in_tree(steps[k + 1].tree, scratch, (k + 1) * rows + y_Z, y_Z, in_Z)
                     parent_Z = tl.load(steps[k + 1].parent_X + y_Z, mask=child_Z, other=-1)
                     worth_Z = tl.load(scratch.worth_U + (k + 1) * rows + y_Z, mask=child_Z, other=NONE)
                     is_child_YZ = (parent_Z[None, :] == x_Y[:, None]) & child_Z[None, :]
@@ -187,7 +276,7 @@ def _keep_first_nodes(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD:
         for tile in range(tiles):
             _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
             m_Y = k * rows + x_Y
-            is_top_Y = in_Y & (tl.load(steps[k].tree.alive_X + x_Y, mask=in_Y, other=0) != 0)
+            is_top_Y = in_Y & _in_tree(steps[k].tree, scratch, m_Y, x_Y, in_Y)
             if k > 0:
                 parent_Y = tl.load(steps[k].parent_X + x_Y, mask=is_top_Y, other=0)
                 before_Y = tl.load(scratch.heaviest_U + (k - 1) * rows + parent_Y, mask=is_top_Y, other=-1)

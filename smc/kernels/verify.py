@@ -107,11 +107,12 @@ def verify(
         nan_A=room.bools(batch_size),
         nan_AQ=room.bools(batch_size, q),
     )
+    node_AQ = None if inputs.nodes is None else inputs.nodes.node_AQ
     _verify[(triton.cdiv(batch_size, INDICES),)](
-        plan.arrays, contiguous(labelled_T), contiguous(drawn), out, batch_size, Q=q, BLOCK_N=INDICES,
+        plan.arrays, contiguous(labelled_T), contiguous(drawn), node_AQ, out, batch_size, Q=q, BLOCK_N=INDICES,
         BLOCK_Q=triton.next_power_of_2(q), num_warps=1
     )  # fmt: skip
-    return out._replace(next_AV=next_AV)
+    return out._replace(next_AV=next_AV, nodes=inputs.nodes)
 
 
 def match_samples(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A: Tensor, groups: Spans) -> Matches:
@@ -241,7 +242,9 @@ def _draw_settings(at, inside, q, index, exists, held, seed_A, distribution, out
 
 
 @one_variant()
-def _verify(plan, labelled_T, drawn, out, batch_size, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr):
+def _verify(
+    plan, labelled_T, drawn, node_AQ, out, batch_size, Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr
+):  # fmt: skip
     index, q = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_Q)[None, :]
     exists = index < batch_size
     inside, at = exists[:, None] & (q < Q), index[:, None] * Q + q
@@ -254,10 +257,13 @@ def _verify(plan, labelled_T, drawn, out, batch_size, Q: tl.constexpr, BLOCK_N: 
         is_run = inside & (q < tl.load(out.blocks.run_A + index, mask=exists, other=0)[:, None])
         group = tl.load(plan.group_A + index, mask=exists, other=0)
         own_draws = is_exact(tl.load(plan.decoding_G + group, mask=exists, other=0))
-        token = tl.load(drawn.token_T1 + at, mask=inside, other=0).to(tl.int64)
-        drawn_logp = tl.load(drawn.logp_T1 + at, mask=inside, other=0.0)
+        of = at
+        if node_AQ is not None:
+            of = tl.load(node_AQ + at, mask=inside, other=0)
+        token = tl.load(drawn.token_T1 + of, mask=inside, other=0).to(tl.int64)
+        drawn_logp = tl.load(drawn.logp_T1 + of, mask=inside, other=0.0)
         logp = tl.where(own_draws[:, None], tl.where(is_run, drawn_logp, 0.0), logp)
-        log_z = tl.load(drawn.log_z_T + at, mask=is_run, other=0.0)
+        log_z = tl.load(drawn.log_z_T + of, mask=is_run, other=0.0)
         is_nan = log_z != log_z
     tl.store(out.logp_AQ + at, logp, mask=inside)
     tl.store(out.drawn_AQ + at, token, mask=inside)

@@ -156,6 +156,9 @@ class RoundKind:
     """The draft waits for the masks of all its steps; otherwise only for those of the first step."""
     has_answers: bool = False
     """`ConstrainedRows.by_answer` is true for some batch index."""
+    nodes: int = 0
+    """Maximum number of tokens that the target runs, if blocks that begin with the same tokens run these only once
+    (`smc.executor.nodes`): only in rounds in which all groups have draft trees. 0: it runs every block by itself."""
     raw_logprobs: bool = False
     """The target also reports log-probabilities under the softmax of its own logits."""
     batch_size: int = 0
@@ -231,6 +234,8 @@ class RoundArrays(NamedTuple, Generic[Array]):
     """float64: an effective sample size below this share of N leads to resampling."""
     decoding_G: Array
     """int32 `smc.types.Decoding`."""
+    nodes_G: Array
+    """int32 maximum number of different tokens that the target runs for the group's tree; see `RoundKind.nodes`."""
     scheme_G: Array
     """int32 index of `smc.api.limits.SCHEME_NAMES`."""
     chain_P: Array
@@ -305,6 +310,14 @@ class RoundPlan(Generic[Array]):
         """Keys of each group's random numbers: those of its first batch index."""
         first_G = self.arrays.first_G.long().clamp(max=len(self.arrays.seed_A) - 1)
         return RoundKeys(self.arrays.seed_A[first_G], self.arrays.round_A[first_G])
+
+    def penalising(self: RoundPlan[Tensor], index_R: Tensor) -> RoundPlan[Tensor]:
+        """Return the plan with the penalties of rows that belong to these batch indices."""
+        return replace(self, penalties=map_tensors(lambda values_A: values_A[index_R], self.penalties))
+
+    def with_target_pages(self: RoundPlan[Tensor], pages_AQ: Tensor) -> RoundPlan[Tensor]:
+        """Return the plan with other pages for the tokens that the target runs."""
+        return replace(self, arrays=self.arrays._replace(target_pages_AQ=pages_AQ))
 
     def unconditional_at(self, role: ModelRole) -> UnconditionalRows[Array] | None:
         return self.target_unconditional if role is ModelRole.TARGET else None

@@ -10,7 +10,7 @@ Local axes: P chains, U unconditional rows, Y guided groups."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -142,6 +142,8 @@ class DraftSize(NamedTuple):
     """F, the number of rows that continue each row of the batch."""
     steps: int | None
     """Tokens that are drafted for each row; None: all K of a block."""
+    nodes: int = 0
+    """Maximum number of different tokens that the target runs; 0: it runs every row by itself."""
 
 
 DecideSize = Callable[[Sequence[SequenceGroup], int, int], DraftSize]
@@ -187,11 +189,14 @@ class RoundPlanner:
         }
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
         decide = self._decide if all(g.adaptive for g in groups) else None
-        branches, steps = decide(groups, size, int(shared_G.sum())) if decide else DraftSize(shape.branches, None)
+        drafted = decide(groups, size, int(shared_G.sum())) if decide else DraftSize(shape.branches, None)
+        branches, steps, nodes = drafted
         # The target runs no more tokens than are drafted. Unused pages, and those of branches beyond `branches`, are
         # freed together with those of branches that are not selected.
         target_pages_AQ = own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32)
-        target_pages_AQ = target_pages_AQ[:, : shape.scored(steps)]
+        scored = shape.scored(steps)
+        target_pages_AQ = target_pages_AQ[:, :scored]
+        nodes_G = shared_nodes(nodes, population.size_G, scored) if nodes else np.zeros(len(groups))
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
             total * branches, shape.branch
         )
@@ -224,6 +229,7 @@ class RoundPlanner:
             decoding_G=padded(decoding_G, size, int(Decoding.TARGET)),
             chain_P=chain_P,
             distribution_P=distribution_P,
+            nodes_G=padded(nodes_G.astype(np.int32), size, 0),
             scheme_G=padded(np.array(schemes, np.int32), size, 0),
             target_pages_AQ=padded(target_pages_AQ, size, 0),
             begin_pages_AQ=padded(begun[:, : shape.begin], size, 0),
@@ -235,6 +241,7 @@ class RoundPlanner:
             decodings=decodings if len(decodings) == 1 else COMMON | decodings,
             steps=steps,
             biased=self._biased(population),
+            nodes=nodes,
             every_step=any(g.rules.needs_every_mask for g in constrained),
             raw_logprobs=reports_raw(self.config, params),
             has_answers=any(g.params.constraint_scope == "answer" for g in constrained),
@@ -336,6 +343,35 @@ def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarra
         prompt_A=padded(prompt_G[group_A], size, 0),
         by_answer_A=padded(by_answer_G[group_A], size, False),
     )
+
+
+ROUNDING = 1e-6
+NODE_SHARES = (1 / 2, 5 / 8, 3 / 4)
+"""Shares of a round's tokens for which there may be nodes: few, since rounds of each have recordings of their own."""
+
+
+def tree_nodes(rows: Any, groups: int, queries: int) -> Any:
+    """Return the number of nodes that trees of `rows` rows in all have room for, in `groups` groups with blocks of
+    `queries` tokens: the first token of a block, and (N + 1) / 2 nodes for each further token of N rows. That is a
+    little less than such trees have on real text; the likeliest nodes are kept (`benchmarks/notes/real-pair.md`). A
+    tree of one row has all of its tokens."""
+    return groups + (queries - 1) * (rows + groups) / 2
+
+
+def node_room(rows: int, groups: int, queries: int, batch_size: int) -> int:
+    """Return the maximum number of nodes of a round with `batch_size` batch indices, padding included: the smallest
+    share of its tokens that suffices; 0 if all tokens are needed."""
+    tokens = batch_size * queries
+    needed = tree_nodes(rows, groups, queries)
+    return next((int(share * tokens) for share in NODE_SHARES if int(share * tokens) >= needed), 0)
+
+
+def shared_nodes(nodes: int, size_G: np.ndarray, queries: int) -> np.ndarray:
+    """Divide nodes among trees of `size` rows [G]: each gets one, and the rest in proportion to what it needs
+    (`tree_nodes`), but no more than it has tokens. There must be at least one node for each tree."""
+    needed_G = tree_nodes(size_G, 1, queries) - 1
+    rest_G = (nodes - len(size_G)) * needed_G / max(needed_G.sum(), 1) + ROUNDING
+    return np.minimum(1 + rest_G.astype(np.int64), size_G * queries)
 
 
 def bucket(count: int) -> int:

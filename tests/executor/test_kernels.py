@@ -134,6 +134,30 @@ def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
     assert set(before) == set(drafted) == {1, 2, None}
 
 
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_rounds_that_run_common_tokens_once_are_those_of_the_reference(form, monkeypatch):
+    """With few and with many nodes, after short and after long prompts."""
+    config, nodes = EngineConfig(form=form, block=3), []
+
+    class InTurn(LatencyTreePolicy):
+        def draft_size(self, trees, batch_size, *_given):
+            tokens = batch_size * config.scored(config.block)
+            nodes.append((tokens // 2, tokens * 3 // 4, len(list(trees)))[len(nodes) % 3])
+            return DraftSize(config.branches, None, nodes[-1])
+
+    law = {"method": "exact", "max_tokens": 8, "ignore_eos": True, "logprobs": True}
+    monkeypatch.setattr("smc.round.plan.SHORT", 20)
+    for size in (3, 30):
+        asked = [request([i % 3] * (size + i), str(i), particles=4 - i, seed=i, **law) for i in range(2)]
+        with monkeypatch.context() as patch:
+            expected = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
+            patch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+            found = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
+        for name, one in expected.items():
+            assert_same(one, found[name])
+    assert len(nodes) > 12
+
+
 def test_constrained_answers_are_those_of_the_reference(monkeypatch):
     """Two requests with a constraint, and one without."""
     law = {"max_tokens": 3, "logprobs": True, "constraint": {"regex": "(ab|ce*){2,}"}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 
 import pytest
@@ -27,8 +27,8 @@ from smc.kernels.launch import unspecialized
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
 from smc.scheduler.engine import Engine
-from smc.scheduler.round_plan import DraftSize
-from smc.scheduler.tree_policy import LatencyTreePolicy
+from smc.scheduler.round_plan import NODE_SHARES, DraftSize
+from smc.scheduler.tree_policy import LatencyTreePolicy, TreeRequest
 from tests.executor.test_kernels import KERNELS
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.random_requests import some_request
@@ -77,9 +77,11 @@ class AnySize(LatencyTreePolicy):
         super().__init__(config)
         self._config, self._draw = config, random.Random(0)
 
-    def draft_size(self, *_given: object) -> DraftSize:
+    def draft_size(self, trees: Iterable[TreeRequest], batch_size: int, *_given: object) -> DraftSize:
         config, steps = self._config, self._draw.choice(self._config.block_levels)
-        return DraftSize(self._draw.choice(config.branch_levels), None if steps == config.block else steps)
+        tokens = batch_size * config.scored(steps)
+        nodes = int(self._draw.choice((0.0, *NODE_SHARES)) * tokens) if batch_size > len(list(trees)) else 0
+        return DraftSize(self._draw.choice(config.branch_levels), None if steps == config.block else steps, nodes)
 
 
 class Variants:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from dataclasses import replace
 from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,21 @@ def target_stages(kinds: frozenset[Decoding], lookahead: bool) -> None:
     TritonOps().advance(made.state, made.plan.arrays.slot_A, selection, next_)
 
 
+def node_stages(lookahead: bool) -> None:
+    """Run what only rounds do that run common tokens once."""
+    made = Round(1, frozenset({Decoding.WALK}), lookahead, CPU)
+    plan = replace(made.plan, kind=replace(made.plan.kind, nodes=40))
+    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+    laid_out = lay_out(made.state, logq_SQ, plan, None if lookahead else drafted)
+    TritonOps().lay_out_nodes(plan, laid_out)
+    none_T1 = torch.zeros(40, 1)
+    draws = TargetDraws(none_T1.long(), none_T1, none_T1[:, 0])
+    TritonOps().verify(RoundOps().lay_out_nodes(plan, laid_out), plan, None, draws, None)
+    drafting = DraftRound(1, frozenset({Decoding.WALK}), lookahead, CPU)
+    plan = replace(drafting.plan, kind=replace(drafting.plan.kind, nodes=40))
+    TritonOps().prune_tree(plan, grown_rows(drafting), lookahead)
+
+
 def draft_rows(kinds: frozenset[Decoding], lookahead: bool) -> None:
     """Run what begins a draft, extends its rows and ends it."""
     made = DraftRound(1, kinds, lookahead, CPU)
@@ -243,6 +259,10 @@ def passes(family: str) -> None:
     for kind, contexts in product((TritonForward, InvariantForward), (Contexts.SHORT, Contexts.SHARED)):
         where = Rows(*built.tables(), *rows, *groups, queries=case.queries, contexts=contexts)
         kind(reader)(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
+    path_RB = torch.zeros(len(built.start_R), 6, dtype=torch.int32)
+    where = Rows(*built.tables(), *rows, *groups, queries=1, contexts=Contexts.SHORT, path_RB=path_RB)
+    for kind in (TritonForward, InvariantForward):
+        kind(reader)(torch.zeros(len(built.start_R), dtype=torch.int64), where)
     tokens_T, bounds = torch.zeros(100, dtype=torch.int64), (np.array([0]), np.array([100]))
     if (module := model.layers[0].experts) is not None:
         none_TC, x_TE = torch.zeros(100, module.chosen, dtype=torch.int32), torch.zeros(100, 64).bfloat16()
@@ -288,6 +308,8 @@ if __name__ == "__main__":
     for each, ahead in zip(KINDS, cycle((True, False))):
         target_stages(each, ahead)
         draft_rows(each, ahead)
+    for ahead in (True, False):
+        node_stages(ahead)
     for head, dtype, is_cut in ((False, torch.bfloat16, False), (True, torch.float32, True)):
         draft_stages(head, dtype, is_cut)
     for family in ("mistral", "olmo2", "gemma3_text", "qwen3_moe"):

@@ -106,6 +106,7 @@ class Round:
             decoding_G=padded(kinds, int(Decoding.INDEPENDENT)),
             chain_P=self.here(chain_P),
             distribution_P=self.here(chain_P),
+            nodes_G=padded(self.sizes),
             scheme_G=padded(rng.integers(0, 5, len(self.sizes))),
             target_pages_AQ=self.here(rng.integers(1, 999, (self.places, self.q)).astype(np.int32)),
             begin_pages_AQ=self.here(np.zeros((self.places, 1), np.int32)),

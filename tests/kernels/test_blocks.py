@@ -3,6 +3,9 @@ tests/kernels/rounds.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -46,3 +49,40 @@ def test_block_layout_and_verification_equal_torch(kinds, lookahead):
             verified.append(ops.verify(asked, made.plan, *given, None))
         assert_equal(laid[1], laid[0])
         assert_equal(verified[1], verified[0])
+
+
+@pytest.mark.parametrize("lookahead", [True, False], ids=["ahead", "lockstep"])
+def test_nodes_of_blocks_and_their_outputs_equal_torch(lookahead):
+    shared = cut = 0
+    for seed in range(16):
+        laid, verified = [], []
+        for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
+            made = Round(seed, frozenset({Decoding.WALK}), lookahead, device, largest=64 if seed == 0 else 8)
+            # Few tokens, so that blocks begin alike.
+            logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+            drafted.tokens_XK.remainder_(2)
+            made.state.pending_SQ.remainder_(2)
+            if seed % 4:
+                # As in an engine, where blocks of a group begin at the same position.
+                made.state.end_S.copy_(made.state.pending_S + 9)
+            arrays = made.plan.arrays
+            size_G = arrays.size_G.cpu().numpy()
+            nodes_G = np.where(size_G, made.rng.integers(1, np.maximum(size_G * made.q, 1) + 1), 0)
+            most = int(nodes_G.sum()) + int(made.rng.integers(0, 70))
+            plan = replace(
+                made.plan,
+                kind=replace(made.plan.kind, nodes=most),
+                arrays=arrays._replace(nodes_G=made.here(nodes_G, torch.int32)),
+            )
+            blocks = ops.lay_out_blocks(made.state, logq_SQ, plan, None if lookahead else drafted)
+            found = ops.lay_out_nodes(plan, blocks)
+            assert found.nodes is not None
+            laid.append((*of(found), found.rows.path_RB, found.rows.first_G, found.rows.size_G, *found.nodes))
+            logp_T, log_z_T = (made.here(made.floats(most)) for _ in range(2))
+            drawn = TargetDraws(made.here(made.rng.integers(0, VOCAB, (most, 1))), logp_T[:, None], log_z_T)
+            verified.append(ops.verify(found, plan, None, drawn, None))
+        assert_equal(laid[1], laid[0])
+        assert_equal(verified[1], verified[0])
+        shared += int((found.blocks.run_A.sum() - found.rows.count_R.sum()).item())
+        cut += int((found.blocks.run_A < blocks.blocks.run_A).sum())
+    assert shared > 50 and cut > 20, (shared, cut)

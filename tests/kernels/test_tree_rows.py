@@ -4,14 +4,18 @@ tests/kernels/rounds.py."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.reference import heaviest_paths
+from smc.round.plan import RoundPlan
 from smc.round.tensors import DraftStep, GrownRows
 from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
@@ -64,6 +68,22 @@ def grown_tree(made: DraftRound, *, ties: bool = False) -> GrownRows:
     return GrownRows(tree, tuple(steps))
 
 
+def limited(made: DraftRound, limit: bool) -> RoundPlan:
+    """Return the plan; with `limit`, each tree of it may have few nodes."""
+    if not limit:
+        return made.plan
+    nodes_G = made.rng.integers(2, 3 + made.k * made.plan.arrays.size_G.cpu().numpy() // 2)
+    return replace(
+        made.plan,
+        kind=replace(made.plan.kind, nodes=int(nodes_G.sum())),
+        arrays=made.plan.arrays._replace(nodes_G=made.here(nodes_G, torch.int32)),
+    )
+
+
+with_limit = pytest.mark.parametrize("limit", [False, True], ids=["all-nodes", "few-nodes"])
+
+
+@with_limit
 @pytest.mark.parametrize(
     ("kinds", "lookahead"),
     [
@@ -73,12 +93,13 @@ def grown_tree(made: DraftRound, *, ties: bool = False) -> GrownRows:
     ],
     ids=["best-ahead", "all-lockstep", "all-ahead"],
 )
-def test_rows_are_the_torch_ones(kinds, lookahead):
+def test_rows_are_the_torch_ones(kinds, lookahead, limit):
     for seed in range(4):
         found = []
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = DraftRound(seed, kinds, lookahead, device, largest=40 if seed == 0 else 6)
-            grown = ops.prune_tree(made.plan, grown_tree(made, ties=seed % 2 == 1), lookahead)
+            grown = grown_tree(made, ties=seed % 2 == 1)
+            grown = ops.prune_tree(limited(made, limit), grown, lookahead)
             tree = grown.tree
             fields = ("root_X", "tokens_XK", "logq_XK", "tail_XB", "count_X", "ended_X", "before_X", "cut_X", "last_X")
             found.append((grown.leaf_X, tree.alive_X, tree.mass_X, *(getattr(tree, name) for name in fields)))
@@ -86,17 +107,24 @@ def test_rows_are_the_torch_ones(kinds, lookahead):
 
 
 @in_both
-def test_rows_hold_what_choosing_greedily_holds(lookahead):
-    """By `smc.reference`, which repeatedly takes the path whose nodes not yet held gain most."""
-    short = dropped = 0
+@with_limit
+def test_rows_hold_what_choosing_greedily_holds(lookahead, limit):
+    """By `smc.reference`, which repeatedly takes the path whose nodes not yet held gain most; with a limit, among the
+    likeliest nodes of each tree."""
+    short = dropped = cut = 0
     for seed in range(12):
         made = DraftRound(seed, BEST, lookahead, CPU)
         grown = grown_tree(made)
-        chosen = RoundOps().prune_tree(made.plan, grown, lookahead)
+        plan = limited(made, limit)
+        chosen = RoundOps().prune_tree(plan, grown, lookahead)
         rows = made.places * made.f
         for group, (size, first) in enumerate(zip(made.sizes, made.plan.arrays.first_G.tolist())):
             begin, end = first * made.f, (first + size) * made.f
             gains, paths = tree_paths(grown, begin, end, lookahead)
+            if limit:
+                before = len(paths)
+                paths = likeliest(grown, gains, paths, int(plan.arrays.nodes_G[group]) - 1, lookahead)
+                cut += before - len(paths)
             of = zip(chosen.leaf_X[begin:end].tolist(), chosen.tree.alive_X[begin:end].tolist())
             taken = [paths[leaf] for leaf, alive in of if alive]
             most = int(made.plan.arrays.draws_G[group]) if lookahead else end - begin
@@ -112,7 +140,22 @@ def test_rows_hold_what_choosing_greedily_holds(lookahead):
             assert value[0] == pytest.approx(value[1], abs=1e-5)
             short += sum(path[-1] < (made.k - 1) * rows for path in taken)
             dropped += len(paths) - len(taken)
-    assert short > 20 and dropped > 100
+    assert short > 20 and dropped > (20 if limit else 100) and (cut > 50) == limit, (short, dropped, cut)
+
+
+def likeliest(
+    grown: GrownRows, gains: dict[int, float], paths: dict[int, tuple[int, ...]], most: int, lookahead: bool
+) -> dict[int, tuple[int, ...]]:
+    """Return the paths to the nodes of each tree that gain most, in look-ahead of each outcome beside its first
+    token."""
+    rows, trees = len(grown.tree.mass_X), defaultdict(list)
+    for node, path in sorted(paths.items()):
+        step, row = divmod(node, rows)
+        if int(grown.steps[step].tree.count_X[row]) > step and not (lookahead and step == 0):
+            trees[path[0] if lookahead else 0].append(node)
+    kept = {node for of in trees.values() for node in sorted(of, key=lambda node: -gains[node])[:most]}
+    kept |= {node for node in paths if lookahead and node < rows}
+    return {node: path for node, path in paths.items() if kept.issuperset(path)}
 
 
 def tree_paths(grown: GrownRows, begin: int, end: int, lookahead: bool):

@@ -90,7 +90,9 @@ class AnyRows:
     ) -> DraftSize:
         config = self.config
         steps = None if config.lookahead else self.rng.choice((None, *range(1, config.block)))
-        return DraftSize(self.rng.randint(1, config.branches), steps)
+        tokens = batch_size * config.scored(steps or config.block)
+        nodes = self.rng.choice((0, self.rng.randint(min(2 * len(list(trees)), tokens), tokens)))
+        return DraftSize(self.rng.randint(1, config.branches), steps, nodes)
 
 
 class Turns:
