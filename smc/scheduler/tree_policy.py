@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from smc.api.engine_config import EngineConfig
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
-from smc.scheduler.round_plan import DraftSize, bucket
+from smc.scheduler.round_plan import DraftSize, bucket, node_room
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyModel, tokens_a_round
 from smc.types import BOTH_MODELS, ModelRole
@@ -134,14 +135,25 @@ class LatencyTreePolicy:
         used."""
         if latency is None:
             return DraftSize(self._config.branches, None)
-        forecast = self._forecast(latency)
-        steps = forecast.steps(trees, batch_size, context)
-        return DraftSize(forecast.branches(batch_size, context), None if steps == self._config.block else steps)
+        forecast, trees = self._forecast(latency), list(trees)
+        rows, steps = sum(max(1, tree.rows) for tree in trees), forecast.steps(trees, batch_size, context)
+        size = forecast.size(TreeRows(rows, len(trees), batch_size), context, steps)
+        return size._replace(steps=None if steps == self._config.block else steps)
 
     def _forecast(self, latency: LatencyModel) -> ThroughputForecast:
         if self._known is None or self._known[0] is not latency:
             self._known = latency, ThroughputForecast(self._config, latency)
         return self._known[1]
+
+
+class TreeRows(NamedTuple):
+    """The rows of a round of the draft-target pair."""
+
+    rows: int
+    groups: int
+    """Number of their trees; 0 if some rows belong to other methods."""
+    batch_size: int
+    """Number of rows, padding included."""
 
 
 class ThroughputForecast:
@@ -164,9 +176,10 @@ class ThroughputForecast:
         context = int(context_G[drafted_G].sum()) + beside.pair_context
         if not batch_size:
             return tokens / by_itself
+        of = TreeRows(int(rows_G.sum()) + beside.pair_rows, 0 if beside.pair else len(drafted), batch_size)
         return max(
             (tokens + float(self._confirmed(drafted, rows_G[drafted_G][:, None], steps).sum()))
-            / self._seconds(batch_size, context, by_itself, steps, beside.pair > 0)
+            / self._seconds(of, context, by_itself, steps)
             for steps in self._depths(beside)
         )
 
@@ -178,11 +191,11 @@ class ThroughputForecast:
             return levels[0]
         trees = list(trees)
         rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
+        of = TreeRows(int(rows_G1.sum()), len(trees), batch_size)
         return max(
             levels,
             key=lambda steps: (
-                float(self._confirmed(trees, rows_G1, steps).sum())
-                / self._seconds(batch_size, context, 0.0, steps, mixed=False)
+                float(self._confirmed(trees, rows_G1, steps).sum()) / self._seconds(of, context, 0.0, steps)
             ),
         )
 
@@ -231,18 +244,22 @@ class ThroughputForecast:
     ) -> np.ndarray:
         """Seconds of a round that drafts for all trees, by the pair's number of rows [Y]."""
         by_itself = self._by_itself(beside.target, beside.target_context)
-        context, mixed = sum(tree.context for tree in trees) + beside.pair_context, beside.pair > 0
-        padded_Y = [self._padded(rows) for rows in rows_Y.tolist()]
-        seconds = {
-            batch_size: self._seconds(batch_size, context, by_itself, steps, mixed) for batch_size in set(padded_Y)
-        }
-        return np.array([seconds[batch_size] for batch_size in padded_Y])
+        context, groups = sum(tree.context for tree in trees) + beside.pair_context, 0 if beside.pair else len(trees)
+        of_Y = [TreeRows(rows, groups, self._padded(rows)) for rows in rows_Y.tolist()]
+        return np.array([self._seconds(of, context, by_itself, steps) for of in of_Y])
 
     def _by_itself(self, sequences: int, context: int) -> float:
         """Seconds of the target's passes over sequences that it decodes alone, one pass for each token of a block."""
         return self._config.block * self._latency.alone.at(self._padded(sequences), context) if sequences else 0.0
 
-    def branches(self, batch_size: int, context: int) -> int:
+    def size(self, of: TreeRows, context: int, steps: int) -> DraftSize:
+        """Return how much a round drafts and verifies."""
+        if not of.groups:
+            return DraftSize(self._config.branches, steps)
+        nodes = node_room(of.rows, of.groups, self._config.scored(steps), of.batch_size)
+        return DraftSize(self.branches(of.batch_size, context, nodes), steps, nodes)
+
+    def branches(self, batch_size: int, context: int, nodes: int = 0) -> int:
         """Return the largest number of branches that does not lengthen the round, because the target takes longer
         anyway. More branches hit more often, which matters if the target is uncertain. On the shipped pair, whose
         target is certain, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to
@@ -252,32 +269,31 @@ class ThroughputForecast:
             return least
 
         def seconds(branches: int) -> float:
-            return self.seconds_of_round(batch_size, context, 0.0, DraftSize(branches, None))
+            return self.seconds_of_round(batch_size, context, 0.0, DraftSize(branches, None, nodes))
 
         most = FREE * seconds(least)
         return next((n for n in levels if seconds(n) <= most), least)
 
-    def _seconds(self, batch_size: int, context: int, by_itself: float, steps: int, mixed: bool) -> float:
-        """Seconds from one round of the pair to the next. `mixed`: whether some rows belong to other methods."""
-        branches = self._config.branches if mixed else self.branches(batch_size, context)
-        return self.seconds_of_round(batch_size, context, by_itself, DraftSize(branches, steps))
+    def _seconds(self, of: TreeRows, context: int, by_itself: float, steps: int) -> float:
+        """Seconds from one round of the pair to the next."""
+        return self.seconds_of_round(of.batch_size, context, by_itself, self.size(of, context, steps))
 
     def seconds_of_round(self, batch_size: int, context: int, by_itself: float, size: DraftSize) -> float:
         """Return the seconds of a round of the pair. `batch_size`: rows; `context`: tokens of their contexts together;
         `by_itself`: seconds for which the target decodes other sequences in the same step; `size`: how much is
         drafted."""
         config, latency, steps = self._config, self._latency, size.steps or self._config.block
-        draft, target = self._models(batch_size, size.branches, steps)
+        draft, target = self._models(batch_size, size.branches, steps, size.nodes)
         draft += steps * latency.draft.read * context
         target += latency.target.read * context + by_itself
         # Passes over the target's own sequences overlap with the draft's steps in look-ahead only.
         return (max(draft, target) if config.lookahead else draft + target) + latency.round_overhead
 
-    def _models_of(self, batch_size: int, branches: int, steps: int) -> tuple[float, float]:
+    def _models_of(self, batch_size: int, branches: int, steps: int, nodes: int) -> tuple[float, float]:
         """Seconds of the draft and of the target in a round, without reading contexts."""
         config, draft, target = self._config, self._latency.draft.curve, self._latency.target.curve
         drafting = draft.at(batch_size) + (steps - 1) * draft.at(batch_size * branches)
-        return drafting, target.at(batch_size * (config.block if config.lookahead else steps + 1))
+        return drafting, target.at(nodes or batch_size * config.scored(steps))
 
 
 def _levels(most: int) -> list[int]:
@@ -387,7 +403,7 @@ class TreeController:
     def draft_size(
         self, groups: Sequence[SequenceGroup], batch_size: int, context: int, latency: LatencyModel | None
     ) -> DraftSize:
-        """Return how much is drafted in a round of these requests: see `CostBasedTreePolicy.draft_size`."""
+        """Return how much is drafted in a round of these requests: see `LatencyTreePolicy.draft_size`."""
         return self._policy.draft_size(self._trees(groups), batch_size, context, latency)
 
     def forget(self) -> None:

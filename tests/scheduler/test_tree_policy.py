@@ -17,6 +17,7 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.decode import MEMORY
+from smc.scheduler.round_plan import tree_nodes
 from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyCurve, LatencyModel, ModelLatency, tokens_a_round
 from smc.scheduler.tree_policy import (
     FADE,
@@ -127,8 +128,8 @@ def test_what_is_hard_to_guess_is_given_up_earlier(config):
 
 
 def test_rows_go_to_those_who_make_most_of_them():
-    rows = settled(CONFIGS[0], [EASY] * 2 + [4 * HARD] * 2)
-    assert 0 < max(rows[:2]) < min(rows[2:])
+    rows = settled(CONFIGS[0], [EASY] * 3 + [4 * HARD] * 3)
+    assert 0 < max(rows[:3]) < min(rows[3:])
 
 
 def test_a_draft_that_costs_more_than_it_brings_is_not_asked():
@@ -236,7 +237,7 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
     def branches(
         batch_size: int, context: int, latency: LatencyModel | None, policy: LatencyTreePolicy = policy
     ) -> int:
-        return policy.draft_size([], batch_size, context, latency).branches
+        return policy.draft_size([tree(EASY, 1)] * batch_size, batch_size, context, latency).branches
 
     assert [branches(rows, 0, MADE) for rows in (1, 8, 64)] == [4, 4, 4]
     assert [branches(rows, 0, drafts_long) for rows in (1, 8, 32, 64)] == [4, 4, 1, 1]
@@ -331,10 +332,10 @@ H200_CHAT = LatencyModel(
 """An 8B target and a draft of four of its layers on one H200 (benchmarks/notes/real-pair.md)."""
 
 
-def test_where_rows_bring_little_many_requests_have_one_each():
-    """A chat model at temperature 0.7: eight rows miss .27 of the next tokens, one row .57. With 16 requests, one row
-    and two tokens reach 1.25 times the speed of plain decoding, four rows 1.1 times. With the gain of the shipped pair,
-    one row would seem to miss nearly everything."""
+def test_where_rows_bring_little_many_requests_have_few():
+    """A chat model at temperature 0.7: eight rows miss .27 of the next tokens, one row .57. With the gain of the
+    shipped pair, one row would seem to miss nearly everything. Rows are cheaper as tokens that they have in common run
+    once: else 16 requests would have two rows, and 64 one."""
     config = EngineConfig(form="lockstep", block=5, max_slots=512)
     forecast = ThroughputForecast(config, H200_CHAT)
 
@@ -347,10 +348,10 @@ def test_where_rows_bring_little_many_requests_have_one_each():
     alone, faster = best(1, gain)
     assert alone == [8] and faster > 1.5
     rows, faster = best(16, gain)
-    assert max(rows) <= 2 and 1.2 < faster < 1.4
+    assert max(rows) <= 4 and 1.35 < faster < 1.5
     rows, faster = best(64, gain)
-    assert rows == [1] * 64 and 1.1 < faster < 1.2
-    assert best(64, WIDTH_GAIN)[1] < 1
+    assert max(rows) <= 2 and 1.15 < faster < 1.25
+    assert best(64, WIDTH_GAIN)[1] < 1.1
 
 
 def test_one_that_arrives_begins_as_suits_those_that_run():
@@ -631,7 +632,7 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     for _ in range(3):
         engine.step()
     assert [group.launched - begun for group, begun in zip(running(engine), before)] == [3] * count
-    assert asked and count <= max(asked) <= most // engine.config.target_tokens
+    assert asked and count <= max(asked) and tree_nodes(max(asked), count, engine.config.target_tokens) <= most
     found = {output.answer.request_id: output.answer for output in engine.run(()) if output.answer}
     assert_empty(engine)
     plain = [
