@@ -1,0 +1,256 @@
+"""Measures a service with several worker groups: tokens a second beside one worker group, and what callers notice when
+one is killed.
+
+    python -m benchmarks.worker_groups --groups 1 --groups 2 --requests 128 [--prompts FILE] [--kill 16]
+    -- --device cuda --placement shared --target DIR --draft DIR
+
+For each number of worker groups it starts `smcserve serve` with the options after `--`. For each number of requests it
+keeps as many exact requests in flight over HTTP, without streams, and reads the tokens of all answers from the
+service's metrics. With `--kill`, so many exact streams run twice at the largest number of worker groups: undisturbed,
+and while a rank of worker group 1 is killed. It prints how many finish, how many have the same text, and the longest
+pauses. The last line is JSON."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+from rich.table import Table
+
+from services.client import Client, Message
+from smc.demo.problems import generate
+from smc.terminal import out
+
+COMMAND = (sys.executable, "-c", "from services.cli.main import main; main()", "serve")
+CHAT = "/v1/chat/completions"
+TOKENS = "smc_generation_tokens_total"
+PROMPTS, PROMPT_SEED = 256, 3
+LIMIT = 300.0
+"""Maximum seconds of a stream, and until a killed worker group is back."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second of one service."""
+
+    groups: int
+    requests: int
+    tokens_a_second: float
+    running: tuple[int, ...]
+    """Requests that ran at each worker group at the end."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What happened to the streams while a worker group was killed."""
+
+    streams: int
+    finished: int
+    equal: int
+    """Streams whose text is that of the undisturbed run."""
+    moved: int
+    """Streams that were at the killed worker group."""
+    pauses: tuple[float, ...]
+    """Longest pause of each stream in seconds, shortest first."""
+    back: float
+    """Seconds until the worker group was ready again."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running service."""
+
+    pid: int
+    address: str
+    url: str
+    """Of OpenAI's API, which serves metrics as well."""
+
+
+@contextmanager
+def serve(options: Sequence[str]) -> Iterator[Served]:
+    """Run `smcserve serve` with these options on free ports until all worker groups serve; at the end, drain it. Raises
+    RuntimeError with the end of its log if it does not start."""
+    with ExitStack() as free:
+        sockets = [free.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        port, http_port = (one.getsockname()[1] for one in sockets)
+    ports = ("--port", str(port), "--http-port", str(http_port))
+    with tempfile.NamedTemporaryFile("w") as log:
+        child = subprocess.Popen([*COMMAND, *ports, *options], stdout=log, stderr=log, start_new_session=True)
+        try:
+            while "serving on" not in (said := Path(log.name).read_text(errors="replace")):
+                if child.poll() is not None:
+                    raise RuntimeError(f"smcserve serve ended with exit code {child.returncode}: {said[-1000:]}")
+                time.sleep(0.2)
+            yield Served(child.pid, f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}")
+        finally:
+            child.terminate()
+            child.wait()
+
+
+def chats(path: Path | None) -> list[list[dict[str, str]]]:
+    """Return the messages of each chat: those of a JSONL file, or the demo's problems."""
+    if path is not None:
+        return [json.loads(line)["messages"] for line in path.read_text().splitlines() if line.strip()]
+    return [[{"role": "user", "content": one.question}] for one in generate(PROMPT_SEED, PROMPTS, "test")]
+
+
+async def speed(
+    served: Served,
+    groups: int,
+    requests: int,
+    bodies: Iterator[dict[str, Any]],
+    warm_up: float,
+    window: float,
+) -> Speed:
+    """Keep `requests` requests in flight for `warm_up` seconds, and measure for `window` seconds."""
+
+    async def ask(session: aiohttp.ClientSession) -> None:
+        while True:
+            async with session.post(served.url + CHAT, json=next(bodies)) as response:
+                answer = await response.json()
+                if response.status != 200:
+                    raise RuntimeError(f"the service answers {response.status}: {answer}")
+
+    async def tokens(session: aiohttp.ClientSession) -> tuple[float, float]:
+        async with session.get(served.url + "/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+        return sum(each.value for one in families for each in one.samples if each.name == TOKENS), time.monotonic()
+
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        asking = [asyncio.create_task(ask(session)) for _ in range(requests)]
+        measuring = asyncio.create_task(_difference(lambda: tokens(session), warm_up, window))
+        done, _ = await asyncio.wait({*asking, measuring}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            if measuring not in done:
+                next(iter(done)).result()  # raises: such a task ends with an error only
+            rate = measuring.result()
+            async with session.get(served.url + "/load") as response:
+                load = await response.json()
+        finally:
+            for task in (*asking, measuring):
+                task.cancel()
+            await asyncio.gather(*asking, measuring, return_exceptions=True)
+    return Speed(groups, requests, rate, tuple(group["running"] for group in load["worker_groups"]))
+
+
+async def _difference(tokens: Any, warm_up: float, window: float) -> float:
+    await asyncio.sleep(warm_up)
+    before, begin = await tokens()
+    await asyncio.sleep(window)
+    after, end = await tokens()
+    return (after - before) / (end - begin)
+
+
+def kill(served: Served, streams: int, prompts: Sequence[Any], sampling: dict[str, Any]) -> Kill:
+    """Run streams undisturbed, then again while the first rank of worker group 1 is killed."""
+    with Client(served.address) as client, ThreadPoolExecutor(streams) as pool:
+
+        def stream(number: int) -> tuple[str, float]:
+            messages = [Message(one["role"], one["content"]) for one in prompts[number % len(prompts)]]
+            text, pause, last = "", 0.0, None
+            for chunk in client.stream(messages, method="exact", seed=number, timeout=LIMIT, **sampling):
+                now = time.monotonic()
+                pause, last = max(pause, now - (last or now)), now
+                text += chunk.text
+                seen[number] += len(chunk.tokens)
+            return text, pause
+
+        seen = [0] * streams
+        expected = [text for text, _ in pool.map(stream, range(streams))]
+        seen[:] = [0] * streams
+        calls = [pool.submit(stream, number) for number in range(streams)]
+        while min(seen) < sampling["max_tokens"] // 4 and not any(call.done() for call in calls):
+            time.sleep(0.01)
+        moved = client.server_info().worker_groups[1].running
+        begin = time.monotonic()
+        os.kill(_rank_of(served.pid, "worker group 1, "), signal.SIGKILL)
+        found = [call.result() for call in calls if call.exception() is None]
+        equal = sum(call.exception() is None and call.result()[0] == text for call, text in zip(calls, expected))
+        while client.health("smc.worker_group.1") != "SERVING" and time.monotonic() - begin < LIMIT:
+            time.sleep(0.2)
+        back = time.monotonic() - begin
+    pauses = tuple(sorted(round(pause, 3) for _, pause in found))
+    return Kill(streams, len(found), equal, moved, pauses, back)
+
+
+def _rank_of(pid: int, name: str) -> int:
+    """Return the process id of a worker group's rank with the target."""
+    for process in psutil.Process(pid).children(recursive=True):
+        title = " ".join(process.cmdline())
+        if name in title and ("target rank 0" in title or "shared rank 0" in title):
+            return process.pid
+    raise RuntimeError(f"there is no rank of {name!r}")
+
+
+def show(speeds: Sequence[Speed], killed: Kill | None) -> None:
+    table = Table("worker groups", "requests", "tok/s", "x one", "running", title="Tokens a second of the service")
+    for one in speeds:
+        alone = next((each for each in speeds if (each.groups, each.requests) == (1, one.requests)), None)
+        times = "" if alone is None else f"{one.tokens_a_second / alone.tokens_a_second:.2f}"
+        running = " + ".join(map(str, one.running))
+        table.add_row(str(one.groups), str(one.requests), f"{one.tokens_a_second:,.0f}", times, running)
+    if speeds:
+        out.print(table)
+    if killed is not None:
+        out.print(
+            f"worker group 1 killed under {killed.streams} streams, {killed.moved} of them its own: {killed.finished} "
+            f"finish, {killed.equal} with the text of the undisturbed run; longest pauses {killed.pauses} s; back "
+            f"after {killed.back:.1f} s"
+        )
+
+
+def main(given: Sequence[str]) -> dict[str, Any]:
+    own, options = list(given), []
+    if "--" in own:
+        at = own.index("--")
+        own, options = own[:at], own[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, action="append", required=True, help="number of worker groups")
+    parser.add_argument("--requests", type=int, action="append", default=[], help="requests in flight")
+    parser.add_argument("--kill", type=int, default=0, help="streams under which a worker group is killed")
+    parser.add_argument("--prompts", type=Path, help="JSONL file of chats")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--warm-up", type=float, default=10.0, help="seconds before measuring")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of measuring")
+    args = parser.parse_args(own)
+    prompts, speeds, killed = chats(args.prompts), [], None
+    sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "ignore_eos": True}
+    bodies = (
+        {"messages": prompts[number % len(prompts)], "seed": number, "method": "exact", **sampling}
+        for number in itertools.count()
+    )
+    for groups in args.groups:
+        with serve([*options, "--worker-groups", str(groups)]) as served:
+            for requests in args.requests:
+                measuring = speed(served, groups, requests, bodies, args.warm_up, args.seconds)
+                speeds.append(asyncio.run(measuring))
+            if args.kill and groups == max(args.groups) and groups > 1:
+                killed = kill(served, args.kill, prompts, sampling)
+    show(speeds, killed)
+    found = {"speeds": [asdict(one) for one in speeds], "kill": killed and asdict(killed)}
+    out.print(json.dumps(found), soft_wrap=True, markup=False, highlight=False)
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

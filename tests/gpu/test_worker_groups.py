@@ -1,0 +1,69 @@
+"""Two worker groups, each with both models on a GPU of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+import torch
+
+from services.launch import cluster
+from services.launch.config import WorkerGroupConfig
+from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.local_engine import ModelPair, local_engine
+from tests.gpu.test_service import assert_same
+from tests.scheduler.harness import answers
+from tests.service.asked import ASKED, engine_request
+from tests.service.running import Running
+from tests.service.test_faults import QUESTION
+
+ENGINE = EngineConfig(form="lockstep", block=5)
+STREAMS = 16
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    cluster.connect(None)
+    config = WorkerGroupConfig(
+        device="cuda", dtype="float32", placement="shared", worker_groups="auto", engine=ENGINE, start_timeout=300.0
+    )
+    made = Running(config, start_seconds=300)
+    try:
+        yield made
+    finally:
+        made.stop()
+        ray.shutdown()
+
+
+def test_answers_are_those_of_a_cpu(running):
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT)
+    asked = [engine_request(pair, i, question, dict(params)) for i, (question, params) in enumerate(ASKED)]
+    found = answers(local_engine(pair, ENGINE), asked)
+    assert len(running.service.balancer.groups) == torch.cuda.device_count()
+    assert_same(running, [found[str(i)].text for i in range(len(ASKED))])
+    assert all(running.service.balancer.sent)
+
+
+def test_streams_go_on_at_once_after_a_kill(running):
+    """All streams finish with the answers of an undisturbed service, and no other worker group restarts."""
+    groups = running.service.balancer.groups
+    with running.client() as client, ThreadPoolExecutor(STREAMS) as pool:
+
+        def streamed(seed: int) -> tuple[int, ...]:
+            long = {"max_tokens": 400, "ignore_eos": True, "particles": 4}
+            chunks = client.stream(QUESTION, method="exact", seed=seed, timeout=300, **long)
+            return tuple(token for chunk in chunks for token in chunk.tokens)
+
+        alone = list(pool.map(streamed, range(STREAMS)))
+        calls = [pool.submit(streamed, seed) for seed in range(STREAMS)]
+        running.until(lambda: min(group.stats.running for group in groups[:2]) >= 4, 20, "the load did not arrive")
+        running.kill("shared0", worker_group=1)
+        found = [call.result(300) for call in calls]
+    assert found == alone
+    assert groups[0].incarnation == 1
+    running.until(lambda: groups[1].serving and groups[1].incarnation == 2, 200, "the worker group did not come back")
