@@ -93,11 +93,6 @@ class Tokenizer:
         return frozenset(self._tokenizer.get_added_tokens_decoder())
 
     @property
-    def serialised(self) -> str:
-        """The tokenizer as JSON, as the library writes it."""
-        return self._tokenizer.to_str()
-
-    @property
     def start_id(self) -> int | None:
         """Id of the begin-of-text token, or else the first end-of-text id; None if the model has neither."""
         start = self._tokenizer.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
