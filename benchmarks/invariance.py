@@ -9,6 +9,8 @@ MODEL is a directory, a shape such as `qwen3-8b` with random weights, or `small`
 instructions of the tensor cores, with K in one order. `operations` computes each operation of a layer for one row
 beside random rows. `passes` computes the logits of one position in every way in which the service may compute it.
 
+`products`, if asked for, compares the products of one order with the library's, in bits and in time.
+
 A cell is `=` if all bits are those of the first column, which has the row alone, otherwise the number of results that
 differ. `-`: not applicable. The last line is JSON. Without a GPU torch computes, or with `--kernels` the kernels in
 Triton's interpreter, which needs TRITON_INTERPRET=1 and another type than bfloat16."""
@@ -19,12 +21,14 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from smc.api.limits import DTYPE_NAMES
 from smc.executor.messages import PromptBatch
@@ -63,6 +67,8 @@ TILES = (
 )  # fmt: skip
 """Rows of the first and of the second operand of a product, and warps. Hopper's instructions for a group of four warps
 take 64 rows of the first operand; smaller tiles and fewer warps use those of single warps."""
+LIBRARY = (80, 128, 160, 256, 320, 512, 1024, 2048)
+"""Numbers of tokens for which products are compared with the library's."""
 SOME_TILES = ((64, 16, 4), (64, 64, 4), (128, 128, 8), (16, 16, 4), (64, 64, 2))
 INNER = 4096
 """K of these products."""
@@ -132,8 +138,10 @@ def main(argv: Sequence[str] | None = None) -> list[Finding]:
     with torch.inference_mode():
         if "instructions" in given.parts and (given.device != "cpu" or given.kernels):
             found += _printed("Products of tiles (first x second operand, warps)", _instructions(given))
-        if {"operations", "passes"} & set(given.parts):
+        if {"operations", "passes", "products"} & set(given.parts):
             subject = Subject.load(given)
+            if "products" in given.parts:
+                found += _printed("Products of the library [its us, its us in parts, ours]", _products(subject))
             if "operations" in given.parts:
                 found += _printed("Operations", _operations(subject, given.rows, given.prompts))
             if "passes" in given.parts:
@@ -214,6 +222,55 @@ def _instructions(given: argparse.Namespace) -> Iterator[Finding]:
                 made = made.t() if swapped else made
                 common = slice(min(len(made), len(alone))), slice(min(made.shape[1], alone.shape[1]))
                 yield Finding(f"{kind}{name}", column, _differ(made[common], alone[common]))
+
+
+def _products(subject: Subject) -> Iterator[Finding]:
+    """Compare the products of one order with the library's: where a product has several parts, with one call of the
+    library for each part, which adds its sums to those before in float32. Prints microseconds."""
+    from smc.kernels.fixed_order import linear_fixed, splits_of
+    from smc.kernels.linear import reduce
+
+    layer = subject.worker.model.layers[0]
+    for name, matrix in (("q k v", layer.qkv), ("o", layer.o), ("gate, up", layer.gate_up), ("down", layer.down)):
+        weight, inputs = matrix.weight, matrix.in_features
+        splits = splits_of(len(weight), inputs)
+        for count in LIBRARY:
+            x = torch.randn(count, inputs, device=subject.device).to(weight.dtype)
+            one = linear_fixed(x, weight, 1)
+            yield Finding(f"{name}, library, 1 part", str(count), _differ(one, x @ weight.t()))
+            parted = partial(library_in_parts, x, weight, splits)
+            ours = partial(linear_fixed, x, weight, splits)
+            own = ours()
+            own = reduce(own.view(-1, *own.shape[-2:]), torch.empty_like(one))
+            yield Finding(f"{name}, library, {splits} parts", str(count), _differ(own, parted()))
+            if subject.device.type == "cuda":
+                times = [call_microseconds(call) for call in (partial(F.linear, x, weight), parted, ours)]
+                print("[{:.0f} {:.0f} {:.0f} us]".format(*times), end="")
+
+
+def library_in_parts(x: Tensor, weight: Tensor, splits: int) -> Tensor:
+    if splits == 1:
+        return F.linear(x, weight)
+    total: Tensor | None = None
+    for part_x, part_w in zip(x.chunk(splits, 1), weight.chunk(splits, 1)):
+        if total is None:
+            total = torch.mm(part_x, part_w.t(), out_dtype=torch.float32)
+        else:
+            total = torch.addmm(total, part_x, part_w.t(), out_dtype=torch.float32)
+    assert total is not None
+    return total.to(x.dtype)
+
+
+def call_microseconds(call: Callable[[], Tensor], repeats: int = 20) -> float:
+    for _ in range(3):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / repeats
 
 
 Operation = Callable[[LayerOps, Tensor], Tensor]
