@@ -156,7 +156,9 @@ class Balancer:
             except QueueFull as error:
                 full = error
         assert full is not None
-        raise full
+        if len(self.groups) == 1:
+            raise full
+        raise QueueFull(f"the queues of all {len(self.groups)} worker groups are full, of one of them: {full}")
 
     def _ranked(self, request: Request, keys: Sequence[bytes]) -> list[int]:
         serving = [number for number, group in enumerate(self.groups) if group.serving]

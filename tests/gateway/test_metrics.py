@@ -90,6 +90,20 @@ def test_series_exist_from_the_start_and_no_others_come(metrics):
     assert series() == before
 
 
+def test_each_worker_group_has_its_series():
+    """Two worker groups share families, which promtool accepts, also where a scraper asks for some by name."""
+    metrics = Metrics(2)
+    report_everything(metrics)
+    metrics.groups[1].observe_step(EngineStats(queued=7))
+    ran = subprocess.run([binary("promtool"), "check", "metrics"], input=metrics.exposition(), capture_output=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+    for page in (metrics.page, metrics.page.restricted_registry(iter(["smc_requests_queued", "smc_serving"]))):
+        families = {family.name: family for family in page.collect()}
+        queued = {sample.labels["worker_group"]: sample.value for sample in families["smc_requests_queued"].samples}
+        assert queued == {"0": 3, "1": 7} and "worker_group" not in families["smc_serving"].samples[0].labels
+    assert len(list(metrics.page.collect())) == len(names(metrics))
+
+
 def test_metrics_of_a_pair_name_it(metrics):
     """Windows over a restart with another draft do not mix two drafts: what says how well a draft fits has a label
     with the weights of both models, which the service's description has, too. No other metric has it."""

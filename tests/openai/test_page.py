@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from services.gateway.config import GatewayConfig
+from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.openai.pages import ELSEWHERE, settings_document
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams, methods_of
 from smc.local_engine import ModelPair
+from smc.scheduler.stats import EngineStats
 from tests.gateway.harness import Service, serving
 from tests.openai.asking import ask
 from tests.openai.test_tool_calls import TOOLS, with_template
@@ -147,6 +149,19 @@ def test_files_of_the_page_may_load_nothing_else(service):
         assert b"https://" not in said.data and b"<script>" not in said.data and b" style=" not in said.data
     said = ask(service, "GET", "/page/settings")
     assert said.json["model"] == "demo" and said.json["tools"] is False and said.json["context"] == 512
+
+
+@in_a_browser
+def test_worker_groups_are_named(visit, service, monkeypatch):
+    """Several worker groups: how many are ready is beside the model's name, and what each does in its tooltip."""
+    load = EngineStats(running=3, queued=1)
+    groups = (WorkerGroupStatus(1, load, has_draft=False), WorkerGroupStatus(2, has_target=False))
+    monkeypatch.setattr(service.gateway.handler, "status", lambda: ServiceStatus(groups))
+    page = visit(service)
+    page.wait_for_function("document.getElementById('model').textContent", timeout=SECONDS)
+    assert page.text_content("#model") == "demo, 1 of 2 worker groups"
+    about = page.get_attribute("#model", "title").splitlines()
+    assert about[1:] == ["worker group 0: 3 running, 1 waiting, no draft", "worker group 1: not ready"]
 
 
 @in_a_browser
