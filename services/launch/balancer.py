@@ -30,7 +30,7 @@ from smc.types import ModelRole
 PREFIX_SHARE, PREFIX_TOKENS = 0.5, 64
 """Least share of a prompt, and least number of its tokens, that a worker group must hold to be preferred to one with
 less load."""
-IMBALANCE = 0.25
+IMBALANCE = 0.125
 """Share of its slots by which the load of a worker group that holds a prompt may exceed the least load."""
 NEEDS_DRAFT = (Method.SMC, Method.DRAFT)
 """Methods that a worker group without a draft refuses."""
@@ -42,7 +42,7 @@ class Candidate:
 
     has_draft: bool
     load: int
-    """Slots that its requests in flight hold or wait for."""
+    """Slots that its requests in flight need at least."""
     sent: int
     """Requests that it has been sent so far."""
     held: int
@@ -95,7 +95,7 @@ class Balancer:
         """No worker group will be started any more."""
         self._progress: dict[int, StartProgress] = {}
         self._loads, self.sent = [0] * count, [0] * count
-        """Slots that the requests in flight at each worker group hold or wait for, and requests that it was sent."""
+        """Slots that the requests in flight at each worker group need at least, and requests that it was sent."""
         self._indexes = [PrefixIndex() for _ in range(count)]
         self._max_slots, self._has_cache = pair.engine.max_slots, pair.engine.prefix_cache and count > 1
         quarantine = Quarantine()
@@ -250,7 +250,8 @@ def _with_share(pair: ServingPair, number: int, count: int) -> ServingPair:
 
 
 def _slots(request: Request) -> int:
-    return request.params.rows * request.params.slots_per_row
+    """Slots that a request needs at least: exact decoding drafts fewer rows where there are many requests."""
+    return request.params.least_rows * request.params.slots_per_row
 
 
 def _advance(progress: StartProgress) -> tuple[int, int]:

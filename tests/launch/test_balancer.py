@@ -149,17 +149,20 @@ GROUP = Candidate(has_draft=True, load=0, sent=0, held=0)
         ([GROUP, replace(GROUP, held=96, load=2)], asked(3 * PROMPT), 0),
         ([GROUP, replace(GROUP, held=MAX_TOKENS, sent=9)], asked(tuple(range(20 * MAX_TOKENS))), 1),
         # Free slots come before a cached beginning.
-        ([replace(GROUP, load=4), replace(GROUP, load=6, held=128)], asked(PROMPT), 0),
+        ([replace(GROUP, load=15), replace(GROUP, load=16, held=128)], asked(PROMPT), 0),
         # A request that cannot do without a draft goes where there is one; an exact request if that has room.
-        ([replace(GROUP, has_draft=False), replace(GROUP, load=8)], asked(method="smc"), 1),
-        ([replace(GROUP, has_draft=False), replace(GROUP, load=4)], asked(), 1),
-        ([replace(GROUP, has_draft=False), replace(GROUP, load=8)], asked(), 0),
+        ([replace(GROUP, has_draft=False), replace(GROUP, load=16)], asked(method="smc"), 1),
+        ([replace(GROUP, has_draft=False), replace(GROUP, load=15)], asked(), 1),
+        ([replace(GROUP, has_draft=False), replace(GROUP, load=16)], asked(), 0),
+        # Four particles need four slots, an exact request one.
+        ([replace(GROUP, load=13, held=128), replace(GROUP, load=12)], asked(PROMPT, method="smc"), 1),
+        ([replace(GROUP, load=13, held=128), replace(GROUP, load=12)], asked(PROMPT), 0),
         ([replace(GROUP, has_draft=False), replace(GROUP, load=4)], asked(method="target", particles=None), 0),
     ],
 )
 def test_the_best_worker_group(candidates, request_, first):
-    """With 8 slots in each worker group."""
-    found = ranked(dict(enumerate(candidates)), request_, 8)
+    """With 16 slots in each worker group."""
+    found = ranked(dict(enumerate(candidates)), request_, 16)
     assert found == [first, 1 - first]
 
 
