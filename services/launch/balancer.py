@@ -10,6 +10,7 @@ Requests of other worker groups are not affected."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -43,8 +44,8 @@ class Candidate:
     has_draft: bool
     load: int
     """Slots that its requests in flight need at least."""
-    sent: int
-    """Requests that it has been sent so far."""
+    last_sent: int
+    """Number of the last request that it was sent, in order of all requests; 0: none."""
     held: int
     """Tokens of the prompt that its prefix cache holds."""
 
@@ -65,7 +66,7 @@ def ranked(candidates: Mapping[int, Candidate], request: Request, max_slots: int
             method is Method.EXACT and not one.has_draft,
             not (holds_most and one.load <= least_load + IMBALANCE * max_slots),
             one.load,
-            one.sent,
+            one.last_sent,
         )
 
     return sorted(candidates, key=cost)
@@ -94,8 +95,11 @@ class Balancer:
         self._over = False
         """No worker group will be started any more."""
         self._progress: dict[int, StartProgress] = {}
-        self._loads, self.sent = [0] * count, [0] * count
-        """Slots that the requests in flight at each worker group need at least, and requests that it was sent."""
+        self._loads = [0] * count
+        """Slots that the requests in flight at each worker group need at least."""
+        self._numbers = itertools.count(1)
+        self.last_sent = [0] * count
+        """Number of the last request that each worker group was sent, in order of all requests."""
         self._indexes = [PrefixIndex() for _ in range(count)]
         self._max_slots, self._has_cache = pair.engine.max_slots, pair.engine.prefix_cache and count > 1
         quarantine = Quarantine()
@@ -168,7 +172,7 @@ class Balancer:
             number: Candidate(
                 self.groups[number].has_draft,
                 self._loads[number],
-                self.sent[number],
+                self.last_sent[number],
                 self._indexes[number].leading(keys) * BLOCK,
             )
             for number in serving
@@ -180,7 +184,7 @@ class Balancer:
         """Count a request as load of a worker group, and its prompt as held there."""
         slots = _slots(request)
         self._loads[number] += slots
-        self.sent[number] += 1
+        self.last_sent[number] = next(self._numbers)
         self._hold(number, keys)
         try:
             yield

@@ -46,7 +46,7 @@ def test_answers_are_those_of_a_cpu(running):
     found = answers(local_engine(pair, ENGINE), asked)
     assert len(running.service.balancer.groups) == torch.cuda.device_count()
     assert_same(running, [found[str(i)].text for i in range(len(ASKED))])
-    assert all(running.service.balancer.sent)
+    assert all(running.service.balancer.last_sent)
 
 
 def test_streams_go_on_at_once_after_a_kill(running):

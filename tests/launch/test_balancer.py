@@ -132,22 +132,22 @@ async def answer_of(balancer: Balancer, request: Request) -> Answer:
     raise AssertionError("no answer")
 
 
-GROUP = Candidate(has_draft=True, load=0, sent=0, held=0)
+GROUP = Candidate(has_draft=True, load=0, last_sent=0, held=0)
 
 
 @pytest.mark.parametrize(
     ("candidates", "request_", "first"),
     [
-        # Load decides, then the number of requests so far.
+        # Load decides, then whose last request was longest ago.
         ([replace(GROUP, load=4), GROUP], asked(), 1),
-        ([replace(GROUP, sent=3), replace(GROUP, sent=2)], asked(), 1),
+        ([replace(GROUP, last_sent=3), replace(GROUP, last_sent=2)], asked(), 1),
         # The longest cached beginning, if it is long enough and its worker group not much busier.
         ([GROUP, replace(GROUP, held=96, load=2)], asked(PROMPT), 1),
         ([replace(GROUP, held=80), replace(GROUP, held=96, load=2)], asked(PROMPT), 1),
         ([GROUP, replace(GROUP, held=96, load=3)], asked(PROMPT), 0),
         ([GROUP, replace(GROUP, held=PREFIX_TOKENS - BLOCK, load=2)], asked(PROMPT), 0),
         ([GROUP, replace(GROUP, held=96, load=2)], asked(3 * PROMPT), 0),
-        ([GROUP, replace(GROUP, held=MAX_TOKENS, sent=9)], asked(tuple(range(20 * MAX_TOKENS))), 1),
+        ([GROUP, replace(GROUP, held=MAX_TOKENS, last_sent=9)], asked(tuple(range(20 * MAX_TOKENS))), 1),
         # Free slots come before a cached beginning.
         ([replace(GROUP, load=15), replace(GROUP, load=16, held=128)], asked(PROMPT), 0),
         # A request that cannot do without a draft goes where there is one; an exact request if that has room.
@@ -215,10 +215,10 @@ def test_exact_requests_of_a_lost_worker_group_go_on_at_another_one(fakes):
         await until(lambda: [len(client.requests) for client in Client.all] == [1, 1])
         smc = [asyncio.create_task(answer_of(balancer, asked(name=f"smc {i}", method="smc"))) for i in range(2)]
         await until(lambda: [len(client.requests) for client in Client.all] == [2, 2])
-        first = balancer.sent[0]
+        latest = max(balancer.last_sent)
         FakeWorkerGroup.deaths[("worker group 1", 1)] = WorkerGroupError("target0 died")
         await until(lambda: len(Client.all[0].requests) == 3)
-        assert not balancer.groups[1].serving and balancer.sent[0] == first + 1
+        assert not balancer.groups[1].serving and balancer.last_sent[0] == latest + 1
         Client.all[0].held.set()
         assert [answer.text for answer in await asyncio.gather(*exact)] == ["0 1 2 3 4 5 6 7 8 9 "] * 2
         ends = await asyncio.gather(*smc, return_exceptions=True)
@@ -241,7 +241,7 @@ def test_a_fatal_request_ends_one_worker_group_only(fakes):
         FakeWorkerGroup.deaths[("worker group 0", 1)] = WorkerGroupError("target0 failed: ValueError", fault=True)
         with pytest.raises(RequestFailed, match="refuses it for now"):
             await fatal
-        assert balancer.sent[1] == 0 and balancer.groups[1].incarnation == 1
+        assert balancer.last_sent[1] == 0 and balancer.groups[1].incarnation == 1
 
     serving(work)
 
