@@ -225,7 +225,7 @@ def test_what_a_pod_writes_to_its_node_is_bounded_and_requested(layer):
         ("gateway", {"write-timeout": "soon"}, "/gateway/config/write-timeout"),
         ("gateway", {"max-concurrent-streams": 1.5}, "/gateway/config/max-concurrent-streams"),
         ("gateway", {"no-page": "yes"}, "/gateway/config/no-page"),
-        ("gateway", {"concurrency": 8}, "concurrency"),
+        ("gateway", {"part-lines": 8}, "part-lines"),
         ("batch", {"served-model-name": "a"}, "served-model-name"),
         ("batch", {"seed": "one"}, "/batch/config/seed"),
         ("batch", {"input": "/data/a"}, "input"),

@@ -60,6 +60,7 @@ def test_each_worker_group_is_named(two):
         assert f"ray::smcserve: worker group {number}, shared rank 0" in line
     with two.client() as client:
         info = client.server_info()
+        assert {"smc.worker_group.0", "smc.worker_group.1", "smc.target"} < client.states().keys()
         assert [client.health(f"smc.worker_group.{number}") for number in (0, 1)] == ["SERVING"] * 2
     states = [(group.serving, group.has_draft, group.incarnation) for group in info.worker_groups]
     assert states == [(True, True, 1)] * 2 and info.incarnation == 2 and info.draft_pages > 0
