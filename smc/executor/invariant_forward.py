@@ -19,10 +19,11 @@ from smc.attention.fixed_step import step_attention_fixed
 from smc.executor.forward import Reader
 from smc.executor.triton_forward import FP8_INPUTS, TritonForward, run_prompt_by
 from smc.kernels.experts import experts_fixed
-from smc.kernels.fixed_order import gate_up_fixed, linear_fixed
+from smc.kernels.fixed_order import FEW_TOKENS, gate_up_fixed, linear_fixed
 from smc.kernels.int4 import gate_up_int4, linear_int4_fixed
+from smc.kernels.library import LibraryProducts
 from smc.kernels.linear import multiplies_fp8, reduce
-from smc.kernels.norm import round_rows
+from smc.kernels.norm import round_rows, silu_mul
 from smc.model.decoder import Activations, Decoder, Experts, Layer
 from smc.model.linear import Linear, QuantisedRows
 from smc.once import warn_once
@@ -60,15 +61,23 @@ def obstacle(model: Decoder) -> str | None:
 class InvariantForward(TritonForward):
     """`TritonForward` in one order of sums, for any number of rows, and the operations of a layer on prompts."""
 
+    _library = LibraryProducts()
     attention_class = FixedOrderAttention
     step_attention: Callable[..., None] = staticmethod(step_attention_fixed)
     _prompts = FixedOrderPrompts()
+
+    def __init__(self, reader: Reader, *, pdl: bool = True, of_prompts: bool = False) -> None:
+        """`of_prompts`: numbers of tokens are hardly ever the same twice."""
+        super().__init__(reader, pdl=pdl and not of_prompts)
+        self._of_prompts = of_prompts
 
     def gated(self, layer: Layer, hidden: Activations) -> Tensor:
         matrix = layer.gate_up
         if matrix.group:
             assert isinstance(hidden, Tensor)
             return gate_up_int4(hidden, matrix, layer.gelu, self._dtype, self._pdl)
+        if isinstance(hidden, Tensor) and len(hidden) > FEW_TOKENS:
+            return silu_mul(self.product(hidden, matrix, splits=1), layer.gelu)
         return gate_up_fixed(hidden, matrix.weight, self._pdl, matrix.scale, self._dtype, layer.gelu)
 
     def product(self, x: Activations, matrix: Linear, splits: int | None = None) -> Tensor:
@@ -77,6 +86,8 @@ class InvariantForward(TritonForward):
         if matrix.group:
             assert isinstance(x, Tensor)
             return linear_int4_fixed(x, matrix, splits, self._dtype, self._pdl)
+        if isinstance(x, Tensor) and len(x) > FEW_TOKENS:
+            return self._library.multiply(x, matrix.weight, matrix.bias, splits, divided=self._of_prompts)
         return linear_fixed(x, matrix.weight, splits, matrix.bias, self._dtype, self._pdl, matrix.scale)
 
     def summed(self, layer: Layer, x_TI: Tensor, matrix: Linear) -> Tensor:

@@ -55,7 +55,7 @@ class TritonOps(RoundOps):
     def _invariant(self, reader: Reader) -> InvariantForward | None:
         """Return the operations on prompts in one order of sums; None: the reader does without."""
         if reader not in self._of_prompts:
-            self._of_prompts[reader] = InvariantForward(reader, pdl=False) if is_invariant(reader) else None
+            self._of_prompts[reader] = InvariantForward(reader, of_prompts=True) if is_invariant(reader) else None
         return self._of_prompts[reader]
 
     def sampling(self, vocab: int) -> Sampling:

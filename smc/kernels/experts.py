@@ -212,7 +212,7 @@ def _experts(
         if UP:
             up_OT *= tl.load(scales + row + outputs)[:, None]
     if UP:
-        sum_OT = gated(sum_OT, up_OT, False)
+        sum_OT = gated(sum_OT, up_OT, out.dtype.element_ty, False)
     _store(sum_OT, weight, out, t, n, column_T, hit_T, tokens, outputs, P, UP)
 
 
@@ -240,7 +240,8 @@ def _experts_int4(
     if UP:
         gate_OT, up_OT = tl.split(tl.permute(tl.reshape(sum_OT, (2, HALF, BLOCK_T)), (1, 2, 0)))
         n = tile * HALF + tl.arange(0, HALF)
-        _store(gated(gate_OT, up_OT, False), weight, out, t, n, column_T, hit_T, tokens, outputs, P, UP)
+        act_OT = gated(gate_OT, up_OT, out.dtype.element_ty, False)
+        _store(act_OT, weight, out, t, n, column_T, hit_T, tokens, outputs, P, UP)
     else:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         _store(sum_OT, weight, out, t, n, column_T, hit_T, tokens, outputs, P, UP)

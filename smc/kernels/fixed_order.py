@@ -198,7 +198,9 @@ def _many(
     if PDL:
         gdc_launch_dependents()
     if GATED:
-        store_tile(gated_product(total_OT, up_OT, GELU), None, out, t0, tokens, outputs, ROWS, BLOCK_T)
+        store_tile(
+            gated_product(total_OT, up_OT, out.dtype.element_ty, GELU), None, out, t0, tokens, outputs, ROWS, BLOCK_T
+        )
     else:
         store_tile(total_OT, None, out, t0, tokens, outputs, ROWS, BLOCK_T)
 

@@ -330,7 +330,9 @@ def _store_scaled(
     sum_OT *= scale_O[:, None] * x_scale_1T
     if GATED:
         up_OT *= up_scale_O[:, None] * x_scale_1T
-        store_tile(gated_product(sum_OT, up_OT, GELU), None, out, t0, tokens, outputs, ROWS, BLOCK_T)
+        store_tile(
+            gated_product(sum_OT, up_OT, out.dtype.element_ty, GELU), None, out, t0, tokens, outputs, ROWS, BLOCK_T
+        )
     else:
         store_tile(sum_OT, bias, out, t0, tokens, outputs, ROWS, BLOCK_T)
 
@@ -345,7 +347,9 @@ def store_sums(
     HALF: tl.constexpr = BLOCK_N // 2
     if GATED:
         gate_OT, up_OT = tl.split(tl.permute(tl.reshape(sum_OT, (2, HALF, BLOCK_T)), (1, 2, 0)))
-        store_tile(gated_product(gate_OT, up_OT, GELU), None, out, t0, tokens, outputs, HALF, BLOCK_T)
+        store_tile(
+            gated_product(gate_OT, up_OT, out.dtype.element_ty, GELU), None, out, t0, tokens, outputs, HALF, BLOCK_T
+        )
     else:
         store_tile(sum_OT, bias, out, t0, tokens, outputs, BLOCK_N, BLOCK_T)
 

@@ -136,7 +136,9 @@ def silu_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     _require(gate_up)
     block = min(1024, triton.next_power_of_2(inner))
     # Tokens come first, because a grid's second axis ends at 65,535.
-    _silu_mul[(tokens, triton.cdiv(inner, block))](gate_up, out_TI, inner, GELU=gelu, BLOCK=block, num_warps=4)
+    _silu_mul[(tokens, triton.cdiv(inner, block))](
+        gate_up, out_TI, inner, GELU=gelu, BLOCK=block, num_warps=4, enable_fp_fusion=False
+    )
     return out_TI
 
 
@@ -274,8 +276,10 @@ def _add_norm(
 
 
 @triton.jit
-def gated(gate, up, GELU: tl.constexpr):
-    """Return silu(gate) * up, or the tanh form of GELU instead of silu: 1 + tanh(u) is 2 sigmoid(2 u)."""
+def gated(gate, up, KIND: tl.constexpr, GELU: tl.constexpr):
+    """Return silu(gate) * up, or the tanh form of GELU instead of silu: 1 + tanh(u) is 2 sigmoid(2 u). Both are rounded
+    to type KIND first, as results of a product are."""
+    gate, up = gate.to(KIND).to(tl.float32), up.to(KIND).to(tl.float32)
     if GELU:
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     return gate * tl.sigmoid(gate) * up
@@ -287,4 +291,6 @@ def _silu_mul(gate_up, out, inner, GELU: tl.constexpr, BLOCK: tl.constexpr):
     inside, at = feature < inner, gate_up + token * 2 * inner + feature
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * inner + feature, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + token * inner + feature, gated(gate, up, out.dtype.element_ty, GELU).to(out.dtype.element_ty), mask=inside
+    )

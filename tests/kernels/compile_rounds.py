@@ -269,7 +269,7 @@ def passes(family: str) -> None:
         chosen_experts(module, x_TE, Choice(none_TC, none_TC.float()), sort_by_expert(none_TC, module.count))
         return
     batch = ForwardBatch(np.ones((1, 100), np.int32), *bounds, np.ones(100), np.arange(100), np.arange(2), bounds[0])
-    InvariantForward(reader, pdl=False).run_prompt(reader, tokens_T, batch, torch.tensor([99]))
+    InvariantForward(reader, of_prompts=True).run_prompt(reader, tokens_T, batch, torch.tensor([99]))
 
 
 def int4_passes() -> None:

@@ -19,7 +19,9 @@ from smc.kernels.fixed_order import (
     splits_of,
 )
 from smc.kernels.int4 import FIXED_PROGRAMS, fixed_splits, gate_up_int4, linear_int4_fixed, token_block
+from smc.kernels.library import LibraryProducts, by_library
 from smc.kernels.linear import reduce
+from smc.kernels.norm import silu_mul
 from smc.model.decoder import Experts
 from smc.model.linear import FP8, Linear, QuantisedRows
 from smc.model.quantisation import Int4Format
@@ -179,3 +181,34 @@ def test_tilings_fit(outputs, inputs, gated, fp8):
 
 def shared_bytes(tiling: ManyTiling, fp8: bool) -> int:
     return tiling.stages * tiling.block_k * (tiling.block_n + tiling.block_t) * (1 if fp8 else 2)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_many_tokens_by_the_library_or_by_our_kernel(device, divided, monkeypatch):
+    """On a GPU the library multiplies sizes that have been checked. A prompt's products are divided into pieces of a
+    few sizes, and its last tokens remain."""
+    monkeypatch.setattr("smc.kernels.library.PIECES", (128, 64))
+    parts = splits_of(OUTPUTS, INPUTS)
+    x_TI, weight_OI, bias_O = operands(device, OUTPUTS, INPUTS, parts)
+    expected = total(linear_fixed(x_TI, weight_OI, bias_O=bias_O))
+    library = LibraryProducts()
+    for count in (300, 128, 70, 300):
+        made = total(library.multiply(x_TI[:count], weight_OI, bias_O, None, divided=divided))
+        assert torch.equal(made, expected[:count])
+    sizes = {size[0] for size in library._is_same}
+    assert sizes == (set() if device.type == "cpu" else {128, 64} if divided else {300, 128, 70})
+
+
+def test_the_library_s_parts_are_added_in_their_order(device):
+    if device.type == "cpu":
+        pytest.skip("torch adds to products in another type on GPUs only")
+    x_TI, weight_OI, bias_O = operands(device, OUTPUTS, INPUTS, 4)
+    expected_TO = x_TI.double() @ weight_OI.double().T + bias_O.double()
+    torch.testing.assert_close(by_library(x_TI, weight_OI, bias_O, 4).double(), expected_TO, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated_products_in_one_launch_and_in_two(device, gelu):
+    x_TI, weight = whole_numbers(300, 128, device, 3).to(KIND) / 8, whole_numbers(176, 128, device, 4).to(KIND) / 8
+    fused = gate_up_fixed(x_TI[:40], weight, gelu=gelu)
+    assert torch.equal(silu_mul(linear_fixed(x_TI, weight, 1), gelu)[:40], fused)

@@ -126,7 +126,7 @@ def test_fp8_gate_up_silu(device, tokens, inner):
     gate, up = (x.value_TI.float() @ weight8.float().T * x.scale_T1 * scale).chunk(2, -1)
     found_TI = gate_up_silu(x, weight8, scale=scale)
     assert found_TI.dtype == torch.bfloat16
-    torch.testing.assert_close(found_TI.float(), F.silu(gate) * up, atol=3e-2, rtol=1e-2)
+    torch.testing.assert_close(found_TI.float(), F.silu(gate) * up, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("of_weights", [True, False])

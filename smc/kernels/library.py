@@ -1,0 +1,91 @@
+"""The GPU library's matrix products of many tokens, where they have the bits of `smc.kernels.fixed_order`.
+
+The library chooses its kernel by the sizes of a product. Most kernels add up the inputs one after another, as ours do,
+and are faster for many tokens; some cut the inputs. So the first product of each size is computed both ways, on random
+numbers, and the library is used for this size only if all bits are equal: whether it is changes no result. A product
+of several parts is one call for each part, which adds its sums to those of the parts before in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smc.kernels.fixed_order import linear_fixed, splits_of
+from smc.kernels.linear import reduce
+
+PIECES = (4096, 2048, 1024, 512, 256)
+"""Numbers of tokens into which prompts are divided, because the library is checked for each number."""
+_Size = tuple[int, int, int, int, bool, torch.dtype]
+
+
+class LibraryProducts:
+    """Products of many tokens with unquantised weights, in one order of sums: by the library for sizes that have been
+    checked, otherwise by our kernel."""
+
+    def __init__(self) -> None:
+        self._is_same: dict[_Size, bool] = {}
+
+    def multiply(
+        self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int | None, *, divided: bool
+    ) -> Tensor:
+        """Return x W^T (+ bias) as `linear_fixed` does. `divided`: in `PIECES`, for numbers of tokens that are hardly
+        ever the same twice."""
+        splits = splits or splits_of(*weight_OI.shape)
+        pieces = _pieces(len(x_TI)) if divided else [len(x_TI)]
+        if pieces == [len(x_TI)]:
+            if self._has(x_TI, weight_OI, bias_O, splits):
+                return by_library(x_TI, weight_OI, bias_O, splits)
+            return linear_fixed(x_TI, weight_OI, splits, bias_O)
+        out_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
+        for x, out in zip(x_TI.split(pieces), out_TO.split(pieces)):
+            if len(x) in PIECES and self._has(x, weight_OI, bias_O, splits):
+                by_library(x, weight_OI, bias_O, splits, out)
+            else:
+                made = linear_fixed(x, weight_OI, splits, bias_O)
+                reduce(made.view(-1, *out.shape), out)
+        return out_TO
+
+    def _has(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> bool:
+        """Return whether the library gives the same bits for this size. A size that is first seen while a graph is
+        captured counts as different, because the check waits for the device."""
+        size = (*x_TI.shape, len(weight_OI), splits, bias_O is not None, x_TI.dtype)
+        if size not in self._is_same:
+            if not x_TI.is_cuda or torch.cuda.is_current_stream_capturing():
+                return False
+            generator = torch.Generator(x_TI.device).manual_seed(0)
+            random_TI = torch.randn(x_TI.shape, generator=generator, device=x_TI.device, dtype=x_TI.dtype)
+            ours = linear_fixed(random_TI, weight_OI, splits, bias_O)
+            theirs_TO = by_library(random_TI, weight_OI, bias_O, splits)
+            ours_TO = reduce(ours.view(-1, *theirs_TO.shape), torch.empty_like(theirs_TO))
+            self._is_same[size] = torch.equal(ours_TO, theirs_TO)
+        return self._is_same[size]
+
+
+def by_library(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int, out_TO: Tensor | None = None
+) -> Tensor:
+    """Return x W^T (+ bias) [T, O] in x's type, added up part by part."""
+    if splits == 1:
+        made_TO = F.linear(x_TI, weight_OI, bias_O)
+        return made_TO if out_TO is None else out_TO.copy_(made_TO)
+    total_TO: Tensor | None = None
+    for x_part, weight_part in zip(x_TI.chunk(splits, 1), weight_OI.chunk(splits, 1)):
+        if total_TO is None:
+            total_TO = torch.mm(x_part, weight_part.t(), out_dtype=torch.float32)
+            if bias_O is not None:
+                total_TO += bias_O
+        else:
+            total_TO = torch.addmm(total_TO, x_part, weight_part.t(), out_dtype=torch.float32)
+    assert total_TO is not None
+    return total_TO.to(x_TI.dtype) if out_TO is None else out_TO.copy_(total_TO)
+
+
+def _pieces(tokens: int) -> list[int]:
+    """Return the numbers of tokens of pieces, the largest first; the last one may be any number below the least of
+    `PIECES`."""
+    pieces = []
+    for size in PIECES:
+        count, tokens = divmod(tokens, size)
+        pieces += [size] * count
+    return [*pieces, tokens] if tokens else pieces
