@@ -119,6 +119,11 @@ class Balancer:
             for number in range(count)
         ]
 
+    @property
+    def serving(self) -> bool:
+        """Whether any worker group serves."""
+        return any(group.serving for group in self.groups)
+
     async def start(self) -> None:
         """Start all worker groups; return when each has warmed up. The first one that has serves requests at once.
         Raises WorkerGroupError if one does not start: first starts are not retried."""
@@ -203,7 +208,7 @@ class Balancer:
         """Wait until a worker group serves. Raises Unavailable if none will."""
         for group in self.groups:
             await group.settled()
-        while not any(group.serving for group in self.groups):
+        while not self.serving:
             self._changed.clear()
             if self._over:
                 raise Unavailable("the service has stopped; try again later, or elsewhere")
@@ -228,7 +233,7 @@ class Balancer:
     def _starting(self, number: int, progress: StartProgress) -> None:
         """Report the progress of the worker group that will serve first."""
         self._progress[number] = progress
-        if self._on_start is not None and not any(group.serving for group in self.groups):
+        if self._on_start is not None and not self.serving:
             self._on_start(max(self._progress.values(), key=_advance))
 
     def _give_up(self) -> bool:

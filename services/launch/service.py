@@ -107,7 +107,8 @@ async def serve(group: WorkerGroupConfig, gateway: GatewayConfig, announce: Call
                 logger.info("draining: calls in flight may continue for %g s", gateway.drain_timeout)
         finally:  # also after a start that failed: gRPC crashes in a process that ends with a server open
             starting.cancel()  # first, or it could start again what `stop` has ended
-            await service.stop(drain=started)
+            # While one worker group starts, another one may serve.
+            await service.stop(drain=started or service.balancer.serving)
     finally:
         await asyncio.to_thread(cluster.disconnect)
 
