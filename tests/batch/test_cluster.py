@@ -97,13 +97,13 @@ def test_a_cluster_without_room(cluster: Cluster, asked, tmp_path):
     cluster.until_empty()
 
 
-def test_a_run_over_s3_that_loses_its_worker_group(cluster: Cluster, asked, expected, options, tmp_path):
-    """A run with one worker group loses it. Another takes its place, and the parts that were written stay. How an
+def test_a_run_over_s3_that_loses_a_worker_group(cluster: Cluster, asked, expected, options, tmp_path):
+    """A run with two worker groups loses one. Another takes its place, and the parts that were written stay. How an
     output in parts is resumed: tests/batch/test_parts.py."""
     source, sink = (Store.of(f"s3://{BUCKET}/{name}/") for name in ("in", "out"))
     for name, lines in (("a.jsonl", asked[:10]), ("more/b.jsonl", asked[10:])):
         source.write(name, write_lines(tmp_path / "lines", lines).read_bytes())
-    arguments = (f"s3://{BUCKET}/in/", f"s3://{BUCKET}/out/", *options, "--worker-groups", 1, "--part-lines", 3)
+    arguments = (f"s3://{BUCKET}/in/", f"s3://{BUCKET}/out/", *options, *TWO, "--part-lines", 3)
     run = cluster.start_batch(*arguments)
     cluster.until(lambda: sink.files() or run.poll() is not None, 300, "no progress")
     assert run.poll() is None, finish(run)
@@ -112,7 +112,7 @@ def test_a_run_over_s3_that_loses_its_worker_group(cluster: Cluster, asked, expe
     code, said = finish(run)
     assert code == 1, "two lines have no answer"
     assert "16 of 16 lines done" in said and "2 failed" in said, said
-    assert said.count("a worker group is ready after") == 2, said
+    assert said.count("a worker group is ready after") == 3, said
     cluster.until_empty()
     names = sink.files()
     again = [name for name in before if sink.read(name) != before[name]]
