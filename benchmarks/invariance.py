@@ -336,7 +336,6 @@ def _layer_operations(subject: Subject) -> Iterator[tuple[str, int, Operation]]:
         yield "down, residual, norm", inner, lambda ops, x: added(ops, ops.summed(layer, x, layer.down))
     else:
         experts = layer.experts
-        yield "router", hidden, lambda ops, x: experts.router(x)
         yield "experts", hidden, lambda ops, x: _whole(ops.experts(layer, experts, x), like.dtype)
         yield "experts, residual, norm", hidden, lambda ops, x: added(ops, ops.experts(layer, experts, x))
     forward = subject.ops.forward(subject.worker)

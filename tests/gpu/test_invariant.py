@@ -15,8 +15,15 @@ from smc.kernels.norm import round_rows
 from smc.model.linear import Linear, QuantisedRows, pack, quantise, quantise_int4
 from smc.model.quantisation import Int4Format
 
-COUNTS = [*range(1, 18), 31, 32, 33, 40, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 320, 511, 512, 2048]
-SHAPES = [(6144, 4096, False), (4096, 12288, False), (12288, 4096, True), (1152, 896, True), (896, 4864, False)]
+COUNTS = [1, 2, 3, 8, 16, 17, 32, 33, 40, 63, 64, 65, 96, 128, 129, 200, 257, 320, 512, 2048]
+SHAPES = [
+    (6144, 4096, False),
+    (1152, 896, True),
+    *(
+        pytest.param(*shape, marks=pytest.mark.slow)
+        for shape in ((4096, 12288, False), (896, 4864, False), (24576, 4096, True))
+    ),
+]
 """Outputs, inputs, and whether there is a bias."""
 BF16 = torch.bfloat16
 
@@ -54,10 +61,11 @@ def test_products_of_1_to_512_rows(kind, outputs, inputs, biased):
         if biased:
             matrix.bias.data = bias_O
 
+    weight, scale = quantise(weight_OI) if kind == "fp8" else (weight_OI, None)
+
     def product(rows: Tensor | QuantisedRows) -> tuple[Tensor, ...]:
         if kind == "int4":
             return total(linear_int4_fixed(rows, matrix)), gate_up_int4(rows, matrix)
-        weight, scale = quantise(weight_OI) if kind == "fp8" else (weight_OI, None)
         return (
             total(linear_fixed(rows, weight, None, bias, BF16, scale_O=scale)),
             gate_up_fixed(rows, weight, scale=scale, dtype=BF16),
@@ -72,10 +80,21 @@ def test_products_of_1_to_512_rows(kind, outputs, inputs, biased):
                 assert torch.equal(made[place], expected[0]), (count, place)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "int4"])
-@pytest.mark.parametrize("shape", ["qwen3-0.6b/2", "llama-1b/2", "qwen3-30b-a3b/2"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ("qwen3-0.6b/2", "bfloat16"),
+        ("llama-1b/2", "fp8"),
+        ("qwen3-0.6b/2", "int4"),
+        ("qwen3-30b-a3b/2", "bfloat16"),
+        pytest.param("llama-1b/2", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("qwen3-30b-a3b/2", "fp8", marks=pytest.mark.slow),
+        pytest.param("qwen3-30b-a3b/2", "int4", marks=pytest.mark.slow),
+    ],
+)
 def test_logits_of_a_position(shape, dtype):
-    found = invariance([shape, "--dtype", dtype, "--parts", "operations,passes"])
+    sizes = ["--rows", "1,17,64,65,200", "--prompts", "1,65,300", "--context", "1200"]
+    found = invariance([shape, "--dtype", dtype, "--parts", "operations,passes", *sizes])
     assert not [finding for finding in found if finding.differ], "nothing beside the row changes its bits"
 
 
