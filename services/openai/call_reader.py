@@ -1,13 +1,14 @@
 """Reads content and calls of tools from the text of an answer as it comes, however it is cut into pieces. Knows nothing
 about requests and how answers are sent.
 
-    Hermes     <tool_call>CALLS</tool_call>, anywhere
+    Hermes     <tool_call>CALLS</tool_call>, anywhere; CALLS on a line of their own, also in <tools>..</tools>
     Llama 3    CALLS at the beginning, after <|python_tag|>, or on a line of their own
     Mistral    [CALLS] at the beginning, [TOOL_CALLS] with CALLS, [CALLS], f{..} or f[ARGS]{..} anywhere
 
 CALLS are one or more JSON objects, with or without a list, commas, semicolons or a code fence. Their members may have
-any order; the arguments may be an object, or one written as a string. Where calls have no mark and stand within a text,
-only offered functions count. If a grammar determines the calls, they are read only as it writes them.
+any order; the arguments may be an object, or one written as a string. Where calls have no mark (and in Llama's and
+Mistral's formats do not begin the answer), only offered functions count. Qwen2.5-Coder leaves out the marks that its
+template asks for. If a grammar determines the calls, they are read only as it writes them.
 
 Nothing is dropped: what is no call is content. Only the marks of calls, and blanks beside calls, are left out."""
 
@@ -27,6 +28,8 @@ FURTHER = ("id", "type", "call_id")
 MISTRAL_ARGS, MISTRAL_ID = "[ARGS]", "[CALL_ID]"
 """Marks between a function's name and its arguments."""
 FENCE = "```"
+TOOLS_MARK, TOOLS_END = "<tools>", "</tools>"
+"""Marks of the list of functions in a Hermes prompt, between which some models write calls."""
 KEPT = 1 << 12
 """Number of characters that were read and are kept until they are cut off all at once."""
 _BLANK, _WORD = re.compile(r"[ \t\n\r]*"), re.compile(r"[\w.-]*")
@@ -84,7 +87,9 @@ class ToolCallReader:
         if self._format is ToolFormat.MISTRAL:
             first = "".join(sorted({re.escape(name[0]) for name in self._syntax.names if name}))
             return re.compile(rf"\[|(?<!\w)[{first}]" if first else r"\[")
-        return re.compile("<" if self._format is ToolFormat.HERMES else "[{<`]")
+        if self._format is ToolFormat.LLAMA:
+            return re.compile("[{<`]")
+        return re.compile(r"[\[{<`]" if self._lenient else "<")
 
     def push(self, text: str) -> list[Delta]:
         """Add text. Returns the additions to the message that are certain now."""
@@ -135,7 +140,7 @@ class ToolCallReader:
                 self._in_tag = False
                 self._commit()
                 return True
-            return False
+            return self._lenient and (yield from self._unmarked())
         if self._format is ToolFormat.MISTRAL:
             if (yield from self._literal(MISTRAL_MARK)):
                 return (yield from self._after_mistral_mark())
@@ -147,8 +152,24 @@ class ToolCallReader:
             return (yield from self._region(is_marked=True))
         if (yield from self._literal(FENCE)):
             return False
-        can_begin = self._line_is_blank and not self._in_fence
-        return can_begin and (yield from self._region(is_marked=False))
+        return self._is_at_line and (yield from self._region(is_marked=False))
+
+    @property
+    def _is_at_line(self) -> bool:
+        """Whether calls without a mark may begin here."""
+        return self._line_is_blank and not self._in_fence
+
+    def _unmarked(self) -> Steps:
+        """Read calls without the mark that the Hermes format has."""
+        if not self._is_at_line:
+            yield from self._literal(FENCE)
+            return False
+        is_tagged = yield from self._literal(TOOLS_MARK)
+        if not (yield from self._region(is_marked=False)):
+            return False
+        if is_tagged:
+            yield from self._skip(TOOLS_END)
+        return True
 
     def _after_mistral_mark(self) -> Steps:
         yield from self._blanks()
@@ -208,6 +229,9 @@ class ToolCallReader:
         name: str | None = None
         arguments: str | None = None
         depth, has_begun = 1, False
+        if self._lenient and self._format is ToolFormat.HERMES:
+            yield from self._blanks()
+            depth += yield from self._literal("{")  # some templates show calls in two pairs of braces
         while depth:
             key = yield from self._key()
             if key in ARGUMENTS and arguments is None:
