@@ -67,14 +67,14 @@ class EvalOptions:
         str | None,
         options.option(
             options.MODELS,
-            "With --load grown, the shape of the target, such as llama-8b; with a file of problems, the "
-            "directory of the target.",
-            metavar="SHAPE|DIR",
+            "With --load grown, the shape of the target, such as llama-8b; with a file of problems, the target: a "
+            "directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub.",
+            metavar="SHAPE|MODEL",
         ),
     ] = None
     draft: Annotated[
         str | None,
-        options.option(options.MODELS, "Shape or directory of the draft, as for --target.", metavar="SHAPE|DIR"),
+        options.option(options.MODELS, "Shape of the draft, or the draft, as for --target.", metavar="SHAPE|MODEL"),
     ] = None
     device: options.Device = "cpu"
     dtype: options.Dtype = None
@@ -309,7 +309,10 @@ def timeline(
 
 
 def grow(
-    model: Annotated[Path, typer.Argument(help="Directory of the small model.", metavar="MODEL")],
+    model: Annotated[
+        Path,
+        typer.Argument(help="The small model: a directory, or its name on the Hugging Face hub.", metavar="MODEL"),
+    ],
     directory: Annotated[Path, typer.Argument(help="New directory for the grown model.", metavar="OUT")],
     shape: Annotated[
         str,
@@ -326,6 +329,7 @@ def grow(
     from benchmarks.grow import SAVED_DTYPES, save_padded_model
     from smc.model.linear import DTYPES
     from smc.model.presets import preset
+    from smc.model.source import find_model
     from smc.model.weight_map import count_parameters
 
     large = preset(shape)
@@ -335,7 +339,7 @@ def grow(
     with progress_bar() as progress:
         task = progress.add_task(shape)
         config = save_padded_model(
-            model,
+            find_model(model),
             large,
             directory,
             dtype=allowed[dtype],

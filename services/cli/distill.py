@@ -79,7 +79,10 @@ class DistillOptions:
             DRAFT, "Train a new model of this width and number of layers, such as 256x6.", metavar="WIDTHxLAYERS"
         ),
     ] = None
-    draft: Annotated[Path | None, options.option(DRAFT, "Start from the weights of this draft.", metavar="DIR")] = None
+    draft: Annotated[
+        Path | None,
+        options.option(DRAFT, "Start from the weights of this draft, given like --target.", metavar="MODEL"),
+    ] = None
     own_embedding: Annotated[
         bool,
         options.flag(
@@ -181,6 +184,7 @@ def distill(given: DistillOptions) -> int:
         raise ValueError(f"--device {given.device}; allowed: {', '.join(DEVICES)}")
     _check_device(given.device, given.processes)
     directory, size = find_model(given.target) if given.target else demo.TARGET, SIZES[given.device]
+    draft = find_model(given.draft) if given.draft else None
     texts = fitting(_texts(directory, given.prompts, given.from_log, is_demo=directory == demo.TARGET), given.width)
     served = tuple(given.temperature or ())
     config = DistillConfig(
@@ -188,7 +192,7 @@ def distill(given: DistillOptions) -> int:
         out=given.out_directory,
         minutes=5.0 if given.minutes is None and given.tokens is None else given.minutes,
         tokens=given.tokens,
-        student=StudentSpec(given.layers, given.shape, given.draft, given.own_embedding),
+        student=StudentSpec(given.layers, given.shape, draft, given.own_embedding),
         talk=TalkSettings(served or TEMPERATURES, width=given.width, turns=given.turns, seed=given.seed),
         training=TrainingSettings(loss=given.loss, peak_rate=given.rate, batch=given.batch or size.batch),
         temperatures=tuple(sorted({each for each in served if each > 0} or {1.0, 0.7}, reverse=True)),
