@@ -364,7 +364,7 @@ def latency_key(
         "models": [_files(directory) for directory in directories],
         "dtypes": [sorted({str(tensor.dtype) for tensor in models[role].state_dict().values()}) for role in ModelRole],
         "draft_columns": draft_columns,
-        "engine": [config.form, config.block, config.branches, config.max_slots],
+        "engine": [config.form, config.block, config.branches, config.max_slots, config.numerics],
     }
 
 

@@ -82,6 +82,7 @@ def test_other_files_and_settings_have_other_latency(shipped, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert key != latency_key(models, (demo.TARGET, tmp_path), None, CONFIG)
     assert key != latency_key(models, MODELS, None, replace(CONFIG, form="lockstep"))
+    assert key != latency_key(models, MODELS, None, replace(CONFIG, numerics="invariant"))
     assert key != latency_key(models, MODELS, 99, CONFIG)
 
 
