@@ -242,7 +242,7 @@ def _find_paths(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.co
         for tile in range(tiles):
             _, x_Y, _, in_Y = _node(tile, i, first, size, rows, tiles)
             alive_Y = _in_tree(steps[k].tree, scratch, k * rows + x_Y, x_Y, in_Y)
-            worth_Y, _ = _gain(steps[k].tree, x_Y, alive_Y, first, top, k, AHEAD)
+            worth_Y = _gain(steps[k].tree, x_Y, alive_Y, first, top, k, AHEAD)[0]
             heaviest_Y, leaf_Y = tl.full((BLOCK,), -1, tl.int32), (k * rows + x_Y).to(tl.int32)
             if k < K - 1:
                 best_Y = tl.full((BLOCK,), NONE, tl.float64)

@@ -53,7 +53,7 @@ from smc.philox import Purpose, RoundKeys
 from smc.round.draws import Coupling, DrawKeys
 from smc.round.plan import Contexts
 from smc.round.slots import InnerNodes
-from smc.round.tensors import ChainDraws, ChosenTokens, Continuation, OwnDraws, Rows, TargetDraws
+from smc.round.tensors import ChainDraws, ChosenTokens, Continuation, GrownRows, OwnDraws, Rows, TargetDraws
 from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound
@@ -184,7 +184,12 @@ def node_stages(lookahead: bool) -> None:
     TritonOps().verify(RoundOps().lay_out_nodes(plan, laid_out), plan, None, draws, None)
     drafting = DraftRound(1, frozenset({Decoding.WALK}), lookahead, CPU)
     plan = replace(drafting.plan, kind=replace(drafting.plan.kind, nodes=40))
-    TritonOps().prune_tree(plan, grown_rows(drafting), lookahead)
+    TritonOps().prune_tree(plan, several_steps(grown_rows(drafting)), lookahead)
+
+
+def several_steps(grown: GrownRows) -> GrownRows:
+    """Return rows of several steps: kernels have code between two steps, which a single step does not compile."""
+    return grown._replace(steps=grown.steps[:1] * 3)
 
 
 def draft_rows(kinds: frozenset[Decoding], lookahead: bool) -> None:
@@ -230,7 +235,7 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     nodes, grown = InnerNodes.allocate(made.slots, made.k, vocab, CPU), grown_rows(made)
     TritonOps().store_inner_nodes(nodes, made.state, plan, grown, selection)
     for ahead in (True, False):
-        TritonOps().prune_tree(plan, grown, ahead)
+        TritonOps().prune_tree(plan, several_steps(grown), ahead)
     candidates = grown.steps[0].candidates
     particles = RoundOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
     TritonOps().with_inner_nodes(nodes, plan, particles, candidates)
