@@ -110,6 +110,7 @@ def _settings(
     if not raw and not pair.tokenizer.has_chat_template:
         raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")
     config = EngineConfig(**engine, prefix_cache="no_prefix_cache" not in given)
+    config.check_numerics(pair.target.embed.weight.device.type, given.get("dtype"))
     prompt, away = tuple(_encoded(pair, text, raw)), given.get("negative_prompt")
     negative = None if away is None else tuple(_encoded(pair, away, raw))
     room = (config.max_context or pair.max_context) - max(len(prompt), len(negative or ()))

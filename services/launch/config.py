@@ -276,6 +276,7 @@ class WorkerGroupConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        self.engine.check_numerics(self.device, self.dtype)
         if self.placement == "shared":
             self._check_shared()
         if self.heartbeat >= self.link_timeout:

@@ -246,6 +246,13 @@ class EngineConfig:
         if not 0 < self.defensive_share < 1:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 
+    def check_numerics(self, device: str, dtype: str | None) -> None:
+        """Raise ValueError if `numerics` has no effect for models on this device, or of this type if it is given."""
+        if self.numerics == Numerics.INVARIANT:
+            for name, value, without in (("device", device, "cpu"), ("dtype", dtype, "float32")):
+                if value == without:
+                    raise ValueError(f"numerics='invariant' has no effect with {name}={value!r}; leave it out")
+
     def pool_pages(self, context: int, room: int | None = None) -> int:
         """Return `pages`, or the default for this context. `room`: pages that a GPU has memory for, None on a CPU.
         Raises ValueError if memory is too small for one request."""

@@ -176,6 +176,8 @@ def test_raw_prompt_skips_the_template(smcserve):
         (("--draft-vocab-text", "nowhere"), "draft_vocab_text='nowhere' has no effect without draft_vocab"),
         (("--draft-vocab", 100, "--draft-vocab-text", "nowhere"), "draft_vocab_text='nowhere' cannot be read"),
         (("--draft-vocab", 100, "--method", "target"), "draft_vocab=100 has no effect with method='target'"),
+        (("--numerics", "exact"), "numerics='exact'; allowed: invariant, fastest"),
+        (("--numerics", "invariant"), "numerics='invariant' has no effect with device='cpu'; leave it out"),
         (("--threads", 0), "--threads 0; allowed: >= 1"),
         (("--beams", 3), "No such option: --beams"),
     ],

@@ -125,3 +125,11 @@ def test_as_many_worker_groups_as_fit(monkeypatch):
     assert counted(target_tp=16) == 1 and counted(worker_groups="12") == 12
     assert counted(device="cpu") == 1
     assert count_worker_groups(WorkerGroupConfig(worker_groups="auto"), lambda: 7) == 7
+
+
+@pytest.mark.parametrize("without", [{"device": "cpu"}, {"device": "cuda", "dtype": "float32"}])
+def test_one_order_of_sums_needs_kernels(without):
+    engine, (name, value) = EngineConfig(numerics="invariant"), list(without.items())[-1]
+    with pytest.raises(ValueError, match=re.escape(f"numerics='invariant' has no effect with {name}={value!r}")):
+        WorkerGroupConfig(engine=engine, **without)
+    assert WorkerGroupConfig(engine=engine, device="cuda", dtype="bfloat16").engine.numerics == "invariant"
