@@ -468,7 +468,7 @@ def _passes(subject: Subject, sequences: Sequence[int]) -> Iterator[Finding]:
     moved.own, moved.others = elsewhere, one.others
     yield Finding("plain, other pages", "1", differ(moved.logits_of(1, 1, grouped=False)))
     if subject.device.type == "cuda":
-        for count, queries in ((1, 1), (8, 1), (8, 5)):
+        for count, queries in ((1, 1), (8, 1), (8, 5), (64, 5)):
             yield Finding("captured, rows", f"{count}x{queries}", differ(_captured(one, count, queries)))
 
 
