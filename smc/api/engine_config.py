@@ -276,10 +276,10 @@ class EngineConfig:
     @property
     def block_levels(self) -> tuple[int, ...]:
         """Numbers of drafted tokens from which the latency model chooses for rounds of exact decoding, largest first.
-        In lockstep K, then repeatedly half of the number before, rounded up, down to one. In look-ahead only K, because
-        the draft works while the target does."""
-        levels = [self.block]
-        while levels[-1] > 1 and not self.lookahead:
+        K, then repeatedly half of the number before, rounded up: in lockstep down to one; in look-ahead down to two,
+        because one token is no more than a miss brings."""
+        levels, least = [self.block], 2 if self.lookahead else 1
+        while levels[-1] > least:
             levels.append(-(-levels[-1] // 2))
         return tuple(levels)
 
@@ -315,8 +315,8 @@ class EngineConfig:
         return self.block if self.lookahead else self.block + 1
 
     def scored(self, steps: int) -> int:
-        """Return the tokens of a sequence that the target runs in a round, if `steps` tokens are drafted for it."""
-        return self.block if self.lookahead else steps + 1
+        """Return the tokens of a block that the target runs, if `steps` tokens are drafted for it."""
+        return steps if self.lookahead else steps + 1
 
     @property
     def begin_tokens(self) -> int:

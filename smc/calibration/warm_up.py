@@ -113,8 +113,9 @@ def warm_up_plans(
             ):
                 continue
             given = (decodings, shape, batch_size, config.max_slots, contexts)
-            nodes = int(share * batch_size * shape.scored(steps))
-            plan = padding_plan(*given, processors=processors, steps=steps, nodes=nodes)
+            queries = min(shape.target, config.scored(steps or config.block))
+            nodes = int(share * batch_size * queries)
+            plan = padding_plan(*given, processors=processors, steps=steps, queries=queries, nodes=nodes)
             yield from [plan] * REPEATS
 
 
@@ -150,9 +151,11 @@ def padding_plan(
     *,
     processors: Processors = NO_PROCESSORS,
     steps: int | None = None,
+    queries: int | None = None,
     nodes: int = 0,
 ) -> RoundPlan[np.ndarray]:
-    """Return the plan of a round whose rows are all padding."""
+    """Return the plan of a round whose rows are all padding. `queries`: tokens of a block that the target runs; by
+    default all."""
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
     one = np.ones(batch_size, dtype=np.float32)
     distribution = DistributionSpec.plain(batch_size).canonical()
@@ -176,7 +179,7 @@ def padding_plan(
         distribution_P=wide[:0],
         nodes_G=whole,
         scheme_G=whole,
-        target_pages_AQ=np.zeros((batch_size, shape.scored(steps)), dtype=np.int32),
+        target_pages_AQ=np.zeros((batch_size, shape.target if queries is None else queries), dtype=np.int32),
         begin_pages_AQ=np.zeros((batch_size, shape.begin), dtype=np.int32),
         branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )

@@ -175,7 +175,9 @@ def store_inner_nodes(
     assert grown.leaf_X is not None, "rows of a pruned tree"
     rows = len(grown.tree.mass_X)
     at_A, leaf_step_A = grown.leaf_X[row_A] % rows, grown.leaf_X[row_A] // rows
-    for d in range(nodes.block - 2, -1, -1):
+    # Rows of fewer tokens than a block have no deeper nodes.
+    nodes.share_SKC[slot_A] = -torch.inf
+    for d in range(len(grown.steps) - 2, -1, -1):
         before, step = grown.steps[d].tree, grown.steps[d + 1]
         at_A = torch.where(leaf_step_A > d, step.parent_X[at_A], at_A)
         token_AC, share_AC = step.candidates.token_RC[at_A, :width], step.candidates.share_RC[at_A, :width]

@@ -69,11 +69,11 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
 
 def _pending(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor]) -> dict[str, Tensor]:
     """Return the blocks of look-ahead, which were drafted one round earlier."""
-    slot_A = plan.arrays.slot_A
+    slot_A, queries = plan.arrays.slot_A, plan.kind.queries
     return {
         "origin_A": torch.arange(len(slot_A), device=state.device),
-        "tokens_AQ": state.pending_SQ[slot_A],
-        "logq_AQ": logq_SQ[slot_A],
+        "tokens_AQ": state.pending_SQ[slot_A, :queries],
+        "logq_AQ": logq_SQ[slot_A, :queries],
         "count_A": state.pending_S[slot_A],
         "ended_A": state.ended_S[slot_A],
         "alive_A": state.alive_S[slot_A],

@@ -31,11 +31,13 @@ def apply_selection(
     verified = contiguous(inputs.scored.alone)
     (batch_size, q), groups = verified.blocks.tokens_AQ.shape, len(plan.first_G)
     (rows, block), candidates = drafted.tokens_XK.shape, contiguous(candidates)
+    # In look-ahead the next block, of which this one may have had fewer tokens.
+    grown = block if inputs.lookahead else q
     memory, selection = RoundSelection.memory(batch_size).allocate(state.device)
     result = RoundResult(
         selection=selection,
-        grown_AQ=room.longs(batch_size, q),
-        logq_AQ=room.floats(batch_size, q),
+        grown_AQ=room.longs(batch_size, grown),
+        logq_AQ=room.floats(batch_size, grown),
         logp_AQ=room.floats(batch_size, q),
         first_logp_A=room.floats(batch_size),
         raw_logp_AQ=room.floats(batch_size, 0),
@@ -56,7 +58,7 @@ def apply_selection(
         plan, state, verified, drafted, contiguous(inputs.target), candidates, contiguous(inputs.matched),
         contiguous(own), contiguous(trees), result, groups, batch_size,
         F=rows // batch_size, K=block, Q=q, C=candidates.source.candidates.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
-        BLOCK_Q=triton.next_power_of_2(q), LOOKAHEAD=inputs.lookahead, num_warps=4,
+        BLOCK_Q=triton.next_power_of_2(max(q, grown)), LOOKAHEAD=inputs.lookahead, num_warps=4,
     )  # fmt: skip
     return AppliedSelection(memory, result)
 
@@ -252,20 +254,21 @@ def _write_tokens(
     target ran."""
     q = tl.arange(0, BLOCK_Q)[None, :]
     inside, to, of = exists[:, None] & (q < Q), index[:, None] * Q + q, block[:, None] * Q + q
-    last = tl.maximum(bonus, 0)[:, None]
+    last, to_grown, is_grown = tl.maximum(bonus, 0)[:, None], to, inside
     if LOOKAHEAD:
-        grows = inside & (bonus < 0)[:, None]
+        to_grown, is_grown = index[:, None] * K + q, exists[:, None] & (q < K)
+        grows = is_grown & (bonus < 0)[:, None]
         token = tl.load(drafted.tokens_XK + row[:, None] * K + q, mask=grows, other=0).to(tl.int64)
         token = tl.where(grows, token, last)
-        logq = tl.load(drafted.logq_XK + row[:, None] * K + q, mask=inside, other=0.0)
+        logq = tl.load(drafted.logq_XK + row[:, None] * K + q, mask=is_grown, other=0.0)
     else:
         # Token q + 1 of the block; the last column wraps around to the first token.
         token = tl.load(verified.blocks.tokens_AQ + block[:, None] * Q + (q + 1) % Q, mask=inside, other=0).to(tl.int64)
         token = tl.where(q == kept[:, None] - 1, last, token)
         logq = to.to(tl.float32) * 0
     logp = tl.load(verified.logp_AQ + of, mask=inside & (q < kept[:, None] - 1), other=float("nan"))
-    tl.store(out.grown_AQ + to, token, mask=inside)
-    tl.store(out.logq_AQ + to, logq, mask=inside)
+    tl.store(out.grown_AQ + to_grown, token, mask=is_grown)
+    tl.store(out.logq_AQ + to_grown, logq, mask=is_grown)
     tl.store(out.logp_AQ + to, logp, mask=inside)
     tl.store(out.lineage.path_AB + to, tl.load(plan.target_pages_AQ + of, mask=inside, other=0), mask=inside)
 

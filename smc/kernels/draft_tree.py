@@ -433,7 +433,7 @@ def store_inner_nodes(
     _store_inner_nodes[(batch_size,)](
         nodes, plan.arrays, state.logw_S, tokens_XK, steps, selection, leaf_X, len(leaf_X),
         steps[-1].candidates.token_RC.shape[1],
-        K=block, C=most, BLOCK_N=MAX_PARTICLES, BLOCK_C=triton.next_power_of_2(most), num_warps=4,
+        K=block, S=len(steps), C=most, BLOCK_N=MAX_PARTICLES, BLOCK_C=triton.next_power_of_2(most), num_warps=4,
     )  # fmt: skip
 
 
@@ -549,7 +549,7 @@ def _limit_outcomes(
 @one_variant()
 def _store_inner_nodes(
     nodes, plan, logw_S, tokens_XK, steps, selection, leaf_X, rows, width,
-    K: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     index, n, c = tl.program_id(0), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
     ancestor, row = tl.load(selection.particles.ancestor_A + index), tl.load(selection.particles.row_A + index)
@@ -569,7 +569,10 @@ def _store_inner_nodes(
         common_N += ((common_N == k) & (token_N == tl.load(tokens_XK + row * K + k))).to(tl.int32)
     leaf = tl.load(leaf_X + row)
     at = leaf % rows
-    for d in tl.static_range(K - 2, -1, -1):
+    for d in tl.static_range(S - 1, K - 1):
+        # Rows of fewer tokens than a block have no deeper nodes.
+        tl.store(nodes.share_SKC + (slot * (K - 1) + d) * C + c, tl.zeros_like(c).to(tl.float32) + NONE, mask=c < C)
+    for d in tl.static_range(S - 2, -1, -1):
         # Nodes of d + 1 tokens, the longest first; `at` is the row of the step that drafted the node's last token.
         at = tl.where(leaf // rows > d, tl.load(steps[d + 1].parent_X + at), at)
         through_N = exists_N & (common_N > d) & (count_N > d + 1)

@@ -65,7 +65,8 @@ def remap_target(
     )
     _remap_target[(batch_size,)](
         plan.arrays, state, state.table_SL.stride(0), drafted, selection, logq_SQ, logq_SQ.stride(0), out,
-        K=block, Q=q, P=width, BLOCK_Q=triton.next_power_of_2(q), CHUNK=CHUNK, LOOKAHEAD=lookahead, num_warps=4,
+        K=block, Q=q, P=width, BLOCK_Q=triton.next_power_of_2(max(q, width)), CHUNK=CHUNK, LOOKAHEAD=lookahead,
+        num_warps=4,
     )  # fmt: skip
     return out
 

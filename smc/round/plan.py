@@ -165,6 +165,8 @@ class RoundKind:
     """A."""
     branches: int = 0
     """F: number of rows that the draft grows for every batch index."""
+    queries: int = 0
+    """Q: tokens of a block that the target runs."""
     chains: int = 0
     """C."""
     unconditional: int = 0
@@ -290,6 +292,7 @@ class RoundPlan(Generic[Array]):
             self.kind,
             batch_size=len(arrays.slot_A),
             branches=arrays.branches,
+            queries=arrays.target_pages_AQ.shape[1],
             chains=len(arrays.chain_P),
             unconditional=0 if unconditional is None else len(unconditional.index_U),
             target_processors=self.target_distribution.active,

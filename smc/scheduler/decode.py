@@ -30,6 +30,7 @@ from smc.arrays import map_tensors
 from smc.executor.messages import Pending, Stream
 from smc.executor.model_runner import RoundExecutor, RoundOutcome
 from smc.memory.kv_cache import KVCacheManager
+from smc.round.plan import RoundKind
 from smc.round.tensors import Lineage, ObservedDraws, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts
@@ -90,6 +91,8 @@ class InFlightStep:
     """Exponent of coupled drafting of each request."""
     size: DraftSize
     """Number of branches and steps that are drafted."""
+    depths: list[int]
+    """Maximum number of drafted tokens of a row that are verified, for each request."""
     pending: Pending[RoundOutcome]
 
 
@@ -193,17 +196,30 @@ class RoundScheduler:
             if group.rules.coupled and group.exponent is None:
                 group.exponent = self.exponents.begin(group.params.temperature)
         plan = self._planner.plan(population, pages)
+        depths = [self._depth(group, plan.kind) for group in population.groups]
         for group, granted in given:
-            group.begin_round(granted)
+            group.begin_round(granted, plan.kind.steps or self.config.block)
         generations = [group.generation for group, _ in given]
         resized = [group.next_rows is not None for group, _ in given]
         exponents = [group.draft_exponent for group in population.groups]
         round_ = self.executor.round(plan)
         step = InFlightStep(
-            population, generations, resized, pages, exponents, DraftSize(plan.kind.branches, plan.kind.steps), round_
+            population,
+            generations,
+            resized,
+            pages,
+            exponents,
+            DraftSize(plan.kind.branches, plan.kind.steps),
+            depths,
+            round_,
         )
         self.queued += time.perf_counter() - begin
         return step
+
+    def _depth(self, group: SequenceGroup, kind: RoundKind) -> int:
+        """Maximum number of drafted tokens of a row that a round verifies; it has not been launched yet."""
+        is_first = not self.rules.ahead(self.config) or not group.launched
+        return (kind.steps if is_first else group.drafted) or self.config.block
 
     def _read(self, step: InFlightStep) -> None:
         """Wait for a round, and update slots and pages to what the models hold. Requests that have released their slots
@@ -242,7 +258,7 @@ class RoundScheduler:
         for group, launched_g in zip(population.groups, current_G.tolist()):
             if launched_g in failures:
                 group.fail_constraint(failures[launched_g])
-        self._count(population, step.size, result, index_A, current_G, more_G)
+        self._count(population, [step.depths[g] for g in current_G], result, index_A, current_G, more_G)
         if outcome.observed is not None:
             observed = map_tensors(lambda values_A: values_A[index_A], outcome.observed)
             self._observe_draws(population, observed, [step.exponents[g] for g in current_G])
@@ -347,18 +363,18 @@ class RoundScheduler:
     def _count(
         self,
         population: Population,
-        size: DraftSize,
+        depths: list[int],
         result: RoundResult[np.ndarray],
         index_A: np.ndarray,
         current_G: np.ndarray,
         confirmed_G: np.ndarray,
     ) -> None:
-        """Fail requests for which a model returned NaN, and count what the round did to each request. `confirmed_G`:
-        answer tokens that became certain."""
+        """Fail requests for which a model returned NaN, and count what the round did to each request. `depths`: of the
+        blocks that were verified; `confirmed_G`: answer tokens that became certain."""
         for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
             for g in np.flatnonzero(nan_G[current_G]):
                 population.groups[g].fail(role)
-        ahead, block = self.rules.ahead(self.config), size.steps or self.config.block
+        ahead = self.rules.ahead(self.config)
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
         cut_A = np.where(result.selection.particles.alive_A[index_A], result.selection.cut_A[index_A], 0)
         # In the order of the fields of `RoundFacts`.
@@ -375,8 +391,8 @@ class RoundScheduler:
         )
         # Converting whole arrays is cheaper than converting each element.
         columns = [values_G.tolist() for values_G in of_groups]
-        for group, *values in zip(population.groups, *columns):
+        for group, depth, *values in zip(population.groups, depths, *columns):
             group.end_round()
             self._stats.exact_alone_rounds += group.alone
-            facts = RoundFacts._make((*values, block, ahead))
+            facts = RoundFacts._make((*values, depth, ahead))
             group.rules.count_round(group, facts, self._stats, self.acceptance)

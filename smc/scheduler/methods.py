@@ -37,10 +37,6 @@ class PagesPerRow:
     branch: int = 0
     """Tokens of each branch that are run within the round."""
 
-    def scored(self, steps: int | None) -> int:
-        """Tokens that the target runs if `steps` tokens are drafted for every row; None: all of a block."""
-        return self.target if steps is None else min(self.target, steps + 1)
-
 
 class Progress(NamedTuple):
     """How far a particle has advanced."""

@@ -189,14 +189,14 @@ class RoundPlanner:
         }
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
         decide = self._decide if all(g.adaptive for g in groups) else None
-        drafted = decide(groups, size, int(shared_G.sum())) if decide else DraftSize(shape.branches, None)
-        branches, steps, nodes = drafted
-        # The target runs no more tokens than are drafted. Unused pages, and those of branches beyond `branches`, are
+        chosen = decide(groups, size, int(shared_G.sum())) if decide else DraftSize(shape.branches, None)
+        branches, steps, nodes = chosen
+        # The target runs no more tokens than were drafted. Unused pages, and those of branches beyond `branches`, are
         # freed together with those of branches that are not selected.
         target_pages_AQ = own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32)
-        scored = shape.scored(steps)
-        target_pages_AQ = target_pages_AQ[:, :scored]
-        nodes_G = shared_nodes(nodes, population.size_G, scored) if nodes else np.zeros(len(groups))
+        target_pages_AQ = target_pages_AQ[:, : self._queries(groups, steps, adaptive=decide is not None)]
+        drafted = max(target_pages_AQ.shape[1], steps or self.config.block)
+        nodes_G = shared_nodes(nodes, population.size_G, drafted) if nodes else np.zeros(len(groups))
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
             total * branches, shape.branch
         )
@@ -259,6 +259,19 @@ class RoundPlanner:
             constraints=_constraints(population, size),
             weights_A=self._weights(population, size),
         ).sized()
+
+    def _queries(self, groups: Sequence[SequenceGroup], steps: int | None, *, adaptive: bool) -> int:
+        """Tokens of a block that the target runs. In look-ahead blocks were drafted in earlier rounds; those that are
+        shorter than the rows of this one are padded, which leaves fewer kinds of rounds."""
+        config, most = self.config, self.shape.target
+        if not adaptive or not self.rules.ahead(config):
+            return most if steps is None else min(most, config.scored(steps))
+        needed = max(group.drafted if group.in_flight else self._pending(group) for group in groups)
+        return min(level for level in config.block_levels if level >= max(needed, steps or config.block))
+
+    def _pending(self, group: SequenceGroup) -> int:
+        """Maximum number of tokens of a row that the target has not run. No round of the request is in flight."""
+        return int((self.slots.unscored(group.slots) + 1).max())
 
     def _unconditional(
         self, population: Population, pages: list[RoundPages], size: int, shared_G: np.ndarray, width: int | None

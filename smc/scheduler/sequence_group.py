@@ -128,6 +128,8 @@ class SequenceGroup:
     """Number of particles after the next round, if that round changes it."""
     most_rows: int = field(init=False)
     """Maximum number of rows: fewer than requested if memory was too short for more."""
+    drafted: int = field(init=False, default=0)
+    """Tokens that the last round launched has drafted for a row."""
     generation: int = field(init=False, default=0)
     """Number of times that the request has released its slots; results of rounds of an earlier generation are
     discarded."""
@@ -339,9 +341,11 @@ class SequenceGroup:
         self.next_rows = None
         self.generation += 1
 
-    def begin_round(self, pages: RoundPages) -> None:
+    def begin_round(self, pages: RoundPages, drafted: int) -> None:
+        """Record that a round has been launched. `drafted`: tokens that it drafts for a row."""
         assert self.state is RequestState.RUNNING, f"a round of a request that is {self.state.value}"
         self.in_flight.append(pages)
+        self.drafted = drafted
 
     def end_potential(self, slots: Slots | None = None) -> None:
         """Record that the weights include the potential. `slots`: given if particles have weight; they are saved from

@@ -257,9 +257,9 @@ class ThroughputForecast:
         if not of.groups:
             return DraftSize(self._config.branches, steps)
         nodes = node_room(of.rows, of.groups, self._config.scored(steps), of.batch_size)
-        return DraftSize(self.branches(of.batch_size, context, nodes), steps, nodes)
+        return DraftSize(self.branches(of.batch_size, context, steps, nodes), steps, nodes)
 
-    def branches(self, batch_size: int, context: int, nodes: int = 0) -> int:
+    def branches(self, batch_size: int, context: int, steps: int, nodes: int) -> int:
         """Return the largest number of branches that does not lengthen the round, because the target takes longer
         anyway. More branches hit more often, which matters if the target is uncertain. On the shipped pair, whose
         target is certain, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to
@@ -269,7 +269,7 @@ class ThroughputForecast:
             return least
 
         def seconds(branches: int) -> float:
-            return self.seconds_of_round(batch_size, context, 0.0, DraftSize(branches, None, nodes))
+            return self.seconds_of_round(batch_size, context, 0.0, DraftSize(branches, steps, nodes))
 
         most = FREE * seconds(least)
         return next((n for n in levels if seconds(n) <= most), least)

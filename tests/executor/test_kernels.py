@@ -116,22 +116,25 @@ def test_guided_answers_are_those_of_the_reference(monkeypatch):
         assert_same(one, found[request_id])
 
 
-def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(monkeypatch):
-    """Rounds draft one, two and all three tokens of a block of three, alternating."""
-    config, drafted = EngineConfig(form="lockstep", block=3), []
+@pytest.mark.parametrize("config", [LOCKSTEP, LOOKAHEAD], ids=["lockstep", "lookahead"])
+def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(config, monkeypatch):
+    """Rounds draft two, three and all four tokens of a block of four, alternating; in lockstep also one."""
+    config, drafted = replace(config, block=4), []
+    levels = (2, 3, None) if config.lookahead else (1, 2, None)
 
     class InTurn(LatencyTreePolicy):
         def draft_size(self, *_given):
-            drafted.append((1, 2, None)[len(drafted) % 3])
-            return DraftSize(1, drafted[-1])
+            drafted.append(levels[len(drafted) % 3])
+            return DraftSize(config.branches, drafted[-1])
 
-    asked = [request([0, 1, 2], "0", method="exact", particles=2, seed=4, max_tokens=8, ignore_eos=True)]
+    monkeypatch.setattr(EngineConfig, "block_levels", (4, 3, 2))
+    asked = [request([0, 1, 2], "0", method="exact", particles=2, seed=4, max_tokens=14, ignore_eos=True)]
     expected = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
     before, drafted[:] = tuple(drafted), []
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     found = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
     assert_same(expected["0"], found["0"])
-    assert set(before) == set(drafted) == {1, 2, None}
+    assert set(before) == set(drafted) == set(levels)
 
 
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])

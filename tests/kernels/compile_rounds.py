@@ -145,7 +145,7 @@ def compile_only(compiled: set[str]) -> None:
 
 def target_stages(kinds: frozenset[Decoding], lookahead: bool) -> None:
     made = Round(1, kinds, lookahead, CPU)
-    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.most)), made.drafted()
     laid_out = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     inputs = made.inputs(laid_out, drafted, match_samples)
     scored, stage = (
@@ -176,7 +176,7 @@ def node_stages(lookahead: bool) -> None:
     """Run what only rounds do that run common tokens once."""
     made = Round(1, frozenset({Decoding.WALK}), lookahead, CPU)
     plan = replace(made.plan, kind=replace(made.plan.kind, nodes=40))
-    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.most)), made.drafted()
     laid_out = lay_out(made.state, logq_SQ, plan, None if lookahead else drafted)
     TritonOps().lay_out_nodes(plan, laid_out)
     none_T1 = torch.zeros(40, 1)

@@ -52,7 +52,9 @@ class Round:
         self.sizes = rng.integers(1, largest + 1, rng.integers(1, 5)).tolist()
         self.padding, self.k = int(rng.integers(0, 4)), int(rng.integers(1, 6))
         self.f = int(rng.integers(1, 5)) if lookahead else 1
-        self.q = self.k + (not lookahead)
+        self.most = self.k + (not lookahead)
+        # In look-ahead, blocks in flight may have fewer tokens than those that are drafted.
+        self.q = -(-self.k // 2) if lookahead and seed % 2 else self.most
         self.used = sum(self.sizes)
         self.places = self.used + self.padding
         self.nan, self.dead = rng.choice([0.0, 0.0, 0.05]), rng.choice([0.0, 0.3, 1.0], p=[0.4, 0.5, 0.1])
@@ -125,7 +127,7 @@ class Round:
         )
         for entry, machine in enumerate(MACHINES, 1):
             tables.set(entry, machine)
-        state = SlotState.allocate(self.slots, WIDTH, self.q, tables, self.device)
+        state = SlotState.allocate(self.slots, WIDTH, self.most, tables, self.device)
         pending_S = rng.integers(1, self.q + 1, n) if self.lookahead else np.ones(n, np.int64)
         end_S = pending_S + rng.integers(1, 20, n)
         alive_S = rng.random(n) >= self.dead
@@ -134,7 +136,7 @@ class Round:
             "base_S": np.minimum(rng.integers(0, 4, n), end_S - pending_S),
             "end_S": end_S,
             "limit_S": end_S + rng.integers(0, 6, n),
-            "pending_SQ": rng.integers(0, VOCAB, (n, self.q)),
+            "pending_SQ": rng.integers(0, VOCAB, (n, self.most)),
             "pending_S": pending_S,
             "ended_S": ~alive_S | (rng.random(n) < self.dead / 2),
             "alive_S": alive_S,

@@ -37,7 +37,7 @@ def inputs_of(
     seed: int, kinds: frozenset[Decoding], lookahead: bool, device: torch.device, **options: int
 ) -> ScoreInputs:
     made = Round(seed, kinds, lookahead, device, **options)
-    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+    logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.most)), made.drafted()
     asked = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     return made.inputs(asked, drafted, match_samples)
 

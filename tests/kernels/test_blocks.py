@@ -33,7 +33,7 @@ def test_block_layout_and_verification_equal_torch(kinds, lookahead):
         laid, verified = [], []
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = Round(seed, kinds, lookahead, device, largest=64 if seed == 0 else 6)
-            logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+            logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.most)), made.drafted()
             if seed % 3 == 0:
                 # The draft proposes nothing to its first group.
                 drafted.share_X[: made.sizes[0] * made.f] = NO_MASS
@@ -59,7 +59,7 @@ def test_nodes_of_blocks_and_their_outputs_equal_torch(lookahead):
         for device, ops in ((CPU, RoundOps()), (DEVICE, TritonOps())):
             made = Round(seed, frozenset({Decoding.WALK}), lookahead, device, largest=64 if seed == 0 else 8)
             # Few tokens, so that blocks begin alike.
-            logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.q)), made.drafted()
+            logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.most)), made.drafted()
             drafted.tokens_XK.remainder_(2)
             made.state.pending_SQ.remainder_(2)
             if seed % 4:

@@ -26,10 +26,12 @@ WIDTH = VOCAB + 1
 
 
 def grown_rows(made: DraftRound) -> GrownRows:
-    """K random steps: every step continues rows of the step before, and the tokens are those of the resulting paths."""
+    """K random steps, or fewer: every step continues rows of the step before, and the tokens are those of the resulting
+    paths."""
     rng, rows, kept = made.rng, made.places * made.f, []
+    steps = made.k if rng.random() < 0.6 else int(rng.integers(1, made.k + 1))
     tokens_XK = np.zeros((rows, made.k), np.int64)
-    for step in range(made.k):
+    for step in range(steps):
         parent_X = np.arange(rows)
         for size, first in zip(made.sizes, made.plan.arrays.first_G.tolist()):
             mine = slice(first * made.f, (first + size) * made.f)
@@ -43,7 +45,7 @@ def grown_rows(made: DraftRound) -> GrownRows:
         candidates = CandidateTokens(made.here(token_XC), shares_XC, shares_XC)
         kept.append(DraftStep(tree, made.here(parent_X), candidates))
     # Some rows end at an earlier step; their tokens are those of the same paths.
-    step_X = np.where(rng.random(rows) < 0.3, rng.integers(0, made.k, rows), made.k - 1)
+    step_X = np.where(rng.random(rows) < 0.3, rng.integers(0, steps, rows), steps - 1)
     leaf_X = made.here(step_X * rows + np.arange(rows))
     tokens_XK = torch.cat([step.tree.tokens_XK for step in kept])[leaf_X]
     return GrownRows(tree._replace(tokens_XK=tokens_XK), tuple(kept), leaf_X)
@@ -60,6 +62,8 @@ def selection_for(made: DraftRound, grown: GrownRows) -> RoundSelection:
 def nodes_of(made: DraftRound, ops: RoundOps) -> tuple[InnerNodes, RoundSelection]:
     nodes, grown = InnerNodes.allocate(made.slots, made.k, VOCAB, made.device), grown_rows(made)
     selection = selection_for(made, grown)
+    # Of the blocks before.
+    nodes.share_SKC.fill_(0.5)
     ops.store_inner_nodes(nodes, made.state, made.plan, grown, selection)
     return nodes, selection
 

@@ -47,7 +47,7 @@ def said(
 ) -> tuple[Tensor, Tensor]:
     made = Round(seed, KINDS, lookahead, device)
     asked = lay_out(
-        made.state, made.here(made.floats(made.slots + 1, made.q)), made.plan, None if lookahead else made.drafted()
+        made.state, made.here(made.floats(made.slots + 1, made.most)), made.plan, None if lookahead else made.drafted()
     )
     rng, count = np.random.default_rng(seed), len(made.plan.arrays.chain_P)
     logp_PQV, logq_PKV = laws(rng, (count, made.q), vocab), laws(rng, (count, made.q - 1), vocab)

@@ -62,7 +62,7 @@ def test_slots_follow_as_by_the_torch_one(lookahead):
         for device, ops in ((torch.device("cpu"), RoundOps()), (DEVICE, TritonOps())):
             made = Round(seed, OF_BOTH_MODELS, lookahead, device)
             state, plan, drafted, selection = made.state, made.plan, made.drafted(), selection_of(made)
-            logq_SQ = made.here(made.floats(made.slots + 1, made.q))
+            logq_SQ = made.here(made.floats(made.slots + 1, made.most))
             reach_A = state.held(plan.arrays.slot_A[selection.particles.ancestor_A]) + made.q
             next_ = ops.remap_target(state, logq_SQ, plan, drafted, selection, lookahead)
             ops.advance(state, plan.arrays.slot_A, selection, next_)

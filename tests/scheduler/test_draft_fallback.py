@@ -89,7 +89,7 @@ class AnyRows:
         self, trees: Sequence[TreeRequest], batch_size: int, context: int, latency: LatencyModel | None
     ) -> DraftSize:
         config = self.config
-        steps = None if config.lookahead else self.rng.choice((None, *range(1, config.block)))
+        steps = self.rng.choice((None, *(config.block_levels[1:] if config.lookahead else range(1, config.block))))
         tokens = batch_size * config.scored(steps or config.block)
         nodes = self.rng.choice((0, self.rng.randint(min(2 * len(list(trees)), tokens), tokens)))
         return DraftSize(self.rng.randint(1, config.branches), steps, nodes)
@@ -125,7 +125,7 @@ class Turns:
 def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     """In a pool that is too small for all requests, with all other methods in the batch, a prefix cache, cancellations
     and time-outs."""
-    rng, clock = random.Random(10 * ahead), iter(range(1 << 30))
+    rng, clock = random.Random(11 * ahead), iter(range(1 << 30))
     shape = {"branches": 2} if form == "lookahead" else {"micro_batches": 1 + ahead}
     config = EngineConfig(form=form, block=3, **shape, max_slots=60, pages=440, prefill_chunk=24)
     requests = exact_of(random_requests(20, rng, longest=24, budgets=0.1))

@@ -49,7 +49,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def watch(self, step, outcome, current_G):
         population, result = step.population, outcome.result
         at_G = population.first_G
-        seen.extend(zip(np.asarray(result.cut_A)[at_G].tolist(), np.asarray(result.hit_G)[: len(at_G)].tolist()))
+        seen.extend(
+            zip(np.asarray(result.selection.cut_A)[at_G].tolist(), np.asarray(result.hit_G)[: len(at_G)].tolist())
+        )
         record(self, step, outcome, current_G)
 
     monkeypatch.setattr(RoundScheduler, "_record", watch)

@@ -22,6 +22,7 @@ from tests.scheduler.pairs import tiny_pair
 CONFIGS = [
     EngineConfig(form="lockstep", block=4, max_slots=40),
     EngineConfig(form="lookahead", block=4, branches=3, max_slots=40),
+    EngineConfig(form="lookahead", block=12, branches=2, max_slots=40),
 ]
 SETTINGS = [
     {"particles": 8, "logprobs": True},
@@ -32,7 +33,7 @@ SETTINGS = [
     {"particles": 3, "logit_bias": ((1, 1.5),), "min_tokens": 6},
     {"particles": 5, "constraint": {"regex": "(ab|ce*){2,}"}, "logprobs": True},
 ]
-in_both = pytest.mark.parametrize("config", CONFIGS, ids=[config.form for config in CONFIGS])
+in_both = pytest.mark.parametrize("config", CONFIGS, ids=[f"{config.form}-{config.block}" for config in CONFIGS])
 
 
 class AnyNodes(LatencyTreePolicy):

@@ -115,7 +115,7 @@ def test_one_change_is_pending():
 
 def test_a_resize_takes_a_round():
     group = group_in(RUNNING)
-    group.begin_round({})
+    group.begin_round({}, 1)
     group.begin_resize(3, np.array([7]))
     assert group.count == 2 and group.rows == 3 and group.particles.tolist() == [0, 1, 2]
     with pytest.raises(AssertionError):
@@ -129,11 +129,11 @@ def test_a_resize_takes_a_round():
 
 def test_results_of_an_earlier_generation_are_told_apart():
     group = group_in(RUNNING)
-    group.begin_round({})
+    group.begin_round({}, 1)
     release_and_preempt(group)
     assert group.generation == 1 and not group.in_flight
     with pytest.raises(AssertionError):
-        group.begin_round({})
+        group.begin_round({}, 1)
     with pytest.raises(AssertionError):
         group.release_slots()
 

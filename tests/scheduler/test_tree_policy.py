@@ -148,7 +148,7 @@ def test_a_crowd_is_decoded_alone_as_long_as_little_is_read(rows):
             settled(EngineConfig(block=5, max_slots=2048), [HARD] * requests, latency=H200, rows=rows, context=context)
         )
 
-    assert not drafted(256, 30) and not drafted(256, 100)
+    assert not drafted(256, 30) and not drafted(256, 60)
     assert drafted(256, 256) and drafted(256, 2000)
     assert all(drafted(requests, context) for requests in (1, 16, 64) for context in (100, 2000))
 
@@ -273,13 +273,26 @@ def test_a_round_in_lockstep_drafts_as_deep_as_pays():
     assert steps(EASY) is None and steps(8 * HARD) == 4 and steps(HOPELESS) == 1
     assert steps(EASY, EASY, 8 * HARD) == 4 and steps(EASY, EASY, HOPELESS) == 2
     assert steps(8 * HARD, latency=made(draft=(5e-3, 0.0))) == 1
-    # Without a latency model and in look-ahead: a whole block.
+    # Without a latency model: a whole block.
     assert policy.draft_size([tree(HOPELESS, 8)], 8, SHORT, None).steps is None
-    ahead = LatencyTreePolicy(EngineConfig(block=8, max_slots=256))
-    assert ahead.draft_size([tree(HOPELESS, 8)], 8, SHORT, MADE).steps is None
     # Requests share a round: the depth maximises the gain of all together.
     crowd = [TreeRequest(8, (EASY,), SHORT, 2)] * 9 + [TreeRequest(8, (HOPELESS,), SHORT, 2)]
     assert policy.draft_size(crowd, 20, SHORT, latency).steps is None
+
+
+def test_a_round_in_look_ahead_drafts_as_deep_as_the_draft_keeps_pace():
+    """As many tokens as the draft grows while the target works, if it is good; fewer if it is slow or often wrong."""
+    config = EngineConfig(block=12, max_slots=256)
+    assert config.block_levels == (12, 6, 3, 2) and EngineConfig(block=1).block_levels == (1,)
+    policy = LatencyTreePolicy(config)
+
+    def steps(miss_rate: float, draft: float) -> int | None:
+        latency = made(draft=(draft, 0.0), target=(4e-3, 0.0))
+        return policy.draft_size([TreeRequest(8, (miss_rate,), SHORT, 8, 0.3)], 8, SHORT, latency).steps
+
+    assert [steps(EASY, each) for each in (0.3e-3, 1e-3, 1.4e-3)] == [None, None, 6]
+    assert [steps(4 * HARD, each) for each in (0.3e-3, 0.5e-3, 1.4e-3, 2e-3)] == [None, 6, 3, 2]
+    assert [steps(HOPELESS, each) for each in (0.3e-3, 0.5e-3, 1e-3, 1.4e-3)] == [None, 6, 3, 2]
 
 
 def test_depths_that_are_no_use_are_learnt_one_by_one():
@@ -566,16 +579,16 @@ def test_an_engine_drafts_where_much_is_read():
 
 
 def test_no_draft_prompts_for_requests_that_are_not_drafted(monkeypatch):
-    """Thirty requests arrive at once, and each that ends makes room for the next. The draft runs no prompts of requests
+    """Forty requests arrive at once, and each that ends makes room for the next. The draft runs no prompts of requests
     that will not be drafted for."""
     engine, asked = local_engine(pair(), EngineConfig(block=3, max_slots=256, prefix_cache=False)), []
     monkeypatch.setattr(engine.workers["draft"], "run_prompts", asked.append)
     engine.latency, rng, seeds = (
-        made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4)),
+        made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 2e-3)),
         random.Random(3),
         itertools.count(),
     )
-    ended = count = 30
+    ended = count = 40
     for _ in range(25):
         for seed in itertools.islice(seeds, ended):
             prompt, params = (
@@ -591,14 +604,14 @@ def test_no_draft_prompts_for_requests_that_are_not_drafted(monkeypatch):
 def test_policy_decides_at_once_for_new_requests():
     """A change made for requests that are gone does not delay the next decision."""
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=256))
-    engine.latency = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 5e-4))
+    engine.latency = made(round_overhead=0.0, draft=(1e-5, 0.0), target=(4e-3, 2e-3))
     for wave in range(3):
-        for i in range(30):
+        for i in range(40):
             params = SamplingParams(method="exact", ignore_eos=True, seed=i, max_tokens=100)
             engine.submit(Request(f"{wave} {i}", (0, 1, i % 3), params))
         for _ in range(5):
             engine.step()
-        assert len(running(engine)) == 30 and all(group.alone for group in running(engine)), wave
+        assert len(running(engine)) == 40 and all(group.alone for group in running(engine)), wave
         for group in running(engine):
             engine.abort(group.id)
     engine.step()
