@@ -395,6 +395,16 @@ class Workspace(NamedTuple):
     total_JUD: Tensor
     entries: int
 
+    @staticmethod
+    def allocate(heads: int, entries: int, head_dim: int, device: torch.device | str) -> Workspace:
+        most, sums = (torch.empty(heads, entries, dtype=torch.float32, device=device) for _ in range(2))
+        totals = torch.empty(heads, entries, head_dim, dtype=torch.float32, device=device)
+        return Workspace(most, sums, totals, entries)
+
+    @property
+    def nbytes(self) -> int:
+        return self.most_JU.nbytes + self.sum_JU.nbytes + self.total_JUD.nbytes
+
 
 @one_variant("q", "cache", "tables", "work", "q_stride")
 def _prefix_kernel(
@@ -551,8 +561,8 @@ def _whole_kernel(
 
 
 class FixedOrderAttention:
-    """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Holds the workspace of
-    the splits, which layers use one after another; two passes that may run at once need one each."""
+    """Causal attention of R rows of Q queries each, in at most G groups, for one static shape. Layers use the workspace
+    of the splits one after another; two passes that may run at once need one each."""
 
     def __init__(
         self,
@@ -566,22 +576,25 @@ class FixedOrderAttention:
         device: torch.device | str,
         max_context: int,
         pdl: bool = False,
+        spaces: dict[int, Workspace] | None = None,
         **tiling: Any,
     ) -> None:
-        """As `smc.attention.kernels.SharedPrefixAttention`. `tiling` replaces fields of `FixedTiling`."""
+        """As `smc.attention.kernels.SharedPrefixAttention`. `spaces`: workspaces by their number of entries, for all
+        shapes whose passes run one after another. `tiling` replaces fields of `FixedTiling`."""
         check_heads(heads, head_dim)
         (h, j), x = heads, rows * queries * heads[0] // heads[1]
         self.groups, self.rows, self.queries, self.heads, self.head_dim = groups, rows, queries, heads, head_dim
         chosen = FixedTiling.choose(floor_rows(rows), min(together, rows), queries, heads, head_dim, dtype)
         self.tiling = tune = replace(chosen, **tiling)
-        entries = 2 * x + 2 * tune.block_x * tune.pieces
+        entries = triton.next_power_of_2(2 * x + 2 * tune.block_x * tune.pieces)
         self._cut = FixedCut(h // j, tune.block_x, tune.block_p, tune.pieces, entries, tune.alone, max_context)
         groups = min(groups, rows)
         self._most = tune.pieces + (x - groups) // tune.block_x + groups
         """Maximum number of pieces: each query is in one tile, and each group's last tile may be partly empty."""
-        empty = torch.empty(j, entries, dtype=torch.float32, device=device)
-        totals = torch.empty(j, entries, head_dim, dtype=torch.float32, device=device)
-        self._work = Workspace(empty, torch.empty_like(empty), totals, entries)
+        spaces = {} if spaces is None else spaces
+        if entries not in spaces:
+            spaces[entries] = Workspace.allocate(j, entries, head_dim, device)
+        self._work = spaces[entries]
         assert self._work.total_JUD.numel() < 2**31, "the kernels address the workspace in 32 bits"
         self._sizes = {"BLOCK_P": tune.block_p, "UNIT": tune.unit, "STAGES": tune.stages, "TILES": 1 + tune.pairs}
         self._constants = {
@@ -591,7 +604,7 @@ class FixedOrderAttention:
 
     @property
     def workspace_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._work[:3])
+        return self._work.nbytes
 
     def prepare(self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor) -> FixedPrepared:
         """Compute everything that does not depend on the layer, in one launch. Indices are int32."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from smc.attention.backend import ForwardBatch
-from smc.attention.fixed_order import FixedOrderAttention, FixedOrderPrompts
+from smc.attention.fixed_order import FixedOrderAttention, FixedOrderPrompts, Workspace
 from smc.attention.fixed_step import step_attention_fixed
 from smc.executor.forward import Reader
 from smc.executor.triton_forward import FP8_INPUTS, TritonForward, run_prompt_by
@@ -62,7 +63,6 @@ class InvariantForward(TritonForward):
     """`TritonForward` in one order of sums, for any number of rows, and the operations of a layer on prompts."""
 
     _library = LibraryProducts()
-    attention_class = FixedOrderAttention
     step_attention: Callable[..., None] = staticmethod(step_attention_fixed)
     _prompts = FixedOrderPrompts()
 
@@ -70,6 +70,12 @@ class InvariantForward(TritonForward):
         """`of_prompts`: numbers of tokens are hardly ever the same twice."""
         super().__init__(reader, pdl=pdl and not of_prompts)
         self._of_prompts = of_prompts
+        self._spaces: dict[int, Workspace] = {}
+        self.attention_class = partial(FixedOrderAttention, spaces=self._spaces)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(space.nbytes for space in self._spaces.values())
 
     def gated(self, layer: Layer, hidden: Activations) -> Tensor:
         matrix = layer.gate_up

@@ -127,3 +127,19 @@ def test_a_full_workspace_lengthens_the_first_piece():
     built = Built(Case([1100], [[(1100, 5), (1110, 5), (1117, 3)]], 5, (8, 2), 16))
     first = rows_of(built, pieces=1, block_x=16)
     assert torch.equal(rows_of(built, pieces=40, block_x=16), first)
+
+
+def test_shapes_share_workspaces():
+    """Two shapes with as many entries use one workspace, one pass after another."""
+    first, second, spaces = Built(CASES["decode_fp32"]), Built(CASES["tails"]), {}
+    made = [
+        FixedOrderAttention(
+            len(one.first_G), one.rows, one.together, one.case.queries, one.case.heads, one.case.dim, one.case.dtype,
+            DEVICE, 2000, spaces=spaces, **TILING,
+        )
+        for one in (first, second)
+    ]  # fmt: skip
+    assert len(spaces) == 1 and made[0]._work is made[1]._work and made[0].workspace_bytes == made[1].workspace_bytes
+    before = first._run_long(made[0])
+    second._run_long(made[1])
+    assert torch.equal(first._run_long(made[0]), before)
