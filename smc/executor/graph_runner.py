@@ -37,15 +37,24 @@ MOST_BYTES = 3 << 30
 class AsyncResult:
     """A NamedTuple of tensors that is being copied to the host, where it has NumPy arrays."""
 
-    def __init__(self, result: Any, arrived: Event, spans: TimeSpans, failures: Failures = NO_FAILURES) -> None:
+    def __init__(
+        self,
+        result: Any,
+        arrived: Event,
+        spans: TimeSpans,
+        failures: Failures = NO_FAILURES,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check`: called when the result has arrived; raises an exception if what computed it has failed."""
         self._result, self._arrived, self._at = result, arrived, 0
-        self._spans, self._failures = spans, failures
+        self._spans, self._failures, self._check = spans, failures, check
 
     def result(self) -> Any:
         """Wait for the copy and return the NamedTuple with NumPy arrays."""
         if not isinstance(self._arrived, int):
             self._arrived.synchronize()
             self._at = time.monotonic_ns()
+        self._check()
         return map_tensors(Tensor.numpy, self._result)
 
     def failures(self) -> Failures:
@@ -128,9 +137,11 @@ class StageRunner:
         """Return the other model's tensor on this device; in rounds of one key it is always the same tensor."""
         return tensor
 
-    def read(self, key: Hashable, result: Any, spans: TimeSpans, failures: Failures = NO_FAILURES) -> AsyncResult:
+    def read(
+        self, key: Hashable, result: Any, spans: TimeSpans, failures: Failures, check: Callable[[], None]
+    ) -> AsyncResult:
         """Start copying a NamedTuple of tensors to the host."""
-        return AsyncResult(result, self.event(), spans, failures)
+        return AsyncResult(result, self.event(), spans, failures, check)
 
     def _of(self, key: Hashable) -> _Kept:
         if key in self._keys:
@@ -168,7 +179,7 @@ class _NoGarbage:
                 gc.enable()
 
 
-_NO_GARBAGE = _NoGarbage()
+NO_GARBAGE = _NoGarbage()
 
 
 class GraphRunner(StageRunner):
@@ -199,7 +210,7 @@ class GraphRunner(StageRunner):
         if name not in recorded.graphs:
             graph = torch.cuda.CUDAGraph()
             with (
-                _NO_GARBAGE,
+                NO_GARBAGE,
                 torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 outputs = stage()
@@ -224,13 +235,15 @@ class GraphRunner(StageRunner):
         here = self.keep(key, f"copy of {name}", lambda: torch.empty_like(tensor, device=self.device))
         return here.copy_(tensor, non_blocking=True)
 
-    def read(self, key: Hashable, result: Any, spans: TimeSpans, failures: Failures = NO_FAILURES) -> AsyncResult:
+    def read(
+        self, key: Hashable, result: Any, spans: TimeSpans, failures: Failures, check: Callable[[], None]
+    ) -> AsyncResult:
         def pinned() -> Any:
             return map_tensors(lambda here: torch.empty(here.shape, dtype=here.dtype, pin_memory=True), result)
 
         host = next(self.keep(key, "hosts", lambda: cycle([pinned() for _ in range(IN_FLIGHT)])))
         map_tensors(lambda there, here: there.copy_(here, non_blocking=True), host, result)
-        return AsyncResult(host, self.event(), spans, failures)
+        return AsyncResult(host, self.event(), spans, failures, check)
 
     def _finish_work(self) -> None:
         self.stream.synchronize()

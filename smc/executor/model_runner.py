@@ -217,9 +217,9 @@ class ModelRunner:
 
     def _read(self, key: Hashable, result: RoundResult[Tensor] | DraftReport[Tensor], spans: TimeSpans) -> AsyncResult:
         """Start copying a round's result to the host, with what is known of its masks."""
-        self._forward.check()
         masks = self._masks
-        return self.stages.read(key, result, spans | masks.take_span(self.worker.name), masks.take_failures())
+        spans = spans | masks.take_span(self.worker.name)
+        return self.stages.read(key, result, spans, masks.take_failures(), self._forward.check)
 
     def _draft_constrained(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from smc.executor.forward import Reader
+from smc.executor.graph_runner import NO_GARBAGE
 from smc.executor.triton_forward import TritonForward
 from smc.kernels.megakernel import MOST_TOKENS, Megakernel, obstacle, tiles_of
 from smc.round.plan import Contexts
@@ -93,14 +94,13 @@ class WholePassForward(TritonForward):
 def milliseconds(call: Callable[[], object]) -> float:
     """Return the milliseconds of a call on the GPU when it is replayed from a CUDA graph: the least of three times."""
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    stream, found = torch.cuda.Stream(), []
+    with NO_GARBAGE, torch.cuda.stream(stream):
         call()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             call()
-        found = []
         for _ in range(3):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record(stream)
@@ -109,4 +109,5 @@ def milliseconds(call: Callable[[], object]) -> float:
             end.record(stream)
             end.synchronize()
             found.append(begin.elapsed_time(end) / REPLAYS)
+        del graph
     return min(found)

@@ -446,26 +446,31 @@ struct Residual {
     static constexpr bool fits(int turn) {
         return 16 * weight_row(turn * 64) + TOKENS * activation_row(turn * 64) + OTHERS <= ROOM;
     }
-    static constexpr int turns() {
-        int turns = 1;
-        while (!fits((SHARE + turns - 1) / turns)) turns++;
-        return turns;
+    // The inputs of a turn: all, or a multiple of WARPS blocks, so that each block of inputs belongs to the same warp
+    // whatever the number of tokens.
+    static constexpr int longest_turn() {
+        if (fits(SHARE)) return SHARE;
+        int turn = SHARE / WARPS * WARPS;
+        while (turn > WARPS && !fits(turn)) turn -= WARPS;
+        return turn;
     }
-    static constexpr int TURNS = turns(), TURN = (SHARE + TURNS - 1) / TURNS;
+    static constexpr int TURN = longest_turn(), TURNS = (SHARE + TURN - 1) / TURN;
     static constexpr int WEIGHT_ROW = weight_row(TURN * 64), ROW = activation_row(TURN * 64);
-    static_assert(WARPS * OTHERS <= ROOM - OTHERS, "sums");
+    static_assert(fits(TURN) && WARPS * OTHERS <= ROOM - OTHERS, "shared memory");
+    static_assert(TURN == SHARE || TURN % WARPS == 0, "the order of sums");
 
     static __device__ __forceinline__ int part() { return PARTS == 1 ? 0 : blockIdx.x % PARTS; }
     static __device__ __forceinline__ int begin_of(int turn) { return part() * SHARE + turn * TURN; }
     static __device__ __forceinline__ int blocks_of(int turn) {
-        return least(least(ALL, (part() + 1) * SHARE) - begin_of(turn), TURN);
+        const int left = least(ALL, (part() + 1) * SHARE) - begin_of(turn);
+        return left < 0 ? 0 : least(left, TURN);
     }
     static __device__ __forceinline__ void copy_weights(const char *matrix, int tile, int turn) {
         const u32 bytes = blocks_of(turn) * 64 * BYTES;
         if (!is_copier()) return;
         const int row = threadIdx.x / 32 - FIRST_COPIER + threadIdx.x % 32 * COPIERS;
         if (!row) expect(WEIGHTS, 16 * bytes);
-        if (row < 16) copy_row(room + row * WEIGHT_ROW, matrix + ((u64)(tile * 16 + row) * INPUTS + begin_of(turn) * 64) * BYTES, bytes, WEIGHTS);
+        if (row < 16 && bytes) copy_row(room + row * WEIGHT_ROW, matrix + ((u64)(tile * 16 + row) * INPUTS + begin_of(turn) * 64) * BYTES, bytes, WEIGHTS);
     }
     static __device__ __forceinline__ void copy_activations(const Params &p, const bf16 *activations, int turn) {
         const int vectors = blocks_of(turn) * 8, all = p.rows * p.queries * vectors;

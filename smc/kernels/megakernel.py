@@ -113,8 +113,10 @@ def shape_obstacle(config: ModelConfig, grid: int, is_fp8: bool, width: int) -> 
     given = constants(config, grid, is_fp8)
     warps, queries = given["WARPS"], -(-config.num_heads // config.num_kv_heads // TILE) * TILE
     row = config.hidden_size * (1 if is_fp8 else 2) + PADDING
+    tile = TILE_ROWS * row + warps * 512
     rooms = {
-        "query, key and value weights": given["QKV_TILES"] * (TILE_ROWS * row + warps * 512),
+        "query, key and value weights": given["QKV_TILES"] * tile,
+        "gate and up weights": given["GATED_TILES"] * tile,
         "attention": warps * (given["STEPS"] * config.head_dim * 64 + queries * (config.head_dim + 2) * 4),
     }
     for part, size in rooms.items():
@@ -258,7 +260,7 @@ def constants(config: ModelConfig, grid: int, is_fp8: bool) -> dict[str, Any]:
         # Two blocks divide the inputs of a tile where there are fewer tiles than blocks.
         "SPLIT": 2 if 2 * (config.hidden_size // TILE_ROWS) <= grid else 1,
         "QKV_TILES": min(max(1, most // together), -(-units // grid)) * together,
-        "GATED_TILES": min(most, -(-(config.intermediate_size // TILE) // grid)),
+        "GATED_TILES": min(max(1, most), -(-(config.intermediate_size // TILE) // grid)),
         "STEPS": CHUNK_STEPS.get(config.head_dim, 1),
         "KEPT": KEPT_UNITS,
         "ROOM": ROOM_BYTES,

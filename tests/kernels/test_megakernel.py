@@ -53,6 +53,19 @@ def test_other_shapes_are_refused(changed, told):
     assert told in str(shape_obstacle(replace(preset("llama-1b"), **changed), GRID, False, 4096))
 
 
+@pytest.mark.parametrize("hidden", [256, 2048, 4096, 4864, 5120, 5632, 6144, 8192, 10_240])
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_shapes_that_are_not_refused_have_room_for_tiles(hidden, is_fp8):
+    config = replace(preset("llama-8b/20"), hidden_size=hidden)
+    given = constants(config, GRID, is_fp8)
+    assert shape_obstacle(config, GRID, is_fp8, 4096) or min(given["GATED_TILES"], given["QKV_TILES"]) > 0
+
+
+def test_wide_shapes_are_refused():
+    config = replace(preset("llama-8b/20"), hidden_size=10_240)
+    assert "KiB of shared memory for" in str(shape_obstacle(config, GRID, False, 4096))
+
+
 def test_long_rows_are_refused():
     assert "MiB for attention to 1000000 positions" in str(shape_obstacle(preset("llama-1b"), GRID, True, 1_000_000))
 
