@@ -122,6 +122,10 @@ class ProbeClock:
         """Whether the share of a part has passed."""
         return self._seconds is not None and self.spent >= SHARES[part] * self._seconds
 
+    def left_of(self, part: str) -> float | None:
+        """Seconds that are left of the share of a part, at least a millisecond; None: unlimited."""
+        return None if self._seconds is None else max(1e-3, SHARES[part] * self._seconds - self.spent)
+
     def say(self, text: str) -> None:
         self._said = time.monotonic()
         self._report(f"[{self.spent:5.1f} s] {text}")
@@ -144,7 +148,7 @@ def probe_pair(
     clock = clock or ProbeClock()
     params = SamplingParams(method=Method.TARGET, temperature=temperature, max_tokens=TOKENS)
     compared, spec, smc = _measure(pair, prompts, params, particles, clock)
-    tokens = None if spec is None else spec.tokens_a_round or 1.0
+    tokens = None if spec is None else spec.tokens_a_round
     kl, overlap, same = torch.stack(compared).mean(0).tolist()
     speeds: tuple[float | None, ...] = (None, None)
     if tokens is not None and (clock.left is None or clock.left >= COSTS_SECONDS):
@@ -159,7 +163,7 @@ def probe_pair(
         kl=kl,
         overlap=overlap,
         same_likeliest=same,
-        accepted_by_depth=() if spec is None else spec.accepted_by_depth,
+        accepted_by_depth=() if spec is None or tokens is None else spec.accepted_by_depth,
         tokens_a_round=tokens,
         log_evidence=_log_evidence(smc),
         exact_speed=speeds[0],
@@ -187,7 +191,8 @@ def _measure(
     if not clock.over("exact"):
         _answers(engine, prompts, replace(params, method=Method.EXACT, particles=particles), "exact", clock)
         spec = engine.take_stats().exact["walk"]
-        clock.say(f"exact decoding: {spec.tokens_a_round or 1.0:.2f} tokens a round")
+        found = spec.tokens_a_round
+        clock.say("exact decoding: " + ("no round was complete" if found is None else f"{found:.2f} tokens a round"))
     if not clock.over("smc"):
         drawn = replace(params, method=Method.SMC, particles=particles, population="distinct")
         smc = _answers(engine, prompts, drawn, "smc", clock)
@@ -203,14 +208,20 @@ def _in_words(compared: Sequence[Tensor]) -> str:
 
 
 def _log_evidence(answers: Sequence[Answer]) -> float | None:
-    tokens = sum(len(answer.tokens) for answer in answers)
-    return sum(answer.statistics.log_z for answer in answers) / tokens if tokens else None
+    """log Z-hat a token; None if no answer had a round."""
+    weighted = [answer for answer in answers if answer.statistics.rounds]
+    tokens = sum(len(answer.tokens) for answer in weighted)
+    return sum(answer.statistics.log_z for answer in weighted) / tokens if tokens else None
 
 
 def _answers(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, part: str, clock: ProbeClock
 ) -> list[Answer]:
-    """Answer all prompts; those that are not finished when the part's time has passed are cut."""
+    """Answer all prompts; those that are not finished when the part's time has passed are cut. The target answers
+    until it has a token. An answer of SMC that is cut is drawn from its particles, to which its evidence belongs."""
+    is_target = params.method == Method.TARGET
+    if not is_target:
+        params = replace(params, time_budget=clock.left_of(part))
     for index, prompt in enumerate(prompts):
         engine.submit(Request(str(index), tuple(prompt), replace(params, seed=index)))
     found: dict[str, Answer] = {}
@@ -221,7 +232,7 @@ def _answers(
             if output.answer is not None:
                 found[output.request_id] = output.answer
         clock.say_now_and_then(f"{part}: {count} tokens of at most {params.max_tokens * len(prompts)}")
-        if clock.over(part) and count:
+        if is_target and count and clock.over(part):
             for index in range(len(prompts)):
                 engine.abort(str(index))
     return [found[str(index)] for index in range(len(prompts))]

@@ -15,6 +15,7 @@ from smc import demo, probe
 from smc.api.request import Statistics, fit_of_answer
 from smc.api.sampling_params import SamplingParams
 from smc.calibration.latency import ONCE
+from smc.local_engine import ModelPair
 from smc.memory.kv_cache import KVPool
 from smc.model.linear import INT4
 from smc.model.loader import load_model, save_model
@@ -199,3 +200,31 @@ def test_quantisation_and_memory_of_ranks(smcserve, tmp_path):
     shown = smcserve("check", "--target", tmp_path / "target", "--draft", tmp_path / "draft").out
     assert "a rank of 6" in shown and "no split" in shown and "AWQ int4" in shown
     assert "heads 1-2 / 1-2" in shown
+
+
+class CutClock(probe.ProbeClock):
+    """A clock by which a part begins in time, and its time has passed when it has begun."""
+
+    def __init__(self, cut: str) -> None:
+        super().__init__(3600.0)
+        self._cut, self._has_begun = cut, False
+
+    def over(self, part: str) -> bool:
+        was, self._has_begun = self._has_begun, self._has_begun or part == self._cut
+        return part == self._cut and was
+
+    def left_of(self, part: str) -> float | None:
+        return 1e-3 if part == self._cut else 3600.0
+
+
+@pytest.mark.parametrize("part", ["exact", "smc"])
+def test_a_part_that_was_cut_before_it_measured_anything_is_left_out(brief, part):
+    """Nothing is said about a method from no round of it, and a part does not go on until it has tokens to show."""
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT)
+    prompts = [pair.tokenizer.chat([{"role": "user", "content": text}]) for text in ("1 + 1?", "2 + 2?")]
+    found = probe.probe_pair(pair, prompts, lambda: None, clock=CutClock(part))
+    (words,) = found.recommendation
+    if part == "exact":
+        assert found.tokens_a_round is None and found.accepted_by_depth == () and words.startswith("method=smc")
+    else:
+        assert found.log_evidence is None and words.startswith("method=exact")
