@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.answer_code import passes
 from smc.model.tokenizer import Tokenizer
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -80,8 +81,10 @@ CHECKS: dict[str, Callable[[str, str], bool]] = {
     "number": _is_number,
     "regex": lambda text, answer: re.search(answer, text) is not None,
     "choice": _is_choice,
+    "python": passes,
 }
-"""Comparisons of an answer's text with the expected answer. `exact` ignores differences in white space."""
+"""Comparisons of an answer's text with the expected answer. `exact` ignores differences in white space; `python` runs
+the answer's code with the expected answer, which is code of tests (`benchmarks.answer_code`)."""
 
 
 def read_problems(path: Path) -> list[FileProblem]:
@@ -186,6 +189,11 @@ def _expected(line: Mapping[str, Any]) -> tuple[str | None, str]:
             re.compile(text)
         except re.error as error:
             raise ValueError(f"answer={answer!r:.60} is no regular expression: {error}") from error
+    if check == "python":
+        try:
+            compile(text, "answer", "exec")
+        except SyntaxError as error:
+            raise ValueError(f"answer={answer!r:.60} is no Python code: {error}") from error
     return text, check
 
 
