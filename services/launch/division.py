@@ -230,8 +230,12 @@ def to_run(ranked: Sequence[DivisionSpeed], count: int) -> list[DivisionSpeed]:
 
 
 def with_runs(ranked: Sequence[DivisionSpeed], measured: Mapping[tuple[Division, int], float]) -> list[DivisionSpeed]:
-    """Return all divisions: those that ran first, the fastest first, then the others in their order. `measured`: tokens
-    a second of one request, by division and number of requests."""
-    ran = [speed for speed in ranked if (speed.division, speed.requests) in measured]
-    found = [replace(speed, measured=measured[speed.division, speed.requests]) for speed in ran]
-    return [*sorted(found, key=lambda speed: -speed.per_request), *(speed for speed in ranked if speed not in ran)]
+    """Return all divisions: those that ran first, the fastest first, then the others in their order, and last those
+    whose run failed. `measured`: tokens a second of one request, by division and number of requests; 0: it failed."""
+    known = {speed: measured.get((speed.division, speed.requests)) for speed in ranked}
+    ran, failed = (
+        [replace(speed, measured=each) for speed, each in known.items() if each is not None and bool(each) == works]
+        for works in (True, False)
+    )
+    others = (speed for speed, each in known.items() if each is None)
+    return [*sorted(ran, key=lambda speed: -speed.per_request), *others, *failed]

@@ -87,8 +87,8 @@ class DivisionMeasurement:
 
     def applied_to(self, ranked: Sequence[DivisionSpeed]) -> list[DivisionSpeed]:
         """Return `ranked` with the speeds of the divisions that ran with as many requests; they come first, the fastest
-        first. The target alone is as fast with the draft beside it as without."""
-        known = {(run.division, run.requests): run for run in self.runs}
+        first. Runs that failed do not count. The target alone is as fast with the draft beside it as without."""
+        known = {(run.division, run.requests): run for run in self.runs if run.measured}
         found = []
         for speed in ranked:
             alone = replace(speed.division, form=PLAIN, placement="shared", draft=0)
@@ -206,23 +206,28 @@ def choose_division(
     """Choose the division of `gpus` GPUs that decodes `requests` requests at a time fastest. `given`: options of
     `serve`, by name, that the division must have. `gpu_bytes`: memory of a GPU; None: unknown. Raises ValueError if no
     division has these options and room for the weights."""
+    groups = given.get("worker_groups")
+    if groups is not None and str(groups).isdecimal() and int(groups) < 1:
+        raise ValueError(f"worker_groups={groups}; allowed: 'auto', or 1 and more")
     degrees = Degrees.of(config, gpus)
     candidates = _candidates(config, degrees, gpus, given, gpu_bytes)
     own = {name: (given[key],) for name, key in OWN_SHAPE.items() if given.get(key) is not None}
     among, may_be_alone = TreeShapes(**own), given.get("drafting") != "always"
     found = stored_measurement(config)
-    timed = [each for each in candidates if found is not None and found.times.knows(each)]
-    if found is None or not timed:
+    if found is None or not all(map(found.times.knows, candidates)):
+        why = "as nothing is measured for this pair on this machine"
+        if found is not None:
+            why = f"as not all divisions of {_counted(gpus, 'GPU')} are measured for this pair"
         times = estimated_times(config, gpus, degrees)
         assumed = (DEFAULT_ACCEPTANCE, among, DEFAULT_CONTEXT)
         best, *others = rank_divisions(candidates, times, requests, *assumed, may_be_alone=may_be_alone)
         source = (
-            "estimated from the models' shapes, as nothing is measured for this pair on this machine: "
+            f"estimated from the models' shapes, {why}: "
             f"`smcserve bench --advise --device cuda --gpus {gpus}` measures it"
         )
         return DivisionChoice(gpus, best, tuple(others), source, is_measured=False)
     measured = (found.acceptance, among, found.context)
-    ranked = rank_divisions(timed, found.times, requests, *measured, may_be_alone=may_be_alone)
+    ranked = rank_divisions(candidates, found.times, requests, *measured, may_be_alone=may_be_alone)
     best, *others = found.applied_to(ranked)
     source = "as `bench --advise` measured it"
     if best.measured is None:

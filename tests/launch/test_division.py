@@ -162,3 +162,5 @@ def test_what_ran_comes_first():
     assert found[0].division == ranked[1].division and found[0].forecast == ranked[1].forecast
     assert found[4:] == [speed for speed in ranked if speed not in chosen]
     assert to_run(chosen[3:], 3) == chosen[3:]
+    failed = with_runs(ranked, {(ranked[0].division, ranked[0].requests): 0.0})
+    assert failed[:-1] == ranked[1:] and failed[-1].measured == 0.0

@@ -78,6 +78,28 @@ def test_what_ran_decides_before_what_was_forecast(config):
     assert choose_division(config, 8, 2, {}).best.measured is None
 
 
+def test_runs_that_failed_do_not_count(config):
+    ranked = rank_divisions(divisions(8, DEGREES), SLOW_DRAFT, 1, AcceptanceCurve(0.9), TreeShapes(), CONTEXT)
+    store_measurement(config, replace(MEASURED, runs=(replace(ranked[1], measured=0.0),)))
+    best = choose_division(config, 8, 1, {}).best
+    assert (best.division, best.measured) == (ranked[0].division, None)
+
+
+def test_times_of_fewer_gpus_do_not_rule_out_larger_degrees(config):
+    """What was measured on two GPUs says nothing about TP 8."""
+    few = times(draft={1: 3.0, 2: 1.7}, target={1: 9.0, 2: 6.0})
+    store_measurement(config, replace(MEASURED, times=few))
+    found = choose_division(config, 8, 1, {})
+    assert found.best.division.target > 2
+    assert "estimated from the models' shapes, as not all divisions of 8 GPUs are measured" in str(found)
+    assert choose_division(config, 2, 1, {}).is_measured
+
+
+def test_at_least_one_worker_group(config):
+    with pytest.raises(ValueError, match=r"worker_groups=0; allowed: 'auto', or 1 and more"):
+        choose_division(config, 2, 1, {"worker_groups": 0})
+
+
 def test_the_target_alone_is_started_with_a_draft_beside_it(config):
     """Plain decoding that ran fastest is a shared placement in which nothing is drafted."""
     plain = DivisionSpeed(Division(PLAIN, "shared", 0, 1, 8), 64, None, 1.0, 1e-3, 900.0)
