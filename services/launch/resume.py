@@ -5,6 +5,7 @@ decoded by rejection. What was already delivered is compared and left out."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -15,11 +16,14 @@ from dataclasses import replace
 from services.backend import Unavailable
 from smc.api.request import CONTINUED, Answer, FinishReason, Output, Particle, Request
 from smc.api.sampling_params import Method
+from smc.scheduler.admission import QueueFull
 
 RESUMED = (Method.EXACT, Method.TARGET)
 MOST = 3
 """Maximum number of times that one answer is resumed: a request that is lost more often may itself make worker groups
 fail."""
+FULL_SECONDS = 0.1
+"""Time between two attempts to resubmit a request while the queues are full."""
 logger = logging.getLogger(__name__)
 Generate = Callable[[Request], AsyncGenerator[Output, None]]
 
@@ -39,7 +43,8 @@ async def resuming(
     if request.params.seed is None:
         request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
     given = _ReplayCursor()
-    for left in reversed(range(MOST + 1)):
+    left, accepted = MOST, False
+    while True:
         try:
             request = replace(request, waited=time.monotonic() - arrived)
             async with aclosing(ask(given.continued(request))) as updates:
@@ -48,9 +53,15 @@ async def resuming(
                     if (more := given.more(output)) is not None:
                         yield more
             return
+        except QueueFull:
+            if not accepted:
+                raise
+            await asyncio.sleep(FULL_SECONDS)  # the other worker groups finish what they have first
+            continue
         except Unavailable as error:
             if isinstance(error, _AnswerDiffers) or not left:
                 raise
+            left, accepted = left - 1, True
             logger.warning("request %s is submitted again: %s", request.request_id, error)
         await is_back()
 

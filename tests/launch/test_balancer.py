@@ -227,6 +227,25 @@ def test_exact_requests_of_a_lost_worker_group_go_on_at_another_one(fakes):
     serving(work)
 
 
+def test_requests_of_a_lost_worker_group_wait_for_a_full_queue(fakes):
+    """Nine requests fill the slots and queues of both worker groups. One is lost and does not come back: its requests
+    were accepted, so they wait until the other one has room."""
+    FakeWorkerGroup.stillborn = tuple(("worker group 1", incarnation) for incarnation in range(2, 999))
+
+    async def work(balancer: Balancer) -> None:
+        for client in Client.all:
+            client.held.clear()
+        calls = [asyncio.create_task(answer_of(balancer, asked(name=str(i)))) for i in range(9)]
+        await until(lambda: sum(len(client.requests) for client in Client.all) == 9)
+        FakeWorkerGroup.deaths[("worker group 1", 1)] = WorkerGroupError("target0 died")
+        await until(lambda: not balancer.groups[1].serving)
+        await asyncio.sleep(0.1)
+        Client.all[0].held.set()
+        assert len(await asyncio.gather(*calls)) == 9
+
+    serving(work)
+
+
 def test_a_fatal_request_ends_one_worker_group_only(fakes):
     """A request that was alone when a worker group failed with an error of its own is not decoded again at another
     one."""
