@@ -226,7 +226,7 @@ class Replica:
         self._runner = BatchRunner(pair, requests, decode, pair.fingerprint(), spec.limit(groups), groups * WINDOW)
 
     async def start(self) -> None:
-        """Start the worker groups; return when they have warmed up. Raises WorkerGroupError."""
+        """Start the worker groups, see `Balancer.start`. Raises WorkerGroupError if none starts."""
         await self._balancer.start()
 
     async def answer(self, lines: Iterable[Line | Kept], write: Callable[[dict[str, Any], bool], None]) -> None:

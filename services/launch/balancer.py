@@ -92,6 +92,8 @@ class Balancer:
         self._max_starts = config.max_failed_starts
         self._changed = asyncio.Event()
         """Set when a worker group serves, or when no worker group will be started any more."""
+        self._some_started = asyncio.Event()
+        """Set when the first start of a worker group has succeeded."""
         self._over = False
         """No worker group will be started any more."""
         self._progress: dict[int, StartProgress] = {}
@@ -125,8 +127,9 @@ class Balancer:
         return any(group.serving for group in self.groups)
 
     async def start(self) -> None:
-        """Start all worker groups; return when each has warmed up. The first one that has serves requests at once.
-        Raises WorkerGroupError if one does not start: first starts are not retried."""
+        """Start all worker groups; return when the first start of each has ended. The first one that has warmed up
+        serves requests at once. A worker group whose first start failed is started again, like one that is lost later.
+        Raises WorkerGroupError if no first start succeeds."""
         starts = [asyncio.create_task(self._start(group)) for group in self.groups]
         try:
             await asyncio.gather(*starts)
@@ -217,10 +220,16 @@ class Balancer:
     async def _start(self, group: Supervisor) -> None:
         try:
             await group.start()
-        except WorkerGroupError as error:
-            if not group.name:
+        except Exception as error:  # of whatever kind, it is one worker group's
+            if not self._some_started.is_set() and all(one.failed_starts for one in self.groups):
+                if isinstance(error, WorkerGroupError) and group.name:
+                    raise WorkerGroupError(f"{group.name}: {error}") from error
                 raise
-            raise WorkerGroupError(f"{group.name}: {error}") from error
+            await group.end_failed_start(error)
+            await self._some_started.wait()
+            group.start_again()
+        else:
+            self._some_started.set()
 
     def _health(self, number: int, draft: bool, target: bool) -> None:
         if target:

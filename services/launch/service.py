@@ -46,8 +46,8 @@ class Service:
         self.gateway = Gateway(gateway, pair, self.balancer, self.metrics, self._status, FRONT_ENDS)
 
     async def start(self) -> None:
-        """Listen at once, with health status NOT_SERVING; return when every worker group has warmed up. Raises OSError
-        if a port cannot be used, WorkerGroupError if a worker group does not start."""
+        """Listen at once, with health status NOT_SERVING; return when each worker group has warmed up or failed to.
+        Raises OSError if a port cannot be used, WorkerGroupError if no worker group starts."""
         await self.gateway.start()
         await self.balancer.start()
 

@@ -145,9 +145,22 @@ class Supervisor:
         return self.serving and self._draft_incarnation > 0
 
     async def start(self) -> None:
-        """Start the first worker group. Raises WorkerGroupError if it does not start: the first start is not
-        retried."""
-        await self._start_group()
+        """Start the first worker group. Raises WorkerGroupError if it does not start. Then it may be tried again:
+        `end_failed_start`, `start_again`."""
+        try:
+            await self._start_group()
+        except Exception:
+            self.failed_starts = 1
+            raise
+        self.start_again()
+
+    async def end_failed_start(self, error: Exception) -> None:
+        """Log why `start` failed, and end what it has left."""
+        await self._end_group(error)
+
+    def start_again(self) -> None:
+        """Keep a worker group alive from now on. Unless one serves, start one after the delay that follows a failed
+        start."""
         self._watch = asyncio.create_task(self._keep_alive())
 
     async def wait_failed(self) -> None:

@@ -113,7 +113,8 @@ def serving(work, count: int = 2, **options):
         balancer = Balancer(CONFIG, PAIR, count, **options)
         await balancer.start()
         for group in balancer.groups:
-            group._client.config = group.group.pair.engine
+            if group.serving:
+                group._client.config = group.group.pair.engine
         try:
             return await asyncio.wait_for(work(balancer), 20)
         finally:
@@ -290,10 +291,35 @@ def test_the_service_lives_as_long_as_one_worker_group_can(fakes):
     serving(work)
 
 
-def test_a_first_start_that_fails_ends_the_start(fakes):
-    FakeWorkerGroup.stillborn = (("worker group 1", 1),)
-    with pytest.raises(WorkerGroupError, match=r"^worker group 1: no GPU$"):
+def test_the_start_fails_if_every_first_start_fails(fakes):
+    FakeWorkerGroup.stillborn = (("worker group 0", 1), ("worker group 1", 1))
+    with pytest.raises(WorkerGroupError, match=r"^worker group [01]: no GPU$"):
         serving(None)
+    FakeWorkerGroup.stillborn = (("", 1),)
+    with pytest.raises(WorkerGroupError, match=r"^no GPU$"):
+        serving(None, count=1)
+
+
+@pytest.mark.parametrize("late", ["worker group 0", "worker group 1"])
+def test_a_failed_first_start_is_tried_again_while_another_worker_group_serves(fakes, monkeypatch, late):
+    """Whichever of the two ends its first start later."""
+    FakeWorkerGroup.stillborn = tuple(("worker group 1", incarnation) for incarnation in (1, 2, 3, 4))
+    begin = Group.start
+
+    def start(self) -> None:
+        time.sleep(0.3 if self.incarnation == (late, 1) else 0)
+        begin(self)
+
+    monkeypatch.setattr(Group, "start", start)
+
+    async def work(balancer: Balancer) -> None:
+        failed = asyncio.create_task(balancer.wait_failed())
+        assert balancer.groups[0].serving and balancer.groups[0].incarnation == 1
+        await answer_of(balancer, asked())
+        await until(lambda: balancer.groups[1].serving)
+        assert balancer.groups[1].incarnation == 5 and not failed.done()
+
+    serving(work)
 
 
 def test_progress_is_told_until_one_worker_group_serves(fakes, monkeypatch):
