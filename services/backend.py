@@ -39,6 +39,11 @@ class Unavailable(RuntimeError):
     """The service cannot decode now: it is starting, draining, or has lost a worker. Trying again later may work."""
 
 
+class DraftUnavailable(Unavailable):
+    """The request needs the draft, which the worker group had lost before the request came. Another worker group may
+    decode it now."""
+
+
 @dataclass(frozen=True)
 class StartProgress:
     """Progress of the start of a worker group."""

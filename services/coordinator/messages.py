@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from services.backend import RequestFailed, Unavailable
+from services.backend import DraftUnavailable, RequestFailed, Unavailable
 from services.link.codec import Codec
 from smc.api.request import Output, Request
 from smc.scheduler.admission import QueueFull
@@ -38,14 +38,17 @@ class RefusalKind(StrEnum):
     QUEUE_FULL = "queue_full"
     FAILED = "failed"
     """An internal error that concerns this request alone."""
+    NO_DRAFT = "no_draft"
+    """There is no draft."""
     UNAVAILABLE = "unavailable"
-    """There is no draft, or it was lost while the request ran."""
+    """The draft was lost while the request ran."""
 
 
 _ERRORS: dict[RefusalKind, type[Exception]] = {
     RefusalKind.INVALID: ValueError,
     RefusalKind.QUEUE_FULL: QueueFull,
     RefusalKind.FAILED: RequestFailed,
+    RefusalKind.NO_DRAFT: DraftUnavailable,
     RefusalKind.UNAVAILABLE: Unavailable,
 }
 
@@ -58,7 +61,7 @@ class RefusedRequest:
 
     @staticmethod
     def of(request_id: str, error: Exception) -> RefusedRequest:
-        """`error`: ValueError, QueueFull, RequestFailed or Unavailable."""
+        """`error`: ValueError, QueueFull, RequestFailed, DraftUnavailable or Unavailable."""
         kind = next(kind for kind, known in _ERRORS.items() if isinstance(error, known))
         return RefusedRequest(request_id, kind, str(error))
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.backend import RequestFailed, Unavailable
+from services.backend import DraftUnavailable, RequestFailed, Unavailable
 from services.coordinator.messages import REQUESTS, SERVICE, STEPS, EngineStep, RefusedRequest, Submission
 from services.link.streams import is_proven, stream_server
 from smc.api.request import Output, Request
@@ -171,7 +171,7 @@ class EngineLoop:
         except (ValueError, QueueFull) as error:
             refusals[item.request_id] = error
         except NoDraft as error:
-            refusals[item.request_id] = Unavailable(str(error))
+            refusals[item.request_id] = DraftUnavailable(str(error))
         except Exception as error:  # only this request fails, if the engine can release it
             logger.exception("request %s could not be submitted", item.request_id)
             self._engine.abort(item.request_id)

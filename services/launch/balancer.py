@@ -16,7 +16,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from services.backend import START_STEPS, ServingPair, StartProgress, Unavailable
+from services.backend import START_STEPS, DraftUnavailable, ServingPair, StartProgress, Unavailable
 from services.coordinator.messages import EngineStep
 from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.prefix_index import MAX_TOKENS, PrefixIndex, index_keys
@@ -153,9 +153,11 @@ class Balancer:
         return resuming(request, self._ask, self._is_back)
 
     async def _ask(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Yield the updates of a request from the best worker group whose queue is not full."""
+        """Yield the updates of a request from the best worker group whose queue is not full and that has the draft, if
+        the request needs it."""
         keys = index_keys(request.prompt, request.cache_salt) if self._has_cache else []
         full: QueueFull | None = None
+        no_draft: DraftUnavailable | None = None
         for number in self._ranked(request, keys):
             try:
                 answering = self.groups[number].generate(request)
@@ -167,7 +169,11 @@ class Balancer:
                 return
             except QueueFull as error:
                 full = error
-        assert full is not None
+            except DraftUnavailable as error:
+                no_draft = error
+        if full is None:
+            assert no_draft is not None
+            raise no_draft
         if len(self.groups) == 1:
             raise full
         raise QueueFull(f"the queues of all {len(self.groups)} worker groups are full, of one of them: {full}")

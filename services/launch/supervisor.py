@@ -123,8 +123,8 @@ class Supervisor:
         self._draft_incarnation = 0
         """Incarnation of the current draft; 0 if there is none."""
         self._in_flight: list[Request] | None = None
-        """Requests that were in flight when the coordinator reported the loss of the draft; None if it has reported no
-        loss that is still to be handled."""
+        """Requests that were in flight when the loss of the draft became known; None if no loss is still to be
+        handled."""
         self._draft_start: asyncio.Task | None = None
         self._settled = asyncio.Event()
         """Not set between the loss of the worker group and the decision whether a request is to blame."""
@@ -142,7 +142,7 @@ class Supervisor:
 
     @property
     def has_draft(self) -> bool:
-        return self.serving and self._draft_incarnation > 0
+        return self.serving and self._draft_incarnation > 0 and self._in_flight is None
 
     async def start(self) -> None:
         """Start the first worker group. Raises WorkerGroupError if it does not start. Then it may be tried again:
@@ -258,14 +258,14 @@ class Supervisor:
     async def _detach_draft(self, error: WorkerGroupError) -> None:
         """Let the target decode alone until another draft has joined. Raises WorkerGroupError if the target or the
         coordinator is lost, too."""
-        group, client = self.group, self._client
-        assert group is not None and client is not None
+        self._draft_lost()
+        group, in_flight = self.group, self._in_flight
+        assert group is not None and in_flight is not None
         await asyncio.to_thread(group.probe)
         self._log.error("%s; the target decodes alone", error)
         if error.fault:
-            self._quarantine.group_failed(client.requests if self._in_flight is None else self._in_flight)
+            self._quarantine.group_failed(in_flight)
         self._draft_incarnation, self._in_flight = 0, None
-        self._on_health(False, True)
         # Calls that wait for a draft that hangs continue once it is killed.
         await asyncio.to_thread(group.end_draft)
         self._draft_start = asyncio.create_task(self._restart_draft(group))
@@ -329,11 +329,16 @@ class Supervisor:
         self._draft_incarnation, self._in_flight = 0, None
         self._on_health(False, False)
 
-    def _step(self, step: EngineStep) -> None:
-        self._heard = time.monotonic()
-        if step.lost_draft and step.lost_draft == self._draft_incarnation and self._in_flight is None:
+    def _draft_lost(self) -> None:
+        """Report the loss of the draft, unless it is known."""
+        if self._in_flight is None:
             assert self._client is not None
             self._in_flight = self._client.requests
             self._on_health(False, True)
+
+    def _step(self, step: EngineStep) -> None:
+        self._heard = time.monotonic()
+        if step.lost_draft and step.lost_draft == self._draft_incarnation:
+            self._draft_lost()
         self.stats = step.stats
         self._on_step(step)

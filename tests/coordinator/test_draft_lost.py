@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.backend import Unavailable
+from services.backend import DraftUnavailable, Unavailable
 from services.coordinator.client import CoordinatorClient
 from services.coordinator.messages import EngineStep
 from services.launch.config import WorkerGroupConfig
@@ -70,6 +70,8 @@ def test_one_draft_after_the_other(monkeypatch):
             assert [(await call).tokens for call in survive] == [plain] * 3
             assert (await ask(client, method="exact")).tokens == plain
             assert [await outcome(client, **params) for params in NEEDS_DRAFT] == ["unavailable"] * 3
+            with pytest.raises(DraftUnavailable, match="method='smc' needs the draft"):
+                await ask(client, method="smc")
             assert steps[-1].lost_draft == incarnation - 1
             fails.clear()
             start_draft(incarnation)

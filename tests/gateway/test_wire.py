@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.backend import RequestFailed, Unavailable
+from services.backend import DraftUnavailable, RequestFailed, Unavailable
 from services.coordinator.client import Dispatcher
 from services.coordinator.messages import REQUESTS, STEPS, EngineStep, RefusedRequest, Submission
 from services.pb import generation_pb2 as pb
@@ -305,7 +305,7 @@ def test_the_state_of_the_engine_round_trips(stats):
     assert over_the_stream(EngineStep(stats=stats)).stats == stats
 
 
-@pytest.mark.parametrize("kind", [ValueError, QueueFull, RequestFailed, Unavailable])
+@pytest.mark.parametrize("kind", [ValueError, QueueFull, RequestFailed, DraftUnavailable, Unavailable])
 def test_refusals_and_the_loss_of_the_draft_round_trip(kind):
     step = over_the_stream(EngineStep(refusals=[RefusedRequest.of("1", kind("the draft is lost"))], lost_draft=7))
     (refusal,) = step.refusals

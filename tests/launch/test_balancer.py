@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from services.backend import RequestFailed, StartProgress, Unavailable
+from services.backend import DraftUnavailable, RequestFailed, StartProgress, Unavailable
 from services.coordinator.messages import EngineStep
 from services.launch import supervisor as module
 from services.launch.balancer import PREFIX_TOKENS, Balancer, Candidate, ranked
@@ -18,7 +18,7 @@ from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.prefix_index import MAX_TOKENS, PrefixIndex, index_keys
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, FinishReason, Output, Request, Statistics
-from smc.api.sampling_params import SamplingParams
+from smc.api.sampling_params import Method, SamplingParams
 from smc.memory.prefix_keys import BLOCK
 from smc.scheduler.admission import QueueFull, check_waiting
 from smc.scheduler.stats import EngineStats
@@ -50,6 +50,7 @@ class Client:
         self.held = asyncio.Event()
         """Not set: running requests make no progress."""
         self.held.set()
+        self.has_draft = True
         Client.all.append(self)
 
     async def attached(self, timeout: float) -> None:
@@ -60,6 +61,8 @@ class Client:
         full = len(self.requests) >= PAIR.engine.max_slots // request.params.rows
         if full:
             check_waiting(self.config, waiting)
+        if not self.has_draft and request.params.method is Method.SMC:
+            raise DraftUnavailable("method='smc' needs the draft")
         self.requests.append(request)
         try:
             for token in range(10):
@@ -243,6 +246,31 @@ def test_requests_of_a_lost_worker_group_wait_for_a_full_queue(fakes):
         await asyncio.sleep(0.1)
         Client.all[0].held.set()
         assert len(await asyncio.gather(*calls)) == 9
+
+    serving(work)
+
+
+def test_a_request_that_needs_a_draft_goes_on_to_the_next_worker_group(fakes):
+    """Where the engine has lost its draft and the supervisor does not know it yet. If no worker group has one, the
+    request ends with Unavailable; if one that may have one is full, with QueueFull."""
+
+    async def work(balancer: Balancer) -> None:
+        one, other = Client.all
+        one.has_draft = False
+        for _ in range(4):
+            await answer_of(balancer, asked(method="smc"))
+        await until(lambda: not other.requests)
+        other.held.clear()
+        calls = [asyncio.create_task(answer_of(balancer, asked(method="smc", name=str(i)))) for i in range(4)]
+        await until(lambda: len(other.requests) == 4)
+        with pytest.raises(QueueFull):
+            await answer_of(balancer, asked(method="smc"))
+        other.held.set()
+        await asyncio.gather(*calls)
+        await until(lambda: not other.requests)
+        other.has_draft = False
+        with pytest.raises(DraftUnavailable, match="needs the draft"):
+            await answer_of(balancer, asked(method="smc"))
 
     serving(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from typing import ClassVar
@@ -209,6 +210,33 @@ def test_the_coordinator_says_that_the_draft_is_lost(fakes, target_answers):
 
     asyncio.run(work())
     assert FakeWorkerGroup.drafts == ([2] if target_answers else [])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_lost_draft_is_not_offered_while_the_target_is_probed(fakes, monkeypatch, told):
+    """Whether the coordinator reports the loss or a check does. Health changes once."""
+    probed, states = threading.Event(), []
+    monkeypatch.setattr(FakeWorkerGroup, "probe", lambda self: probed.wait(5))
+
+    async def work() -> None:
+        supervisor = Supervisor(CONFIG, PAIR, on_health=lambda *there: states.append(there))
+        await supervisor.start()
+        assert supervisor.has_draft
+        if told:
+            supervisor._step(EngineStep(stats=EngineStats(), lost_draft=1))
+            assert not supervisor.has_draft
+        else:
+            FakeWorkerGroup.deaths = {1: WorkerGroupError("draft0 died", draft=True)}
+        try:
+            await until(lambda: not supervisor.has_draft)
+            assert supervisor.serving and states == [(True, True), (False, True)]
+        finally:
+            probed.set()
+        await until(lambda: supervisor.has_draft)
+        await supervisor.stop()
+
+    asyncio.run(work())
+    assert states == [(True, True), (False, True), (True, True), (False, False)]
 
 
 def test_repeated_failed_starts_end_service(fakes):
