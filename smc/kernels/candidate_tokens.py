@@ -24,6 +24,7 @@ from smc.kernels.launch import one_variant
 from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import (
     Cut,
+    block_sum,
     combine,
     cut_logit,
     finite,
@@ -140,7 +141,7 @@ def _survey(
         logit = raw
     top = tl.max(logit, 0)
     tl.store(sums[0] + row * splits + split, top)
-    tl.store(sums[1] + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
+    tl.store(sums[1] + row * splits + split, block_sum(tl.exp(logit - finite(top))))
     if PART > 0:
         largest_Z = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
         tl.store(parts_of[0] + row * parts_of[1] + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_Z)
@@ -281,7 +282,7 @@ def _race_rest(
     safe = finite(top)
     out = row * splits + split
     tl.store(max_RP + out, top)
-    tl.store(sum_RP + out, tl.sum(tl.exp(logit - safe), 0))
+    tl.store(sum_RP + out, block_sum(tl.exp(logit - safe)))
     stream_1 = tl.load(stream_R + row + tl.arange(0, 1)).to(tl.uint32)
     position, rounds = tl.load(position_R + row).to(tl.uint32), tl.load(round_R + row).to(tl.uint32)
     w0_1, w1_1, _, _ = tl.philox(tl.load(seed_R + row), position, stream_1, rounds, purpose)

@@ -194,7 +194,9 @@ def _square_sums(qkv, like, out, outputs, queries, keys, SPLITS: tl.constexpr, B
     x = sum_parts(qkv + t * outputs + n, tl.num_programs(0).to(tl.int64) * outputs, inside, SPLITS)
     x = x.to(like.dtype.element_ty).to(tl.float32)
     column = tl.arange(0, 4)
-    query, key = tl.sum(tl.where(n < queries, x * x, 0.0), 0), tl.sum(tl.where(n < queries, 0.0, x * x), 0)
+    # In one order, whether the product comes as a whole or in parts, which threads hold in other runs.
+    query = tl.sum(pair_sum(tl.reshape(tl.where(n < queries, x * x, 0.0), (1, BLOCK))), 0)
+    key = tl.sum(pair_sum(tl.reshape(tl.where(n < queries, 0.0, x * x), (1, BLOCK))), 0)
     tl.store(out + t * 4 + column, tl.where(column == 0, query, tl.where(column == 1, key, 0.0)))
 
 

@@ -28,6 +28,7 @@ from smc.kernels.launch import one_variant
 from smc.kernels.truncation import (
     Cut,
     best_column,
+    block_sum,
     combine,
     cut_logit,
     finite,
@@ -168,7 +169,7 @@ def _race(
     top = tl.max(logit, 0)
     safe = finite(top)
     tl.store(max_RP + row * splits + split, top)
-    tl.store(sum_RP + row * splits + split, tl.sum(tl.exp(logit - safe), 0))
+    tl.store(sum_RP + row * splits + split, block_sum(tl.exp(logit - safe)))
     rarity = tl.exp(safe - logit)
     draw_F = tl.arange(0, DRAW_BLOCK)
     stream_F = tl.load(stream_RF + row * DRAWS + draw_F, mask=draw_F < DRAWS, other=0)

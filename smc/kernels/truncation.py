@@ -30,6 +30,7 @@ from torch import Tensor
 from smc.arrays import Room
 from smc.distributions import DistributionSpec, Processors
 from smc.kernels.launch import one_variant
+from smc.kernels.norm import pair_sum
 
 DIGIT = 4
 """Number of bits of the key that a pass finds."""
@@ -97,6 +98,13 @@ def load_block(logits, stride, row, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def block_sum(x_V):
+    """Return the sum of a block in one order, whatever the type that its logits are stored in: the threads hold them in
+    runs that depend on it."""
+    return tl.sum(pair_sum(tl.reshape(x_V, (1, x_V.shape[0]))), 0)
+
+
+@triton.jit
 def finite(top):
     """Return a maximum that can be subtracted: 0 instead of -inf, so that no difference of infinities arises."""
     return tl.where(top == -float("inf"), 0.0, top)
@@ -114,7 +122,7 @@ def sum_block(
     top, at = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(max_RP + row * splits + split, top)
     tl.store(top_RP + row * splits + split, split * BLOCK + at)
-    tl.store(sum_RP + row * splits + split, tl.sum(tl.exp(logit - finite(top)), 0))
+    tl.store(sum_RP + row * splits + split, block_sum(tl.exp(logit - finite(top))))
 
 
 @triton.jit
@@ -158,7 +166,7 @@ def truncate(
     if used.top_k:
         search.find(counts=True)
     if used.top_k and used.top_p:
-        search.turn(distribution.top_p_R)
+        search.turn(distribution.top_k_R, distribution.top_p_R)
     if used.top_p:
         search.find(counts=False)
     if not used.top_k and not used.top_p:
@@ -257,9 +265,10 @@ class _Search:
         it."""
         self._over_blocks(_measure, self._passes if searched else 0, self._key_R, self._measured)
 
-    def turn(self, top_p_R: Tensor) -> None:
+    def turn(self, top_k_R: Tensor, top_p_R: Tensor) -> None:
         """Turn from counts to mass: top-p keeps a share of the mass that top-k has kept."""
-        self._over_rows(_turn, top_p_R, self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_UR)
+        aims = (self._total_R, self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_UR)
+        self._over_rows(_turn, top_k_R, top_p_R, *aims)
 
     def end(self, share: float, used: UsedTruncations) -> Cut:
         log_share = math.log(share) if share else -math.inf
@@ -393,7 +402,7 @@ def _measure(
     key, mass = order_key(raw), tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
     exists, out = column < vocab, row * splits + split
     tl.store(measured.above_RP + out, tl.sum(((key > least) & exists).to(tl.float32), 0))
-    tl.store(measured.mass_RP + out, tl.sum(tl.where(key > least, mass, 0.0), 0))
+    tl.store(measured.mass_RP + out, block_sum(tl.where(key > least, mass, 0.0)))
     tl.store(measured.equal_RP + out, tl.sum(((key == least) & exists).to(tl.float32), 0))
 
 
@@ -413,17 +422,20 @@ def _measured(temperature_R, top_R, key_R, measured, row, splits, BITS: tl.const
 
 @one_variant()
 def _turn(
-    temperature_R, top_R, key_R, measured, splits, top_p_R, need_R, floor_R, bound_R, ties_R, low_UR,
+    temperature_R, top_R, key_R, measured, splits, top_k_R, top_p_R, total_R, need_R, floor_R, bound_R, ties_R, low_UR,
     BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Record for one row where top-k ends, and aim at a share of the mass up to there."""
+    """Record for one row where top-k ends, and aim at a share of the mass up to there; without top-k at a share of all
+    mass, as if no row had it."""
     row = tl.program_id(0)
     key, above, mass, _, each = _measured(temperature_R, top_R, key_R, measured, row, splits, BITS, SPLITS)
     ties = tl.load(need_R + row) - above
     tl.store(bound_R + row, key)
     tl.store(ties_R + row, ties)
-    tl.store(need_R + row, _required(mass + ties * each, tl.load(top_p_R + row)))
-    tl.store(low_UR + row, tl.maximum(key, tl.load(floor_R + row)))
+    has_top_k, floor = tl.load(top_k_R + row) > 0, tl.load(floor_R + row)
+    kept = tl.where(has_top_k, mass + ties * each, tl.load(total_R + row))
+    tl.store(need_R + row, _required(kept, tl.load(top_p_R + row)))
+    tl.store(low_UR + row, tl.where(has_top_k, tl.maximum(key, floor), floor))
 
 
 @one_variant("logits", "stride", "vocab", "measured")

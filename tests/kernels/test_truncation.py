@@ -209,3 +209,24 @@ def test_columns_past_the_vocabulary_count_for_nothing(dtype, spec):
     logits_RV[0, :20] = torch.linspace(0, 3, 20)
     cut, alone = (cut_of(x, law_spec(spec), block=8, vocab=20) for x in (logits_RV, logits_RV[:, :20].contiguous()))
     assert [x.tolist() for x in cut] == [x.tolist() for x in alone]
+
+
+def test_top_p_does_not_depend_on_another_row_s_top_k(device):
+    """A row that uses top-p only is cut at the same entry and mass beside a row that uses top-k. The shares are masses
+    of so many entries, so that sums in another order would be seen."""
+    rows, vocab = 60, 256
+    logits_RV = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 1.5).bfloat16().to(device)
+    mass_RV = torch.softmax(logits_RV.float() / 0.7, -1).sort(-1, descending=True).values.cumsum(-1).cpu()
+    at_R = torch.randint(5, 40, (rows,), generator=torch.Generator().manual_seed(1))
+    top_p_R = mass_RV[torch.arange(rows), at_R].numpy()
+
+    def cut(extra: int):
+        ones_R = np.ones(rows + extra, np.float32)
+        top_k_R = np.array([0] * rows + [5] * extra, np.int64)
+        law = (ones_R * np.float32(0.7), top_k_R, np.append(top_p_R, ones_R[rows:]), ones_R * 0, ones_R)
+        both = torch.cat((logits_RV, logits_RV[:extra]))
+        return truncate(both, vocab, distributions.DistributionSpec.of(*law).to(device), block=64)
+
+    alone, beside = cut(0), cut(1)
+    for name in ("key_R", "last_R", "drop_R"):
+        assert torch.equal(getattr(alone, name), getattr(beside, name)[:rows]), name
