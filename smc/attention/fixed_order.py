@@ -22,7 +22,7 @@ their heads for one key/value head. T = R * Q tokens stand row after row. EACH =
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,9 +75,7 @@ class FixedTiling:
     """Number of positions of an unfinished split up to which each row reads them by itself, so that few rows need not
     wait for them."""
     stages: int
-    """Number of steps whose loads are in flight or in use."""
-    pairs: bool
-    """Whether a step is two tiles, which is faster if there are few programs."""
+    """Number of tiles whose loads are in flight or in use."""
     warps: int
 
     @staticmethod
@@ -87,16 +85,13 @@ class FixedTiling:
         """`together`: number of rows of a group, at most or typically."""
         (h, j), wide = heads, dtype.itemsize == 4
         x, programs = together * queries * h // j, rows * j * triton.cdiv(queries * h // j, LEAST_Y)
-        pairs = programs <= 2 * MULTIPROCESSORS and head_dim <= 128 and not wide
-        most = LEAST_Y if pairs else 32 if wide or head_dim > 128 else 64
         return FixedTiling(
             unit=UNIT,
             block_p=32 if wide else 64,
-            block_x=min(most, max(LEAST_Y, triton.next_power_of_2(x))),
+            block_x=min(32 if wide or head_dim > 128 else 64, max(LEAST_Y, triton.next_power_of_2(x))),
             pieces=2 * max(1, MULTIPROCESSORS // j),
             alone=UNIT if programs <= 2 * MULTIPROCESSORS else 0,
-            stages=1 if wide else 2 if head_dim > 128 or pairs else 4 if x <= LEAST_Y else 3,
-            pairs=pairs,
+            stages=1 if wide else 2 if head_dim > 128 else 4 if x <= LEAST_Y else 3,
             warps=4,
         )
 
@@ -261,40 +256,16 @@ def _stored(speaks, x, reads, whole, chunk):
 
 
 @triton.jit
-def scores(q_YD, k_LD, visible_YL, masked):
-    """Return the products of queries and keys; -inf where a position is not visible. Unless `masked`, all are."""
+def take_in(q_YD, k_LD, v_LD, visible_YL, masked, m_Y, l_Y, acc_YD, SCALE: tl.constexpr):
+    """Add one tile to a softmax: m is the largest base-2 logit, l the sum and acc the weighted values."""
     s_YL = tl.dot(q_YD, tl.trans(k_LD), input_precision="ieee")
     if masked:
         s_YL = tl.where(visible_YL, s_YL, -float("inf"))
-    return s_YL
-
-
-@triton.jit
-def take_in(s_YL, v_LD, m_Y, l_Y, acc_YD, SCALE: tl.constexpr):
-    """Add one tile to a softmax: m is the largest base-2 logit, l the sum and acc the weighted values."""
     new_Y = tl.maximum(m_Y, tl.max(s_YL, 1) * SCALE)
     p_YL = tl.exp2(s_YL * SCALE - new_Y[:, None])
     fade_Y = tl.exp2(m_Y - new_Y)
     acc_YD = tl.dot(p_YL.to(v_LD.dtype), v_LD, acc_YD * fade_Y[:, None], input_precision="ieee")
     return new_Y, l_Y * fade_Y + pair_sum(p_YL), acc_YD
-
-
-@triton.jit
-def load_tile(page, j, cache, J: tl.constexpr, D: tl.constexpr):
-    """Return keys and values of positions."""
-    at_LD = (page.to(tl.int64) * J + j)[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(cache.k_BJD + at_LD), tl.load(cache.v_BJD + at_LD)
-
-
-@triton.jit
-def visible(at_L, position_Y, begin, end, TILES: tl.constexpr, WINDOW: tl.constexpr):
-    """Return which positions each query sees."""
-    visible_YL = at_L[None, :] <= position_Y[:, None]
-    if WINDOW:
-        visible_YL &= at_L[None, :] > position_Y[:, None] - WINDOW
-    if TILES == 2:
-        visible_YL &= ((at_L >= begin) & (at_L < end))[None, :]
-    return visible_YL
 
 
 @triton.jit
@@ -316,44 +287,30 @@ def nothing(Y: tl.constexpr, D: tl.constexpr):
 def walk(
     q_YD, position_Y, part, query, begin, end, unmasked, cache, table, tail, tail_start, tables, pages, j,
     J: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    TILES: tl.constexpr, WINDOW: tl.constexpr, MERGES: tl.constexpr,
+    WINDOW: tl.constexpr, MERGES: tl.constexpr,
 ):  # fmt: skip
     """Take the positions from `begin`, where a tile begins, to `end` into the sums of the split that holds `begin`
     (`part`), and with MERGES whole splits into those of the query (`query`). Tiles that end by `unmasked` are seen by
-    all queries. With two TILES, these are loaded and multiplied together, then taken in one after the other; what lies
-    outside of the positions has weight 0."""
+    all queries."""
     Y: tl.constexpr = q_YD.shape[0]
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
-    STEP: tl.constexpr = TILES * BLOCK_P
     m_Y, l_Y, acc_YD = part
     most_Y, sum_Y, total_YD = query
-    from_ = tl.where(begin < end, begin // STEP * STEP, end)
-    p = from_ + tl.arange(0, BLOCK_P)
-    page = page_at(p, p < end, table, tail, tail_start, tables, pages)
-    second = page
-    if TILES == 2:
-        second = page_at(p + BLOCK_P, p + BLOCK_P < end, table, tail, tail_start, tables, pages)
-    for p0 in tl.range(from_, end, STEP, num_stages=STAGES):
-        k_LD, v_LD = load_tile(page, j, cache, J, D)
-        after, at_L = p0 + STEP, p0 + tl.arange(0, BLOCK_P)
+    p, d = tl.arange(0, BLOCK_P), tl.arange(0, D)[None, :]
+    page = page_at(begin + p, begin + p < end, table, tail, tail_start, tables, pages)
+    for p0 in tl.range(begin, end, BLOCK_P, num_stages=STAGES):
+        at_LD = (page.to(tl.int64) * J + j)[:, None] * D + d
+        k_LD, v_LD = tl.load(cache.k_BJD + at_LD), tl.load(cache.v_BJD + at_LD)
         # Pages are loaded one tile ahead: otherwise the pipeline would spend its depth on this load before it could
         # start the loads of keys and values.
-        page = page_at(at_L + STEP, at_L + STEP < end, table, tail, tail_start, tables, pages)
-        masked = after > unmasked
-        if TILES == 2 or WINDOW:
-            masked = True
-        s_YL = scores(q_YD, k_LD, visible(at_L, position_Y, begin, end, TILES, WINDOW), masked)
-        if TILES == 2:
-            k_LD, w_LD = load_tile(second, j, cache, J, D)
-            at_L += BLOCK_P
-            second = page_at(at_L + STEP, at_L + STEP < end, table, tail, tail_start, tables, pages)
-            r_YL = scores(q_YD, k_LD, visible(at_L, position_Y, begin, end, TILES, WINDOW), masked)
-            m_Y, l_Y, acc_YD = take_in(s_YL, v_LD, m_Y, l_Y, acc_YD, SCALE)
-            m_Y, l_Y, acc_YD = take_in(r_YL, w_LD, m_Y, l_Y, acc_YD, SCALE)
-            # A split may end with the second tile only if that is part of it.
-            after = tl.where(p0 + BLOCK_P < end, after, p0 + BLOCK_P)
+        after = p0 + BLOCK_P
+        page = page_at(after + p, after + p < end, table, tail, tail_start, tables, pages)
+        visible_YL = (p0 + p)[None, :] <= position_Y[:, None]
+        if WINDOW:
+            visible_YL &= (p0 + p)[None, :] > position_Y[:, None] - WINDOW
+            m_Y, l_Y, acc_YD = take_in(q_YD, k_LD, v_LD, visible_YL, True, m_Y, l_Y, acc_YD, SCALE)
         else:
-            m_Y, l_Y, acc_YD = take_in(s_YL, v_LD, m_Y, l_Y, acc_YD, SCALE)
+            m_Y, l_Y, acc_YD = take_in(q_YD, k_LD, v_LD, visible_YL, after > unmasked, m_Y, l_Y, acc_YD, SCALE)
         if MERGES:  # noqa: SIM102 (a constant, and a condition of the device)
             # Lengths of splits are powers of two.
             if (after & (split_size(p0, UNIT) - 1)) == 0:
@@ -410,7 +367,7 @@ class Workspace(NamedTuple):
 def _prefix_kernel(
     q, cache, tables, pages, pieces, work, q_stride, position_T,
     EACH: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the sums of one piece, for one key/value head: of all its splits together if it is the first, otherwise
     of each. The last split may be unfinished."""
@@ -435,7 +392,7 @@ def _prefix_kernel(
         begin = tl.minimum(first_tile(tl.min(position_Y, 0), BLOCK_P, WINDOW), last)
         part, query = walk(
             q_YD, position_Y, nothing(BLOCK_X, D), nothing(BLOCK_X, D), begin, last, last, cache,
-            table, table, FAR, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, TILES, WINDOW, True,
+            table, table, FAR, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
         )  # fmt: skip
         whole = splits_within(last, UNIT)
         if whole > 0:
@@ -450,7 +407,7 @@ def _prefix_kernel(
             # A whole split is taken into sums of nothing, which changes no bit.
             part, query = walk(
                 q_YD, position_Y, nothing(BLOCK_X, D), nothing(BLOCK_X, D), seen, end, end, cache,
-                table, table, FAR, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, TILES, WINDOW, True,
+                table, table, FAR, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
             )  # fmt: skip
             if end == split_begin(split + 1, UNIT):
                 store_sums(at_Y + split * step, real_Y, query, work, D)
@@ -463,8 +420,7 @@ def _prefix_kernel(
 def _own_kernel(
     q, cache, tables, pages, spans, splits, work, out, q_stride,
     Q: tl.constexpr, EACH: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_Y: tl.constexpr,
-    BLOCK_P: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add up the sums of the prefix for BLOCK_Y queries of a row and key/value head, and continue with the row's own
     positions. Those of the split in which they begin are read before the kernel waits for the prefix, unless the prefix
@@ -487,7 +443,7 @@ def _own_kernel(
     early = tl.where(unfinished, begin, tl.minimum(end, border))
     part, query = walk(
         q_YD, position_Y, nothing(BLOCK_Y, D), nothing(BLOCK_Y, D), begin, early, 0, cache,
-        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, TILES, WINDOW, False,
+        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, False,
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -511,7 +467,7 @@ def _own_kernel(
         m_Y, l_Y, acc_YD = nothing(BLOCK_Y, D)
     part, query = walk(
         q_YD, position_Y, (m_Y, l_Y, acc_YD), (most_Y, sum_Y, total_YD), early, end, 0, cache,
-        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, TILES, WINDOW, True,
+        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -534,7 +490,7 @@ def write_output(
 def _whole_kernel(
     q, cache, tables, pages, spans, tile_Z2, first_R, out, q_stride,
     EACH: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, WINDOW: tl.constexpr,
+    UNIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of a tile of queries of a prompt's row to all positions that they see. `tile_Z2`: row, and
     first query among the row's; `first_R`: the row's first token among all."""
@@ -552,7 +508,7 @@ def _whole_kernel(
     part, query = walk(
         q_YD, position_Y, nothing(BLOCK_Y, D), nothing(BLOCK_Y, D), first_tile(lowest, BLOCK_P, WINDOW),
         tl.max(position_Y, 0) + 1, lowest + 1, cache, table, tail, tail_start, tables, pages, j,
-        J, D, BLOCK_P, UNIT, STAGES, TILES, WINDOW, True,
+        J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
     )  # fmt: skip
     _, sum_Y, total_YD = merge(query[0], query[1], query[2], part[0], part[1], part[2])
     out_YD = total_YD / tl.where(real_Y, sum_Y, 1.0)[:, None]
@@ -577,7 +533,7 @@ class FixedOrderAttention:
         max_context: int,
         pdl: bool = False,
         spaces: dict[int, Workspace] | None = None,
-        **tiling: Any,
+        **tiling: int,
     ) -> None:
         """As `smc.attention.kernels.SharedPrefixAttention`. `spaces`: workspaces by their number of entries, for all
         shapes whose passes run one after another. `tiling` replaces fields of `FixedTiling`."""
@@ -596,7 +552,7 @@ class FixedOrderAttention:
             spaces[entries] = Workspace.allocate(j, entries, head_dim, device)
         self._work = spaces[entries]
         assert self._work.total_JUD.numel() < 2**31, "the kernels address the workspace in 32 bits"
-        self._sizes = {"BLOCK_P": tune.block_p, "UNIT": tune.unit, "STAGES": tune.stages, "TILES": 1 + tune.pairs}
+        self._sizes = {"BLOCK_P": tune.block_p, "UNIT": tune.unit, "STAGES": tune.stages}
         self._constants = {
             "EACH": h // j, "J": j, "D": head_dim, "num_warps": tune.warps, "enable_fp_fusion": False, **self._sizes,
         }  # fmt: skip
@@ -655,7 +611,7 @@ class FixedOrderAttention:
 class FixedOrderPrompts(AttentionBackend):
     """Attention of prompts. It does not use the prefixes that segments share."""
 
-    def __init__(self, **tiling: Any) -> None:
+    def __init__(self, **tiling: int) -> None:
         """`tiling` replaces fields of `FixedTiling`."""
         self._tiling = tiling
 
@@ -664,7 +620,7 @@ class FixedOrderPrompts(AttentionBackend):
 
 
 class _PromptPass(AttentionPass):
-    def __init__(self, pool: KVPool, batch: ForwardBatch, tiling: dict[str, Any]) -> None:
+    def __init__(self, pool: KVPool, batch: ForwardBatch, tiling: dict[str, int]) -> None:
         super().__init__(pool, batch)
         self._given, self._plans = tiling, dict[int, Tensor]()
         starts_R, counts_R = batch.starts_R, batch.counts_R
@@ -688,7 +644,7 @@ class _PromptPass(AttentionPass):
         _whole_kernel[(j, len(tile_Z2))](
             q_THD, cache, *self._tables, self._spans, tile_Z2, self._first_R, out_THD, q_THD.stride(0),
             EACH=h // j, J=j, D=d, BLOCK_Y=tune.block_x, BLOCK_P=tune.block_p, UNIT=tune.unit, STAGES=tune.stages,
-            TILES=1 + tune.pairs, WINDOW=self.pool.windows[layer] or 0, num_warps=tune.warps, enable_fp_fusion=False,
+            WINDOW=self.pool.windows[layer] or 0, num_warps=tune.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return out_THD
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.fixed_order import LEAST_Y, FixedTiling, first_tile, nothing, walk, write_output
-from smc.attention.kernels import floor_rows
 from smc.attention.step import HeadNorms, RowPaths, rotated
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.norm import sum_parts
@@ -48,14 +47,13 @@ def step_attention_fixed(
     assert path_RB is None or (queries == 1 and path_RB.is_contiguous() and tables.tail_R is not None)
     paths = None if path_RB is None else RowPaths(path_RB, path_RB.shape[1])
     y, new = queries * h // j, queries if paths is None else paths.width
-    tune = tiling or FixedTiling.choose(floor_rows(rows), 1, queries, (h, j), d, keys.dtype)
+    tune = tiling or FixedTiling.choose(1, 1, queries, (h, j), d, keys.dtype)
     _fixed_step_kernel[(j, rows, triton.cdiv(y, tune.block_x))](
         qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), paths, out_THD, norm,
         qkv.shape[-1] * tokens,
         Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tune.block_x,
         BLOCK_Q=max(LEAST_Y, triton.next_power_of_2(new)), BLOCK_P=tune.block_p, UNIT=tune.unit,
-        STAGES=tune.stages, TILES=1 + tune.pairs, WINDOW=window or 0, num_warps=tune.warps,
-        enable_fp_fusion=False, **launch_options(pdl),
+        STAGES=tune.stages, WINDOW=window or 0, num_warps=tune.warps, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -64,7 +62,7 @@ def _fixed_step_kernel(
     qkv, cache, rope, tables, pages, spans, paths, out, norm, split_stride,
     Q: tl.constexpr, H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_Y: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
-    TILES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of BLOCK_Y queries of a row and key/value head to all positions that the row holds, shared
     or not."""
@@ -108,7 +106,7 @@ def _fixed_step_kernel(
     part, query = walk(
         q_YD, position_Y, nothing(BLOCK_Y, D), nothing(BLOCK_Y, D),
         first_tile(start + tile * BLOCK_Y // EACH, BLOCK_P, WINDOW), tl.max(position_Y, 0) + 1, 0, cache,
-        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, TILES, WINDOW, True,
+        table, tail, tail_start, tables, pages, j, J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()

@@ -43,9 +43,9 @@ def rows_of(built: Built, **tiling: int) -> Tensor:
     return built._run_long(made)
 
 
-def step_of(built: Built, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+def step_of(built: Built, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Run the kernel of short contexts."""
-    own = FixedTiling(**TILING, block_x=16, pieces=1, alone=0, stages=2, pairs=pairs, warps=4)
+    own = FixedTiling(**TILING, block_x=16, pieces=1, alone=0, stages=2, warps=4)
 
     def step(*args: Any, tiling: None, **options: Any) -> None:
         step_attention_fixed(*args, tiling=tiling or own, **options)
@@ -79,13 +79,11 @@ def prompts_of(built: Built, block_x: int) -> Tensor:
 def test_equals_reference_and_itself(name, monkeypatch):
     """The number of pieces decides which program adds up which splits, and `block_x` which queries it has."""
     built = Built((CASES | LONG)[name])
-    first = rows_of(built, pieces=PIECES[0], alone=0, pairs=False, block_x=16)
+    first = rows_of(built, pieces=PIECES[0], alone=0, block_x=16)
     assert error(first, built.reference()) <= TOLERANCE[built.case.dtype]
-    for pieces, alone, pairs in product(PIECES, (0, 32), (False, True)):
-        made = rows_of(built, pieces=pieces, alone=alone, pairs=pairs, block_x=16)
-        assert torch.equal(made, first), (pieces, alone, pairs)
-    for pairs in (False, True):
-        assert torch.equal(step_of(built, pairs, monkeypatch), first)
+    for pieces, alone in product(PIECES, (0, 32)):
+        assert torch.equal(rows_of(built, pieces=pieces, alone=alone, block_x=16), first), (pieces, alone)
+    assert torch.equal(step_of(built, monkeypatch), first)
     assert torch.equal(prompts_of(built, 16), first)
 
 

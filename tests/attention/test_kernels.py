@@ -321,8 +321,7 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
 
 
 FIXED_STEP = partial(
-    step_attention_fixed,
-    tiling=FixedTiling(unit=32, block_p=16, block_x=16, pieces=1, alone=0, stages=2, pairs=True, warps=4),
+    step_attention_fixed, tiling=FixedTiling(unit=32, block_p=16, block_x=16, pieces=1, alone=0, stages=2, warps=4)
 )
 
 
