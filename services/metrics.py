@@ -111,6 +111,10 @@ class WorkerGroupMetrics(Families):
     def set_health(self, draft: bool, target: bool) -> None:
         for group, healthy in zip(GROUPS, (draft, target), strict=True):
             self._group_healthy.labels(group).set(healthy)
+        if target != (self._slots > 0):
+            self._slots = self._max_slots if target else 0
+            self._slots_capacity.set(self._slots)
+            self._slots_free.set(self._slots)
 
     def set_incarnation(self, incarnation: int) -> None:
         self._epoch.set(incarnation)
@@ -124,9 +128,8 @@ class WorkerGroupMetrics(Families):
         self._draft_restarts.inc()
 
     def set_size(self, max_slots: int, block: int) -> None:
-        """Record the number of slots, and of tokens drafted a round. Call it once, while no request holds a slot."""
-        self._slots_capacity.set(max_slots)
-        self._slots_free.set(max_slots)
+        """Record the number of slots, and of tokens drafted a round. Call it once, before the worker group serves."""
+        self._max_slots = max_slots
         for verification in VERIFICATIONS:
             for position in range(block):
                 self._accepted_at.labels(verification, position)
@@ -135,7 +138,7 @@ class WorkerGroupMetrics(Families):
         """Record the engine's state after a step, and what happened since the last one."""
         self._queued.set(stats.queued)
         self._running.set(stats.running)
-        self._slots_free.set(stats.slots_free)
+        self._slots_free.set(min(stats.slots_free, self._slots))
         for group, total in stats.pages_total.items():
             used = stats.pages_used.get(group, 0)
             self.pages_used.labels(group).set(used)
@@ -191,9 +194,11 @@ class WorkerGroupMetrics(Families):
     def _make_engine_metrics(self) -> None:
         self._queued = self._gauge("smc_requests_queued", "Requests that wait for slots and pages.")
         self._running = self._gauge("smc_requests_running", "Requests that hold slots.")
-        self._slots_free = self._gauge("smc_slots_free", "Slots that are free.")
+        self._max_slots = self._slots = 0
+        self._slots_free = self._gauge("smc_slots_free", "Free slots; 0 while the worker group does not serve.")
         self._slots_capacity = self._gauge(
-            "smc_slots_capacity", "Slots for the particles of all running requests together."
+            "smc_slots_capacity",
+            "Slots for the particles of all running requests together; 0 while the worker group does not serve.",
         )
         self.pages_used = self._gauge(
             "smc_kv_pages_used", "KV pages that requests or the prefix cache hold.", group=GROUPS

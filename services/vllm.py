@@ -308,7 +308,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
             num_used_tokens=held,
             max_total_num_tokens=room,
             token_usage=held / max(room, 1),
-            max_running_requests=self._most_running * len(status.groups),
+            max_running_requests=self._most_running * status.num_serving,
         )
         version = importlib.metadata.version("smcserve")
         return pb.GetLoadsResponse(

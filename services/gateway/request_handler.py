@@ -97,9 +97,14 @@ class ServiceStatus:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """See `WorkerGroupStatus.tokens`."""
-        held, room = zip(*(group.tokens for group in self.groups))
-        return sum(held), sum(room)
+        """See `WorkerGroupStatus.tokens`. Those of worker groups that do not serve do not count."""
+        tokens = [group.tokens for group in self.groups if group.has_target]
+        return sum(held for held, _ in tokens), sum(room for _, room in tokens)
+
+    @property
+    def num_serving(self) -> int:
+        """Number of worker groups that decode."""
+        return sum(group.has_target for group in self.groups)
 
     @property
     def pages(self) -> dict[ModelRole, int]:

@@ -320,10 +320,7 @@ class Supervisor:
         worker group's first step."""
         if total := self.stats.pages_total:  # else no step has come
             nothing = dict.fromkeys(total, 0)
-            room = EngineStats(
-                slots_free=self.pair.engine.max_slots, pages_used=nothing, pages_total=total, pages_leaked=nothing
-            )
-            self._step(EngineStep(stats=room))
+            self._step(EngineStep(stats=EngineStats(pages_used=nothing, pages_total=total, pages_leaked=nothing)))
         if self._client is not None:
             self._settled.clear()
         self._draft_incarnation, self._in_flight = 0, None

@@ -581,7 +581,9 @@ def test_keda_sees_no_load_where_models_are_loading(tmp_path):
             "1", "big", "lookahead", "grpc", 64, block=8, weights={"draft": "", "target": ""}, placement="apart"
         )
     for replica in (full, lost):
+        replica.groups[0].set_health(draft=True, target=True)
         replica.groups[0].observe_step(EngineStats(slots_free=16))
+    lost.groups[0].set_health(draft=False, target=False)
     full.set_serving(True)
     pods = {
         "demo-smcserve-6d4-a": full,

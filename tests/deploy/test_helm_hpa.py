@@ -108,17 +108,17 @@ def test_the_adapter_makes_the_metrics_that_it_asks_for():
 def test_the_adapter_answers_for_each_pod(tmp_path):
     """One pod has a queue of 3 s and three quarters of its slots in use; the other is loading its models."""
     series = []
-    for pod, queued, per_minute, free, serving in (
-        ("demo-1-a", 6, 120, 16, 1),
-        ("demo-1-b", 0, 0, 0, 0),
-        ("demo-x-1-c", 99, 1, 0, 1),
+    for pod, queued, per_minute, free, slots, serving in (
+        ("demo-1-a", 6, 120, 16, 64, 1),
+        ("demo-1-b", 0, 0, 0, 0, 0),
+        ("demo-x-1-c", 99, 1, 0, 64, 1),
     ):
         labels = f'{{namespace="llm",pod="{pod}"}}'
         values = {
             "smc_requests_queued": f"{queued}+0x10",
             "smc_requests_total": f"0+{per_minute}x10",
             "smc_slots_free": f"{free}+0x10",
-            "smc_slots_capacity": "64+0x10",
+            "smc_slots_capacity": f"{slots}+0x10",
             "smc_serving": f"{serving}+0x10",
         }
         series += [{"series": name + labels, "values": value} for name, value in values.items()]

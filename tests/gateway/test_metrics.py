@@ -141,9 +141,9 @@ def report_everything(metrics: Metrics) -> None:
         stats.exact["walk"].count(accepted, block=3, rows=4, ahead=True, hit=hit)
     stats.exact["rejection"].count(1, block=3, rows=2, ahead=False, hit=False)
     stats.exact_alone_rounds = 6
+    metrics.groups[0].set_health(draft=False, target=True)
     metrics.groups[0].observe_step(stats)
     metrics.groups[0].observe_round(RoundTimes(0.02, 0.012, 0.015, 0.001, 0.002, 0.004, 0.001))
-    metrics.groups[0].set_health(draft=True, target=False)
     metrics.set_serving(False)
     metrics.groups[0].set_incarnation(2)
     metrics.groups[0].workers_restarted()
@@ -213,7 +213,7 @@ def test_what_is_reported_is_what_is_shown(metrics):
     ]
     assert parts == [0.012, 0.015, 0.001, 0.002]
     assert [value(metrics, "smc_stall_seconds_total", group=group) for group in ("draft", "target")] == [0.004, 0.001]
-    assert [value(metrics, "smc_group_healthy", group=group) for group in ("draft", "target")] == [1, 0]
+    assert [value(metrics, "smc_group_healthy", group=group) for group in ("draft", "target")] == [0, 1]
     service = {"version": "1.2", "form": "lookahead", "link": "grpc", "placement": "apart"}
     assert value(metrics, "smc_build_info", **service, weights="ab", draft_weights="cd") == 1
 
@@ -229,9 +229,25 @@ def test_a_leak_stays_seen_while_requests_run(metrics):
     assert value(metrics, "smc_kv_pages_leaked", group="draft") == 0
 
 
-def test_all_slots_are_free_while_models_load(metrics):
+def test_a_worker_group_that_does_not_serve_has_no_slots(metrics):
+    """While it loads its models, is lost or drains; also if steps of its engine still come. Otherwise its slots would
+    count as free, or as in use."""
+
+    def slots() -> list[float]:
+        return [value(metrics, "smc_slots_free"), value(metrics, "smc_slots_capacity")]
+
     metrics.set_build_info("1.2", "big", "lookahead", "grpc", 64, block=3, weights=WEIGHTS, placement="apart")
-    assert value(metrics, "smc_slots_free") == value(metrics, "smc_slots_capacity") == 64
+    group = metrics.groups[0]
+    assert slots() == [0, 0]
+    group.set_health(draft=True, target=True)
+    assert slots() == [64, 64]
+    group.observe_step(EngineStats(slots_free=48))
+    group.set_health(draft=False, target=True)
+    assert slots() == [48, 64]
+    group.set_health(draft=False, target=False)
+    assert slots() == [0, 0]
+    group.observe_step(EngineStats(slots_free=48))
+    assert slots() == [0, 0]
 
 
 def test_a_lost_worker_group_holds_nothing(metrics, monkeypatch):
@@ -258,12 +274,12 @@ def test_a_lost_worker_group_holds_nothing(metrics, monkeypatch):
     told["lost"]()
     nothing = {"draft": 0}
     assert supervisor.stats == EngineStats(
-        slots_free=64, pages_used=nothing, pages_total={"draft": 100}, pages_leaked=nothing
+        slots_free=0, pages_used=nothing, pages_total={"draft": 100}, pages_leaked=nothing
     )
     assert [value(metrics, f"smc_{name}") for name in ("requests_queued", "requests_running", "slots_free")] == [
         0,
         0,
-        64,
+        0,
     ]
     pages = [
         value(metrics, f"smc_kv_pages_{what}", group="draft")

@@ -20,10 +20,12 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from services.client import Client
+from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.protobuf import RETRY_TRAILER
 from smc import demo
 from smc.demo.problems import generate
 from smc.model.tokenizer import Tokenizer
+from smc.scheduler.stats import EngineStats
 from tests.gateway.harness import Service, local_answer, serving, until
 from tests.pairwise import one_of
 
@@ -344,6 +346,21 @@ def test_what_is_served(service, pair, tmp_path):
         Tokenizer.load(tmp_path).fingerprint() == pair.tokenizer.fingerprint()
         and Tokenizer.load(tmp_path).has_chat_template
     )
+
+
+def test_loads_are_those_of_worker_groups_that_serve(service, monkeypatch):
+    """A lost worker group holds nothing, and has no room either."""
+    pages = {"draft": 30, "target": 30}
+    stats = EngineStats(running=2, queued=1, pages_used={"draft": 15, "target": 10}, pages_total=pages)
+    lost = EngineStats(pages_used={"draft": 0, "target": 0}, pages_total=pages)
+    groups = (WorkerGroupStatus(1, stats), WorkerGroupStatus(2, lost, has_target=False, has_draft=False))
+    found = []
+    for shown in (groups, groups[:1], groups[1:]):
+        monkeypatch.setattr(service.gateway.handler, "status", lambda shown=shown: ServiceStatus(shown))
+        with engine(service) as stub:
+            (load,) = stub.GetLoads(pb.GetLoadsRequest()).loads
+        found.append((load.num_total_reqs, load.token_usage, load.max_total_num_tokens, load.max_running_requests))
+    assert found[0] == found[1] == (3, 0.5, 30, 8) and found[2] == (0, 0, 0, 0)
 
 
 def test_unsupported_methods(service):
