@@ -103,6 +103,9 @@ class WorkerGroupMetrics(Families):
 
     def __init__(self) -> None:
         super().__init__()
+        self._max_slots: int = 0
+        self._slots: int = 0
+        """Slots, or 0 while the worker group does not serve."""
         self._make_engine_metrics()
         self._make_exact_metrics()
         self._make_round_metrics()
@@ -194,7 +197,6 @@ class WorkerGroupMetrics(Families):
     def _make_engine_metrics(self) -> None:
         self._queued = self._gauge("smc_requests_queued", "Requests that wait for slots and pages.")
         self._running = self._gauge("smc_requests_running", "Requests that hold slots.")
-        self._max_slots = self._slots = 0
         self._slots_free = self._gauge("smc_slots_free", "Free slots; 0 while the worker group does not serve.")
         self._slots_capacity = self._gauge(
             "smc_slots_capacity",
