@@ -20,8 +20,9 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from services.backend import RequestFailed, ServingPair, StartProgress, Unavailable
 from services.coordinator.client import CoordinatorClient
@@ -46,6 +47,12 @@ LOOK_SECONDS, LOG_SECONDS = 0.5, 10.0
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Delay before the next attempt to start a worker group or a draft, by the number of attempts that have failed in a
 row."""
+
+
+MAX_THREADS = 8
+"""Threads of one supervisor: more than calls that can wait at a time, or ending a worker group might wait for the start
+that it is to end."""
+T = TypeVar("T")
 
 
 class Quarantine:
@@ -115,6 +122,8 @@ class Supervisor:
         self._may_give_up = may_give_up
         self._log = _NamingLogger(logger, {"name": name})
         self.group: WorkerGroup | None = None
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "supervisor")
+        """Starts take minutes and checks never end, so they take no threads of the loop."""
         self._client: CoordinatorClient | None = None
         self._watch: asyncio.Task | None = None
         self._quarantine = quarantine or Quarantine()
@@ -178,6 +187,7 @@ class Supervisor:
         await self._detach("the service has stopped")
         if self.group is not None:
             await asyncio.to_thread(self.group.stop)
+        self._threads.shutdown(wait=False)
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """See `Backend.generate`. A request in flight ends with Unavailable if the worker group is lost."""
@@ -191,12 +201,15 @@ class Supervisor:
         request that may be decoded again elsewhere waits for that, or it could end one worker group after another."""
         await self._settled.wait()
 
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
     async def _start_group(self) -> None:
         self.incarnation += 1
         self.group = WorkerGroup(self._config, self.pair, self.incarnation, self.name)
         looking = asyncio.create_task(self._follow_start(self.group))
         try:
-            await asyncio.to_thread(self.group.start)
+            await self._in_thread(self.group.start)
         finally:
             looking.cancel()
         client = CoordinatorClient(self.group.address, self.group.secret, self._step, self._lost)
@@ -214,7 +227,7 @@ class Supervisor:
         """Report the progress of a start, until this task is cancelled."""
         last, logged = None, 0.0
         while self._on_start is not None:
-            progress = await asyncio.to_thread(group.progress)
+            progress = await self._in_thread(group.progress)
             if progress != last:
                 self._on_start(progress)
                 if time.monotonic() - logged > LOG_SECONDS:
@@ -232,7 +245,7 @@ class Supervisor:
                     self.failed_starts = 0
                 lost, in_flight = not self.serving, self._in_flight
                 assert self.group is not None
-                await asyncio.to_thread(self.group.check, CHECK_SECONDS)
+                await self._in_thread(self.group.check, CHECK_SECONDS)
                 # No process has ended, so in the first case a process is silent or the link broke; in the second the
                 # coordinator was silent for too long, and its requests are gone.
                 if in_flight is not None and not lost:
@@ -261,19 +274,19 @@ class Supervisor:
         self._draft_lost()
         group, in_flight = self.group, self._in_flight
         assert group is not None and in_flight is not None
-        await asyncio.to_thread(group.probe)
+        await self._in_thread(group.probe)
         self._log.error("%s; the target decodes alone", error)
         if error.fault:
             self._quarantine.group_failed(in_flight)
         self._draft_incarnation, self._in_flight = 0, None
         # Calls that wait for a draft that hangs continue once it is killed.
-        await asyncio.to_thread(group.end_draft)
+        await self._in_thread(group.end_draft)
         self._draft_start = asyncio.create_task(self._restart_draft(group))
 
     async def _restart_draft(self, group: WorkerGroup) -> None:
         """Start the draft again, repeatedly if starts fail. Other failures meanwhile are handled by `_keep_alive`."""
         try:
-            await asyncio.to_thread(group.detach_draft)
+            await self._in_thread(group.detach_draft)
         except WorkerGroupError as error:
             self._log.error("%s", error)
         for failed in range(self._config.max_failed_starts):
@@ -281,7 +294,7 @@ class Supervisor:
             self.incarnation += 1
             incarnation = self.incarnation
             try:
-                await asyncio.to_thread(group.start_draft, incarnation)
+                await self._in_thread(group.start_draft, incarnation)
             except WorkerGroupError as error:
                 self._log.error("%s", error)
             else:
@@ -306,7 +319,7 @@ class Supervisor:
             self._quarantine.group_failed(client.interrupted if client.lost else client.requests)
         await self._detach(f"a process of the service has ended ({error}); it is starting again")
         assert self.group is not None
-        await asyncio.to_thread(self.group.kill)
+        await self._in_thread(self.group.kill)
 
     async def _detach(self, why: str) -> None:
         client, self._client = self._client, None

@@ -4,7 +4,9 @@ supervisors are real; their worker groups and clients are stand-ins that fail wh
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import ClassVar
 
@@ -348,6 +350,38 @@ def test_a_failed_first_start_is_tried_again_while_another_worker_group_serves(f
         assert balancer.groups[1].incarnation == 5 and not failed.done()
 
     serving(work)
+
+
+def test_starts_and_checks_leave_the_loops_threads_to_others(fakes, monkeypatch):
+    """While one worker group starts and another is watched, other work in threads of the loop goes on. At the end the
+    threads of the worker groups end."""
+    go_on, begin = threading.Event(), Group.start
+
+    def start(self) -> None:
+        if self.incarnation[0] == "worker group 1":
+            go_on.wait(10)
+        begin(self)
+
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name.startswith("supervisor")]
+
+    monkeypatch.setattr(Group, "start", start)
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        balancer = Balancer(CONFIG, PAIR, 2)
+        starting = asyncio.create_task(balancer.start())
+        try:
+            await until(lambda: balancer.groups[0].serving)
+            await asyncio.wait_for(asyncio.to_thread(time.monotonic), 5)
+            assert threads() and not starting.done()
+        finally:
+            go_on.set()
+        await starting
+        await balancer.stop()
+        await until(lambda: not threads())
+
+    asyncio.run(work())
 
 
 def test_progress_is_told_until_one_worker_group_serves(fakes, monkeypatch):
