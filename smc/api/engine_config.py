@@ -49,15 +49,20 @@ def _pairs(potentials: Mapping[str, str] | tuple[tuple[str, str], ...]) -> tuple
     return pairs
 
 
-class PrefillSettings(TypedDict):
-    """The fields of `EngineConfig` that concern prompts."""
+NODES, PATHS = "nodes", "paths"
+
+
+class DeviceSettings(TypedDict):
+    """The fields of `EngineConfig` whose defaults depend on the device."""
 
     prefill_chunk: int
     prefill_share: float
+    verified: str
 
 
-GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
-"""Defaults for models on GPUs: large matrix products, and rounds that prompts lengthen by less than half."""
+GPU_DEFAULTS: DeviceSettings = {"prefill_chunk": 4096, "prefill_share": 0.4, "verified": PATHS}
+"""Defaults for models on GPUs: large matrix products, rounds that prompts lengthen by less than half, and the target's
+passes that are timed there."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,16 @@ class EngineConfig:
             "Distribution of reported log-probabilities. raw: the softmax of the target's logits; processed: the "
             "distribution that tokens are drawn from, after temperature, truncation, biases, penalties, constraints "
             "and guidance. Answers are the same.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
+    verified: str = setting(
+        NODES,
+        OneOf((NODES, PATHS)),
+        option=Option(
+            "What the target runs of a tree of exact decoding. nodes: tokens that rows have in common once; paths: all "
+            "tokens of every row. Default: nodes on a CPU, paths on a GPU, where nodes are not timed yet.",
             panel=ENGINE,
             has_flag=False,
         ),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smc.api.engine_config import EngineConfig
+from smc.api.engine_config import NODES, EngineConfig
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
@@ -256,7 +256,9 @@ class ThroughputForecast:
         """Return how much a round drafts and verifies."""
         if not of.groups:
             return DraftSize(self._config.branches, steps)
-        nodes = node_room(of.rows, of.groups, self._config.scored(steps), of.batch_size)
+        nodes = 0
+        if self._config.verified == NODES:
+            nodes = node_room(of.rows, of.groups, self._config.scored(steps), of.batch_size)
         return DraftSize(self.branches(of.batch_size, context, steps, nodes), steps, nodes)
 
     def branches(self, batch_size: int, context: int, steps: int, nodes: int) -> int:

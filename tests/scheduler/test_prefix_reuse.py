@@ -12,7 +12,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, FinishReason, Request
 from smc.api.sampling_params import POPULATIONS
 from smc.local_engine import ModelPair, local_engine
-from smc.memory import kv_cache
+from smc.memory import prefix_keys
 from smc.scheduler import prefill_batches
 from smc.scheduler.engine import Engine
 from smc.scheduler.prefill_batches import count_pages
@@ -184,7 +184,12 @@ def test_waiting_prompts_are_hashed_once(monkeypatch):
     """Blocks of a waiting prompt are hashed once, when there may be room for it: not again while there are no slots or
     too few pages, nor after a preemption."""
     hashed, counted = [], []
-    monkeypatch.setattr(kv_cache, "blake2b", lambda *args, **options: hashed.append(args) or blake2b(*args, **options))
+
+    def hash_once(*args, **options):
+        hashed.append(args)
+        return blake2b(*args, **options)
+
+    monkeypatch.setattr(prefix_keys, "blake2b", hash_once)
     monkeypatch.setattr(prefill_batches, "count_pages", lambda sequences: counted.append(1) or count_pages(sequences))
     engine = local_engine(pair(), EngineConfig(form="lockstep", block=2, max_slots=8, pages=440))
     blocks = 1 + len(PROMPT) // BLOCK
