@@ -176,7 +176,8 @@ class Balancer:
             raise no_draft
         if len(self.groups) == 1:
             raise full
-        raise QueueFull(f"the queues of all {len(self.groups)} worker groups are full, of one of them: {full}")
+        serve = f"{sum(group.serving for group in self.groups)} of {len(self.groups)}"
+        raise QueueFull(f"the queues of all worker groups that serve ({serve}) are full, of one of them: {full}")
 
     def _ranked(self, request: Request, keys: Sequence[bytes]) -> list[int]:
         serving = [number for number, group in enumerate(self.groups) if group.serving]

@@ -197,7 +197,7 @@ def test_the_limit_of_the_queue_holds_over_all_worker_groups(fakes):
             client.held.clear()
         same = [asyncio.create_task(answer_of(balancer, asked(PROMPT, name=str(i)))) for i in range(9)]
         await until(lambda: sum(len(client.requests) for client in Client.all) == 9)
-        full = r"^the queues of all 2 worker groups are full, of one of them: . requests are waiting; allowed: .\. Try"
+        full = r"^the queues of all worker groups that serve \(2 of 2\) are full, of one of them: . requests are "
         with pytest.raises(QueueFull, match=full):
             await answer_of(balancer, asked(PROMPT))
         sizes = [len(client.requests) for client in Client.all]
@@ -382,6 +382,22 @@ def test_starts_and_checks_leave_the_loops_threads_to_others(fakes, monkeypatch)
         await until(lambda: not threads())
 
     asyncio.run(work())
+
+
+def test_a_full_queue_says_how_many_worker_groups_serve(fakes):
+    FakeWorkerGroup.stillborn = tuple(("worker group 1", incarnation) for incarnation in range(1, 999))
+
+    async def work(balancer: Balancer) -> None:
+        (client,) = Client.all
+        client.held.clear()
+        calls = [asyncio.create_task(answer_of(balancer, asked(name=str(i)))) for i in range(5)]
+        await until(lambda: len(client.requests) == 5)
+        with pytest.raises(QueueFull, match=r"^the queues of all worker groups that serve \(1 of 2\) are full, of one"):
+            await answer_of(balancer, asked(PROMPT))
+        client.held.set()
+        await asyncio.gather(*calls)
+
+    serving(work)
 
 
 def test_progress_is_told_until_one_worker_group_serves(fakes, monkeypatch):
