@@ -31,7 +31,8 @@ def selection_of(made: Round) -> RoundSelection[torch.Tensor]:
     row_A = ancestor_A * made.f + rng.integers(0, made.f, a)
     selection = RoundSelection(
         taken_A=rng.integers(0, made.k + 1, a),
-        cut_A=rng.integers(0, 3, a),
+        # All rows of a particle begin at the node at which the walk ended.
+        cut_A=rng.integers(0, 3, a)[ancestor_A],
         bonus_A=bonus_A,
         ended_A=~alive_A | (rng.random(a) < 0.3),
         text_A=rng.integers(0, 4, a),
