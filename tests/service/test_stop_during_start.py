@@ -51,7 +51,8 @@ def test_stop_in_the_middle_of_a_start(ray_cluster, ready):
     thread.join(20)
     assert not thread.is_alive() and errors, "the start did not notice"
     until(lambda: ranks() <= others, 20, "processes of the worker group stay")
-    until(lambda: ray.available_resources().get("CPU") == room, 20, "its place is not given back")
+    # Another test may have given back its own place since.
+    until(lambda: ray.available_resources().get("CPU", 0) >= room, 20, "its place is not given back")
 
 
 def test_stop_while_waiting_for_resources(ray_cluster, caplog):
