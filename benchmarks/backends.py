@@ -115,7 +115,12 @@ class GpuBackend:
             torch.cuda.reset_peak_memory_stats(device)
         pair = LocalRoundExecutor(config, workers, TritonOps())
         yield Engine(
-            config, workers, self.tokenizer, executor=pair, pages=dict.fromkeys(ModelRole, pages), context=context
+            config.on_device("cuda"),
+            workers,
+            self.tokenizer,
+            executor=pair,
+            pages=dict.fromkeys(ModelRole, pages),
+            context=context,
         )
         del pair, workers
         gc.collect()

@@ -525,12 +525,10 @@ def _write(json: Path | None, rows: Sequence[Any]) -> None:
 
 
 def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfig]:
-    from smc.api.engine_config import PATHS, EngineConfig
+    from smc.api.engine_config import EngineConfig
 
-    # As `serve` runs them on GPUs.
-    lockstep = [EngineConfig(form="lockstep", block=block, verified=PATHS) for block in blocks]
-    ahead = [EngineConfig(block=block, branches=count, verified=PATHS) for block in blocks for count in branches]
-    return lockstep + ahead
+    lockstep = [EngineConfig(form="lockstep", block=block) for block in blocks]
+    return lockstep + [EngineConfig(block=block, branches=count) for block in blocks for count in branches]
 
 
 def _measure_processes(

@@ -19,7 +19,7 @@ import torch
 from benchmarks.backends import Mode, PromptBackend
 from benchmarks.load import ClosedLoop, Load, repeated
 from benchmarks.speed import WARM_UP
-from smc.api.engine_config import GPU_DEFAULTS, EngineConfig
+from smc.api.engine_config import GPU_PREFILL, EngineConfig
 from smc.api.request import Answer, Output, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.messages import Pending, PromptResult
@@ -261,5 +261,5 @@ def _fitted(mode: Mode, background: list[Request], context: int) -> EngineConfig
     pages = pool_for(sum(max(need.get(role, 0) for role in ModelRole) for need in needs))
     longest = max(prompt + one.max_tokens for one, prompt in params)
     return replace(
-        mode.config, max_slots=sum(one.rows for one, _ in params), max_context=longest, pages=pages, **GPU_DEFAULTS
+        mode.config, max_slots=sum(one.rows for one, _ in params), max_context=longest, pages=pages, **GPU_PREFILL
     )

@@ -77,7 +77,7 @@ class ModelPair:
 
 def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_options) -> Engine:
     """Make an engine over `pair`; `engine_options` are passed on to Engine."""
-    config = config or EngineConfig()
+    config = (config or EngineConfig()).on_device(pair.target.embed.weight.device.type)
     context = config.context(pair.max_context)
     models = {role: getattr(pair, role) for role in ModelRole}
     pages = config.pool_pages(context, pages_with_room(models, config, pair.tokenizer.size))

@@ -105,14 +105,12 @@ def _settings(
 ) -> tuple[Request, EngineConfig]:
     """Return the request and the engine's configuration. Only given options are passed on: the library has its own
     defaults, and refuses settings without effect."""
-    from smc.api.engine_config import GPU_DEFAULTS, EngineConfig
+    from smc.api.engine_config import EngineConfig
 
     if not raw and not pair.tokenizer.has_chat_template:
         raise ValueError("the target model has no chat template; use --raw to give it the prompt as plain text")
-    device = pair.target.embed.weight.device.type
-    defaults: Mapping[str, Any] = GPU_DEFAULTS if device == "cuda" else {}
-    config = EngineConfig(**{**defaults, **engine, "prefix_cache": "no_prefix_cache" not in given})
-    config.check_numerics(device, given.get("dtype"))
+    config = EngineConfig(**engine, prefix_cache="no_prefix_cache" not in given)
+    config.check_numerics(pair.target.embed.weight.device.type, given.get("dtype"))
     prompt, away = tuple(_encoded(pair, text, raw)), given.get("negative_prompt")
     negative = None if away is None else tuple(_encoded(pair, away, raw))
     room = (config.max_context or pair.max_context) - max(len(prompt), len(negative or ()))

@@ -18,7 +18,7 @@ from services.cli import options
 from services.cli.options import flag, option
 from services.gateway.config import DEFAULT_HTTP_PORT, GatewayConfig
 from services.launch.config import WorkerGroupConfig
-from smc.api.engine_config import GPU_DEFAULTS, EngineConfig
+from smc.api.engine_config import GPU_PREFILL, EngineConfig
 from smc.api.settings import CLUSTER, LISTEN, MODELS
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def worker_group_config(given: Mapping[str, Any]) -> WorkerGroupConfig:
     if is_shared:
         settings["form"] = "lockstep"
     if given.get("device") == "cuda":
-        settings |= GPU_DEFAULTS
+        settings |= GPU_PREFILL
     engine = EngineConfig(**settings | fields_of(EngineConfig, given))
     if engine.potentials:
         options.load_own(engine.potentials)

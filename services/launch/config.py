@@ -383,7 +383,7 @@ class WorkerGroupConfig:
             **models,
             tokenizer=sources.target.tokenizer(),
             context=self.engine.context(sources.max_context),
-            engine=self.engine,
+            engine=self.engine.on_device(self.device),
             link=self.link,
             placement=self.placement,
             files=(files := sources.target.tokenizer_files),

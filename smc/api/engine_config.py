@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from smc.api.limits import UNSET
@@ -49,20 +49,16 @@ def _pairs(potentials: Mapping[str, str] | tuple[tuple[str, str], ...]) -> tuple
     return pairs
 
 
-NODES, PATHS = "nodes", "paths"
-
-
-class DeviceSettings(TypedDict):
-    """The fields of `EngineConfig` whose defaults depend on the device."""
+class PrefillSettings(TypedDict):
+    """The fields of `EngineConfig` that concern prompts."""
 
     prefill_chunk: int
     prefill_share: float
-    verified: str
 
 
-GPU_DEFAULTS: DeviceSettings = {"prefill_chunk": 4096, "prefill_share": 0.4, "verified": PATHS}
-"""Defaults for models on GPUs: large matrix products, rounds that prompts lengthen by less than half, and the target's
-passes that are timed there."""
+GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
+"""Defaults for models on GPUs: large matrix products, and rounds that prompts lengthen by less than half."""
+NODES, PATHS = "nodes", "paths"
 
 
 @dataclass(frozen=True)
@@ -192,8 +188,8 @@ class EngineConfig:
             has_flag=False,
         ),
     )
-    verified: str = setting(
-        NODES,
+    verified: str | None = setting(
+        None,
         OneOf((NODES, PATHS)),
         option=Option(
             "What the target runs of a tree of exact decoding. nodes: tokens that rows have in common once; paths: all "
@@ -260,6 +256,10 @@ class EngineConfig:
         check_settings(self)
         if not 0 < self.defensive_share < 1:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
+
+    def on_device(self, device: str) -> EngineConfig:
+        """Return the configuration with `verified` set, if it is not yet, for models on this device."""
+        return self if self.verified else replace(self, verified=PATHS if device == "cuda" else NODES)
 
     def check_numerics(self, device: str, dtype: str | None) -> None:
         """Raise ValueError if `numerics` has no effect for models on this device, or of this type if it is given."""

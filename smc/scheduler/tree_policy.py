@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smc.api.engine_config import NODES, EngineConfig
+from smc.api.engine_config import PATHS, EngineConfig
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
@@ -257,7 +257,7 @@ class ThroughputForecast:
         if not of.groups:
             return DraftSize(self._config.branches, steps)
         nodes = 0
-        if self._config.verified == NODES:
+        if self._config.verified != PATHS:
             nodes = node_room(of.rows, of.groups, self._config.scored(steps), of.batch_size)
         return DraftSize(self.branches(of.batch_size, context, steps, nodes), steps, nodes)
 

@@ -133,3 +133,11 @@ def test_one_order_of_sums_needs_kernels(without):
     with pytest.raises(ValueError, match=re.escape(f"numerics='invariant' has no effect with {name}={value!r}")):
         WorkerGroupConfig(engine=engine, **without)
     assert WorkerGroupConfig(engine=engine, device="cuda", dtype="bfloat16").engine.numerics == "invariant"
+
+
+@pytest.mark.parametrize(("device", "default"), [("cpu", "nodes"), ("cuda", "paths")])
+def test_what_the_target_runs_depends_on_the_device_unless_it_is_given(device, default):
+    assert WorkerGroupConfig(device=device).serving_pair().engine.verified == default
+    for given in ("nodes", "paths"):
+        pair = WorkerGroupConfig(device=device, engine=EngineConfig(verified=given)).serving_pair()
+        assert pair.engine.verified == given
