@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smc.attention.fixed_order import LEAST_Y, FixedTiling, first_tile, nothing, walk, write_output
-from smc.attention.step import HeadNorms, RowPaths, rotated
+from smc.attention.fixed_order import FixedTiling, first_tile, nothing, walk, write_output
+from smc.attention.step import HeadNorms, rotated, step_arguments
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.norm import sum_parts
 from smc.kernels.packed_rows import CacheTensors, RowSpans, Tables, page_at, row_tables
@@ -37,23 +37,16 @@ def step_attention_fixed(
     pdl: bool = False,
 ) -> None:
     """As `smc.attention.step.step_attention`. `tiling`: by default `FixedTiling.choose`."""
-    (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
-    queries, norm = tokens // rows, None
-    if q_norm is not None and k_norm is not None:
-        norm = HeadNorms(q_norm, k_norm, eps)
-    assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous()
-    assert rope.shape[1] == d and rope.is_contiguous()
-    assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
-    assert path_RB is None or (queries == 1 and path_RB.is_contiguous() and tables.tail_R is not None)
-    paths = None if path_RB is None else RowPaths(path_RB, path_RB.shape[1])
-    y, new = queries * h // j, queries if paths is None else paths.width
+    norm = HeadNorms(q_norm, k_norm, eps) if q_norm is not None and k_norm is not None else None
+    (_, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
+    queries = len(out_THD) // rows
+    y = queries * h // j
     tune = tiling or FixedTiling.choose(1, 1, queries, (h, j), d, keys.dtype)
+    cache, spans = CacheTensors(keys, values), RowSpans(start_R, count_R)
+    arguments, constants = step_arguments(qkv, cache, rope, tables, spans, out_THD, norm, path_RB)
     _fixed_step_kernel[(j, rows, triton.cdiv(y, tune.block_x))](
-        qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), paths, out_THD, norm,
-        qkv.shape[-1] * tokens,
-        Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tune.block_x,
-        BLOCK_Q=max(LEAST_Y, triton.next_power_of_2(new)), BLOCK_P=tune.block_p, UNIT=tune.unit,
-        STAGES=tune.stages, WINDOW=window or 0, num_warps=tune.warps, enable_fp_fusion=False, **launch_options(pdl),
+        *arguments, **constants, BLOCK_Y=tune.block_x, BLOCK_P=tune.block_p, UNIT=tune.unit, STAGES=tune.stages,
+        WINDOW=window or 0, num_warps=tune.warps, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ stand row after row. EACH = H // J."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -97,24 +97,41 @@ def step_attention(
     another row, except with `path`: then Q is 1, and row r's own positions, from its tail's first on, are those of rows
     path_RB[r, 0], path_RB[r, 1], .. up to itself. Indices are int32; q_norm, k_norm [D] or neither. `window`: number
     of positions that a token sees, itself included; None: all."""
-    (tokens, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
-    queries, norm = tokens // rows, None
-    if q_norm is not None and k_norm is not None:
-        norm = HeadNorms(q_norm, k_norm, eps)
-    assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and qkv.is_contiguous()
-    assert rope.shape[1] == d and rope.is_contiguous()
-    assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and tokens == rows * queries
-    assert path_RB is None or (queries == 1 and path_RB.is_contiguous() and tables.tail_R is not None)
-    paths = None if path_RB is None else RowPaths(path_RB, path_RB.shape[1])
-    y, new = queries * h // j, queries if paths is None else paths.width
+    norm = HeadNorms(q_norm, k_norm, eps) if q_norm is not None and k_norm is not None else None
+    (_, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
+    queries = len(out_THD) // rows
+    y = queries * h // j
     tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
+    cache, spans = CacheTensors(keys, values), RowSpans(start_R, count_R)
+    arguments, constants = step_arguments(qkv, cache, rope, tables, spans, out_THD, norm, path_RB)
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
-        qkv, CacheTensors(keys, values), rope, *tables.arguments(), RowSpans(start_R, count_R), paths, out_THD, norm,
-        qkv.shape[-1] * tokens,
-        Q=queries, H=h, J=j, D=d, SPLITS=len(qkv) if qkv.dim() == 3 else 1, BLOCK_Y=tiling.block_y,
-        BLOCK_Q=max(16, triton.next_power_of_2(new)), BLOCK_P=tiling.block_p, STAGES=tiling.stages,
+        *arguments, **constants, BLOCK_Y=tiling.block_y, BLOCK_P=tiling.block_p, STAGES=tiling.stages,
         WINDOW=window or 0, num_warps=tiling.warps, **launch_options(pdl),
     )  # fmt: skip
+
+
+def step_arguments(
+    qkv: Tensor,
+    cache: CacheTensors,
+    rope: Tensor,
+    tables: Tables,
+    spans: RowSpans,
+    out_THD: Tensor,
+    norm: HeadNorms | None,
+    path_RB: Tensor | None,
+) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """Check the arguments of `step_attention`. Returns them, and the constants that follow from their shapes, as both
+    kernels take them."""
+    (tokens, h, d), j, rows = out_THD.shape, cache.k_BJD.shape[1], len(spans.start_R)
+    queries = tokens // rows
+    assert qkv.shape[-2:] == (tokens, (h + 2 * j) * d) and tokens == rows * queries
+    assert rope.shape[1] == d and all(each.is_contiguous() for each in (qkv, rope, *cache, out_THD))
+    assert path_RB is None or (queries == 1 and path_RB.is_contiguous() and tables.tail_R is not None)
+    paths = None if path_RB is None else RowPaths(path_RB, path_RB.shape[1])
+    new = queries if paths is None else paths.width
+    arguments = (qkv, cache, rope, *tables.arguments(), spans, paths, out_THD, norm, qkv.shape[-1] * tokens)
+    splits, block = len(qkv) if qkv.dim() == 3 else 1, max(LEAST_Y, triton.next_power_of_2(new))
+    return arguments, {"Q": queries, "H": h, "J": j, "D": d, "SPLITS": splits, "BLOCK_Q": block}
 
 
 @triton.jit

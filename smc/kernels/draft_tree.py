@@ -190,20 +190,28 @@ def _find_gains(steps, scratch, first, size, rows, K: tl.constexpr, AHEAD: tl.co
 
 
 @triton.jit
+def _ranked(tile, i, scratch, first, size, rows, total):
+    """Return index, existence and worth of the I nodes of a tile among all nodes, whatever their steps, and the number
+    of nodes of the same outcome that come before each."""
+    m_Y, in_Y = _node_of_all(tile, i, first, size, rows, total)
+    worth_Y = tl.load(scratch.worth_U + m_Y, mask=in_Y, other=-1.0)
+    outcome_Y = tl.load(scratch.outcome_U + m_Y, mask=in_Y, other=-1)
+    rank_Y = tl.zeros_like(m_Y.to(tl.int32))
+    for other in range(tl.cdiv(total, i.shape[0])):
+        m_Z, in_Z = _node_of_all(other, i, first, size, rows, total)
+        worth_Z = tl.load(scratch.worth_U + m_Z, mask=in_Z, other=-1.0)
+        outcome_Z = tl.load(scratch.outcome_U + m_Z, mask=in_Z, other=-2)
+        rank_Y += _before(worth_Z, m_Z, outcome_Z, worth_Y, m_Y, outcome_Y)
+    return m_Y, in_Y, worth_Y, rank_Y
+
+
+@triton.jit
 def _keep_likeliest(most, scratch, first, size, rows, K: tl.constexpr, BLOCK: tl.constexpr):
     """Keep the `most` nodes of each tree, in look-ahead of each outcome, that gain most."""
     i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-        m_Y, in_Y = _node_of_all(tile, i, first, size, rows, total)
-        worth_Y = tl.load(scratch.worth_U + m_Y, mask=in_Y, other=-1.0)
-        outcome_Y = tl.load(scratch.outcome_U + m_Y, mask=in_Y, other=-1)
-        rank_Y = tl.zeros((BLOCK,), tl.int32)
-        for other in range(tiles):
-            m_Z, in_Z = _node_of_all(other, i, first, size, rows, total)
-            worth_Z = tl.load(scratch.worth_U + m_Z, mask=in_Z, other=-1.0)
-            outcome_Z = tl.load(scratch.outcome_U + m_Z, mask=in_Z, other=-2)
-            rank_Y += _before(worth_Z, m_Z, outcome_Z, worth_Y, m_Y, outcome_Y)
+        m_Y, in_Y, worth_Y, rank_Y = _ranked(tile, i, scratch, first, size, rows, total)
         is_kept_Y = in_Y & (worth_Y >= 0) & (rank_Y < most)
         tl.store(scratch.node_U + m_Y, is_kept_Y.to(tl.int32), mask=is_kept_Y)
 
@@ -302,15 +310,7 @@ def _limit_outcomes_to(most, scratch, first, size, rows, K: tl.constexpr, BLOCK:
     i, total = tl.arange(0, BLOCK), K * size
     tiles = tl.cdiv(total, BLOCK)
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-        m_Y, in_Y = _node_of_all(tile, i, first, size, rows, total)
-        worth_Y = tl.load(scratch.worth_U + m_Y, mask=in_Y, other=-1.0)
-        outcome_Y = tl.load(scratch.outcome_U + m_Y, mask=in_Y, other=-1)
-        rank_Y = tl.zeros((BLOCK,), tl.int32)
-        for other in range(tiles):
-            m_Z, in_Z = _node_of_all(other, i, first, size, rows, total)
-            worth_Z = tl.load(scratch.worth_U + m_Z, mask=in_Z, other=-1.0)
-            outcome_Z = tl.load(scratch.outcome_U + m_Z, mask=in_Z, other=-2)
-            rank_Y += _before(worth_Z, m_Z, outcome_Z, worth_Y, m_Y, outcome_Y)
+        m_Y, in_Y, worth_Y, rank_Y = _ranked(tile, i, scratch, first, size, rows, total)
         tl.store(scratch.useful_U + m_Y, tl.where(rank_Y < most, worth_Y, -1.0), mask=in_Y)
 
 

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
-from smc.kernels.linear import choose, gate_up_silu, linear, store_tile, with_bias
+from smc.kernels.linear import choose, gate_up_silu, linear, room_of_product, store_tile, with_bias
 from smc.kernels.norm import gated as gated_product
 from smc.model.linear import QuantisedRows
 
@@ -102,9 +102,7 @@ def linear_fixed(
             block_k //= 2
         return linear(x, weight_OI, splits, bias_O, dtype, pdl, scale_O, block_k=block_k)
     tiling = choose_many(tokens, outputs, inputs, splits, False, fp8)
-    whole = tiling.grid_splits == 1
-    shape = (tokens, outputs) if whole else (splits, tokens, outputs)
-    out = x_TI.new_empty(shape, dtype=(dtype or _type_of(x)) if whole else torch.float32)
+    out = room_of_product(x, outputs, 1 if tiling.grid_splits == 1 else splits, dtype)
     _launch(x, (weight_OI, scale_O, bias_O), out, outputs, splits, tiling, pdl, GATED=False, GELU=False)
     return out
 
@@ -124,14 +122,10 @@ def gate_up_fixed(
     if tokens <= (FEW_FP8_TOKENS if fp8 else FEW_TOKENS):
         return gate_up_silu(x, weight, pdl, scale, dtype, gelu)
     inner = weight.shape[0] // 2
-    out_TI = x_TI.new_empty((tokens, inner), dtype=dtype or _type_of(x))
+    out_TI = room_of_product(x, inner, 1, dtype)
     tiling = choose_many(tokens, inner, inputs, 1, True, fp8)
     _launch(x, (weight, scale, None), out_TI, inner, 1, tiling, pdl, GATED=True, GELU=gelu)
     return out_TI
-
-
-def _type_of(x: Tensor | QuantisedRows) -> torch.dtype:
-    return torch.bfloat16 if isinstance(x, QuantisedRows) else x.dtype
 
 
 def _launch(

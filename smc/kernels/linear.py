@@ -141,10 +141,8 @@ def linear(
     override `choose`."""
     x_TI = _numbers(x)
     tiling = _tiling(x_TI, weight_OI, splits, tunables, gated=False)
-    tokens, outputs = len(x_TI), len(weight_OI)
-    whole = tiling.splits == 1
-    shape = (tokens, outputs) if whole else (tiling.splits, tokens, outputs)
-    out = x_TI.new_empty(shape, dtype=(dtype or _type_of(x)) if whole else torch.float32)
+    outputs = len(weight_OI)
+    out = room_of_product(x, outputs, tiling.splits, dtype)
     _launch(x, (weight_OI, scale_O, bias_O), out, outputs, tiling, pdl, GATED=False, GELU=False)
     return out
 
@@ -165,7 +163,7 @@ def gate_up_silu(
     x_TI = _numbers(x)
     tiling = _tiling(x_TI, weight, 1, tunables, gated=True)
     inner = weight.shape[0] // 2
-    out_TI = x_TI.new_empty((len(x_TI), inner), dtype=dtype or _type_of(x))
+    out_TI = room_of_product(x, inner, 1, dtype)
     _launch(x, (weight, scale, None), out_TI, inner, tiling, pdl, GATED=True, GELU=gelu)
     return out_TI
 
@@ -174,8 +172,14 @@ def _numbers(x: Tensor | QuantisedRows) -> Tensor:
     return x.value_TI if isinstance(x, QuantisedRows) else x
 
 
-def _type_of(x: Tensor | QuantisedRows) -> torch.dtype:
-    return torch.bfloat16 if isinstance(x, QuantisedRows) else x.dtype
+def room_of_product(x: Tensor | QuantisedRows, outputs: int, splits: int, dtype: torch.dtype | None) -> Tensor:
+    """Allocate a product's result [T, O], by default in x's type or, for FP8, in bfloat16; with several splits partial
+    sums [splits, T, O] in float32."""
+    x_TI = _numbers(x)
+    if splits > 1:
+        return x_TI.new_empty((splits, len(x_TI), outputs), dtype=torch.float32)
+    default = torch.bfloat16 if isinstance(x, QuantisedRows) else x.dtype
+    return x_TI.new_empty((len(x_TI), outputs), dtype=dtype or default)
 
 
 def reduce(parts_PTO: Tensor, out_TO: Tensor, pdl: bool = False) -> Tensor:

@@ -26,10 +26,10 @@
 // What one block writes and another reads goes through L2 (ld.global.cg, asynchronous copies), because L1 caches are not
 // coherent. The copy engine moves rows of weights and activations to shared memory (cp.async.bulk).
 //
-// Constants from the host: GRID: number of blocks; HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, WINDOW (0: none); FP8, BIAS, HEAD_NORM,
-// PROFILE (0 or 1); TILES: tiles of 8 tokens; WARPS of a block; ROOM: bytes of its shared memory; SPLIT:
-// blocks of a cluster that divide the inputs of `down`; QKV_TILES, GATED_TILES: tiles that a block takes at a time;
-// STEPS: groups of 16 positions that a warp takes of a chunk; KEPT: units of attention whose pages a block keeps;
+// Constants from the host: GRID: number of blocks; HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, WINDOW (0: none);
+// FP8, BIAS, HEAD_NORM, PROFILE (0 or 1); TILES: tiles of 8 tokens; WARPS of a block; ROOM: bytes of its shared memory;
+// SPLIT: blocks of a cluster that divide the inputs of `down`; QKV_TILES, GATED_TILES: tiles that a block takes at a
+// time; STEPS: groups of 16 positions that a warp takes of a chunk; KEPT: units of attention whose pages a block keeps;
 // ROOT_DIM: square root of HEAD_DIM; EPS, RESIDUAL, EMBED_FACTOR.
 
 #if PROFILE
@@ -148,8 +148,7 @@ __device__ __forceinline__ void copy(void *to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 __device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
 __device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -526,7 +525,7 @@ struct Residual {
             for (int turn = 0; turn < TURNS; turn++) {
                 if (turn) copy_weights(matrix, tile, turn), copy_activations(p, activations, turn);
                 wait_for(p, WEIGHTS, uses);
-                wait_for_copies<0>();
+                wait_for_copies();
                 __syncthreads();
 #pragma unroll 1
                 for (int block = warp; block < blocks_of(turn); block += WARPS) multiply_turn(block, (tokens + 7) / 8, sum);
@@ -795,7 +794,7 @@ __device__ __forceinline__ void attend(const Params &p, const Layer &layer, int 
     float most[QUERY_TILES][2], all[QUERY_TILES][2] = {}, out[QUERY_TILES][HEAD_DIM / 16][4] = {};
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; n++) most[n][0] = most[n][1] = LOWEST;
-    wait_for_copies<0>();
+    wait_for_copies();
 #pragma unroll 1
     for (int step = 0; step < STEPS; step++) {
         const int base = chunk.first + (step * WARPS + warp) * 16;
@@ -1034,6 +1033,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (index + 1 < LAYERS) copy_tiles<QKV_TILES>(layers[index + 1].qkv, qkv_begin, qkv_end, QkvRows());
             })) return;
     }
-    wait_for_copies<0>();
+    wait_for_copies();
     write_hidden(p);
 }
