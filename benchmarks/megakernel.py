@@ -21,9 +21,9 @@ from smc.executor.triton_forward import TritonForward
 from smc.kernels.megakernel import Megakernel, obstacle
 
 PASSES = [
-    *(f"qwen2.5-0.5b:{dtype}:{rows}x1:256:1" for dtype in ("fp8", "bfloat16") for rows in (8, 16, 32)),
-    *(f"{shape}:fp8:8x1:256:1" for shape in ("llama-1b", "llama-8b/4")),
-    "qwen2.5-0.5b:fp8:8x1:2000:1",
+    *(f"qwen2.5-0.5b:{dtype}:{rows}x1:256:1:1" for dtype in ("fp8", "bfloat16") for rows in (8, 16, 32)),
+    *(f"{shape}:fp8:8x1:256:1:1" for shape in ("llama-1b", "llama-8b/4")),
+    "qwen2.5-0.5b:fp8:8x1:2000:1:1",
 ]
 PHASES = ("qkv", "attend", "output", "gated", "down")
 WARM_LAYERS = 2
