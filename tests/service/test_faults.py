@@ -21,6 +21,7 @@ import ray
 
 from services.client import Message, ServiceError
 from services.launch.config import WorkerGroupError
+from services.launch.supervisor import MAX_THREADS
 from services.launch.worker_group import ASK_SECONDS, PROBE_SECONDS, WorkerGroup
 from tests.service.running import Running, ranks
 
@@ -81,8 +82,8 @@ def end_a_life(group: Running) -> None:
 
 def held() -> Held:
     """Count the open files and threads of this process, after a garbage collection: unreferenced objects, such as the
-    channel of a failed call, may still hold some. Threads of asyncio's pool are not counted, because the pool grows
-    whenever its last thread is not quite idle. Threads of C++ libraries are not counted either: one that has called
+    channel of a failed call, may still hold some. Threads of asyncio's pool and of the supervisor's are not counted: both
+    are bounded, and grow whenever their last thread is not quite idle. Threads of C++ libraries are not counted either: one that has called
     Python code once, for example to log, stays in Python's list after its end."""
     gc.collect()
     known = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
@@ -90,7 +91,8 @@ def held() -> Held:
     for file in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing itself
             files[re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{file}"))] += 1
-    return Held(files, Counter({name: count for name, count in threads.items() if not name.startswith("asyncio_")}))
+    pooled = ("asyncio_", "supervisor_")
+    return Held(files, Counter({name: count for name, count in threads.items() if not name.startswith(pooled)}))
 
 
 def outcome(client, **params) -> str:
@@ -230,10 +232,15 @@ def test_blocked_calls_are_not_silence(group, lives):
 def test_restarts_leak_nothing(group, lives):
     """Restarts leave no open files or threads behind. Counts the restarts of the tests above, or causes its own if
     those have not run. Thread pools fill up on first use, so the larger count of the first two runs is the limit; a
-    leak in every run exceeds it by the third."""
+    leak in every run exceeds it by the third. No call of an earlier life holds a thread of the supervisor: the pool can
+    run as many calls at once as it has threads, but for the check of the present life."""
     while len(lives) < 3:
         end_a_life(group)
         note(lives, group)
+    together = threading.Barrier(MAX_THREADS)
+    calls = [group.supervisor._threads.submit(together.wait, 20) for _ in range(MAX_THREADS - 1)]
+    together.wait(20)
+    assert len({call.result(20) for call in calls}) == MAX_THREADS - 1
     most = [max(counts.total() for counts in of_lives) for of_lives in zip(*lives[:2])]
     for _ in range(100):
         now = held()
