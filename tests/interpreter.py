@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from tests import interpreter_operators
 
-_patch_lang_tensor, _create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+_patch_lang_tensor = interpreter._patch_lang_tensor
 _generic_reduce = interpreter.ReduceOps.generic_reduce
 _convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_dtype
 _make_block_type, _broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
@@ -36,10 +36,20 @@ def _patch_index(tensor, scope) -> None:
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
-def _dot(self, a, b, *rest):
-    """The interpreter holds bfloat16 as uint16 and would multiply these as integers: convert to float32 first."""
-    a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-    return _create_dot(self, a, b, *rest)
+def _dot(self, a, b, d, *_):
+    """Multiply row by row. The interpreter multiplies all rows at once by the library, which on some processors sums
+    the terms of a row in an order that depends on the rows beside it; a tensor core does not."""
+    of_rows = np.matmul(_wide(a)[:, None], np.ascontiguousarray(_wide(b)), dtype=d.data.dtype)
+    return interpreter.TensorHandle(of_rows[:, 0] + d.data, d.dtype.scalar)
+
+
+def _wide(x) -> np.ndarray:
+    """The interpreter holds the types that NumPy lacks, bfloat16 and those of 8 bits, as integers."""
+    if x.dtype.scalar == tl.bfloat16:
+        return interpreter._convert_float(x.data, x.dtype, tl.float32, None).view(np.float32)
+    if x.dtype.primitive_bitwidth == 8 and x.dtype.is_floating():
+        return interpreter._convert_float(x.data, x.dtype, tl.float16, None).view(np.float16)
+    return x.data
 
 
 def _reduce(self, given):

@@ -82,9 +82,9 @@ def end_a_life(group: Running) -> None:
 
 def held() -> Held:
     """Count the open files and threads of this process, after a garbage collection: unreferenced objects, such as the
-    channel of a failed call, may still hold some. Threads of asyncio's pool and of the supervisor's are not counted: both
-    are bounded, and grow whenever their last thread is not quite idle. Threads of C++ libraries are not counted either: one that has called
-    Python code once, for example to log, stays in Python's list after its end."""
+    channel of a failed call, may still hold some. Threads of asyncio's pool and of the supervisor's are not counted:
+    both are bounded, and grow whenever their last thread is not quite idle. Threads of C++ libraries are not counted
+    either: one that has called Python code once, for example to log, stays in Python's list after its end."""
     gc.collect()
     known = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
     files, threads = Counter[str](), Counter(thread.name for thread in known)
