@@ -29,7 +29,7 @@ from torch import Tensor
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import step_attention
 from smc.kernels.launch import supports_pdl
-from smc.kernels.packed_rows import Groups, Tables, store_kv
+from smc.kernels.packed_rows import Groups, RowSpans, Tables, store_kv
 
 HEADS, OWN, BANDWIDTH = (
     (32, 8),
@@ -126,9 +126,9 @@ class Inputs:
         group_R = torch.arange(count, dtype=torch.int32, device="cuda").repeat_interleave(size)
         return Groups(group_R, first_G, full(count, size), full(count, self.context))
 
-    def bounds(self) -> tuple[Tensor, Tensor]:
+    def spans(self) -> RowSpans:
         """Return start and count of every row's new tokens."""
-        return full(self.rows, self.context + OWN), full(self.rows, self.queries)
+        return RowSpans(full(self.rows, self.context + OWN), full(self.rows, self.queries))
 
     def reference(self) -> Tensor:
         """Return the attention of layer 0, computed in float64 row by row."""
@@ -160,15 +160,15 @@ def attention_of(inputs: Inputs, setting: dict) -> SharedPrefixAttention:
 
 def kernels(inputs: Inputs, setting: dict) -> Call:
     attention = attention_of(inputs, {name: value for name, value in setting.items() if name != "tails"})
-    prepared = attention.prepare(inputs.tables("tails" in setting), inputs.groups(), *inputs.bounds())
+    prepared = attention.prepare(inputs.tables("tails" in setting), inputs.spans(), inputs.groups())
     out_THD = torch.full(inputs.q_THD.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
     return lambda layer: attention.run(inputs.q_THD, inputs.keys[layer], inputs.values[layer], prepared, out_THD)
 
 
 def prepare(inputs: Inputs) -> Call:
     """Return the work that a pass does once, not in every layer."""
-    attention, arguments = attention_of(inputs, {}), (inputs.tables(tails=True), inputs.groups(), *inputs.bounds())
-    return lambda _layer: attention.prepare(*arguments).page_T
+    attention, arguments = attention_of(inputs, {}), (inputs.tables(tails=True), inputs.spans(), inputs.groups())
+    return lambda _layer: attention.prepare(*arguments).layout.page_T
 
 
 def cascade(inputs: Inputs) -> Call:
@@ -230,11 +230,11 @@ def store(inputs: Inputs) -> Call:
 
 def step(inputs: Inputs) -> Call:
     """Return the call that stores and attends in one launch. It overwrites pages, so time it after the attention."""
-    tables, bounds = inputs.tables(), inputs.bounds()
+    tables, spans = inputs.tables(), inputs.spans()
     rope = torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda")
     out_THD = torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda")
     return lambda layer: step_attention(
-        inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, tables, *bounds, out_THD
+        inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, tables, *spans, out_THD
     )
 
 

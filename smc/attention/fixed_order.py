@@ -31,19 +31,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smc.arrays import Room, offsets, to_device
+from smc.arrays import offsets, to_device
 from smc.attention.backend import AttentionBackend, AttentionPass, ForwardBatch
 from smc.attention.kernels import LOG2_E, LOWEST, check_heads, floor_rows
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.norm import pair_sum
 from smc.kernels.packed_rows import (
-    BLOCK_T,
     FAR,
-    LANES,
     CacheTensors,
     Groups,
+    PieceShape,
+    Prepared,
     RowSpans,
     Tables,
+    launch_prepare,
     page_at,
     place_tokens,
     row_tables,
@@ -96,78 +97,13 @@ class FixedTiling:
         )
 
 
-class FixedSplits(NamedTuple):
-    """The splits of every row's prefix."""
-
-    shared_R: Tensor
-    """Number of leading positions that the row's group attends to together: a multiple of the tile."""
-    entry_R: Tensor
-    """Entry of the row's first query in the first split."""
-    step_R: Tensor
-    """Distance in entries from one split to the next."""
-    first_R: Tensor
-    """First split whose entry holds sums: those of all splits up to it."""
-
-
 class FixedCut(NamedTuple):
-    """Sizes of pieces, and the room for them."""
+    """How prefixes are cut into pieces, and the room for their sums."""
 
-    heads: int
-    """Query heads of a key/value head."""
-    block_x: int
-    block_p: int
-    pieces: int
+    shape: PieceShape
     entries: int
     """Maximum number of entries; two a query are always enough."""
     alone: int
-    longest: int
-    """Maximum number of positions that a group attends to together."""
-
-
-class FixedPieces(NamedTuple):
-    """Pieces of prefixes, as in `smc.kernels.packed_rows`; from `count` on they are undefined."""
-
-    query_P: Tensor
-    queries_P: Tensor
-    slot_P: Tensor
-    begin_P: Tensor
-    end_P: Tensor
-    entry_P: Tensor
-    """Entry of the first query in the first split."""
-    step_P: Tensor
-    """Distance in entries from one split to the next."""
-    count_1: Tensor
-
-    @staticmethod
-    def allocate(room: Room, most: int) -> FixedPieces:
-        query_P, queries_P, slot_P, begin_P, end_P, entry_P, step_P = (room.ints(most) for _ in range(7))
-        return FixedPieces(query_P, queries_P, slot_P, begin_P, end_P, entry_P, step_P, room.ints(1))
-
-
-class FixedOutputs(NamedTuple):
-    position_T: Tensor
-    page_T: Tensor
-    splits: FixedSplits
-    pieces: FixedPieces
-
-
-class FixedSizes(NamedTuple):
-    rows: int
-    tokens: int
-    queries: int
-
-
-@dataclass(frozen=True)
-class FixedPrepared:
-    """Results of `FixedOrderAttention.prepare`, which hold for all layers of a pass."""
-
-    tables: Tables
-    start_R: Tensor
-    count_R: Tensor
-    position_T: Tensor
-    page_T: Tensor
-    splits: FixedSplits
-    pieces: FixedPieces
 
 
 @triton.jit
@@ -196,29 +132,31 @@ def _prepare(
     tables, pages, spans, groups, out, sizes, cut, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
     if tl.program_id(0) == 0:
-        _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R, UNIT)
+        _cut_prefixes(tables, pages, spans, groups, out, sizes, cut, BLOCK_R, UNIT)
     place_tokens(tables, pages, spans, out, sizes, BLOCK_T)
 
 
 @triton.jit
-def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr, UNIT: tl.constexpr):
+def _cut_prefixes(tables, pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr, UNIT: tl.constexpr):
     """Cut prefixes into pieces, with one lane for each row, as `smc.kernels.packed_rows` does; a piece is a run of
     splits."""
-    rows, each, block_x = sizes.rows, sizes.queries * cut.heads, cut.block_x
+    rows, each, block_x = sizes.rows, sizes.queries * cut.shape.heads, cut.shape.block_x
     r = tl.arange(0, BLOCK_R)
     inside = r < rows
     slot = tl.load(pages.slot_R + r, mask=inside, other=0)
-    first, size, shared, lead, live = shared_by_groups(r, inside, pages, spans, groups, cut.longest, BLOCK_R)
+    first, size, shared, lead, live = shared_by_groups(
+        r, inside, tables, pages, spans, groups, cut.shape.longest, BLOCK_R
+    )
     # Few rows read the last split by themselves, if it is short: then they need not wait for it.
     within = splits_within(shared, UNIT)
     alone = shared - split_begin(within, UNIT) <= cut.alone
-    shared = tl.where(alone, split_begin(within, UNIT), shared // cut.block_p * cut.block_p)
+    shared = tl.where(alone, split_begin(within, UNIT), shared // cut.shape.block_p * cut.shape.block_p)
     x = tl.where(lead < FAR, (first + size - lead) * each, 0)
     whole = splits_within(shared, UNIT)
     reads = whole + (shared > split_begin(whole, UNIT)).to(tl.int32)
     tiles = tl.where(shared > 0, tl.cdiv(x, block_x), 0)
     speaks = live & (r == lead)
-    chunk = tl.maximum(tl.cdiv(tl.sum(tl.where(speaks, tiles * reads, 0), 0), cut.pieces), 1)
+    chunk = tl.maximum(tl.cdiv(tl.sum(tl.where(speaks, tiles * reads, 0), 0), cut.shape.pieces), 1)
     # A longer first piece stores fewer sums.
     for _ in range(DOUBLINGS):
         stored = tl.sum(_stored(speaks, x, reads, whole, chunk), 0)
@@ -233,6 +171,7 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr, 
     tl.store(out.splits.entry_R + r, entry + (r - lead) * each, mask=inside)
     tl.store(out.splits.step_R + r, x, mask=inside)
     tl.store(out.splits.first_R + r, merged, mask=inside)
+    tl.store(out.splits.count_R + r, tl.where(live, whole, 0), mask=inside)
     tl.store(out.pieces.count_1, tl.sum(pieces, 0))
     begin = tl.cumsum(pieces, 0) - pieces
     for k in tl.range(0, tl.max(pieces, 0)):
@@ -449,7 +388,7 @@ def _own_kernel(
         gdc_wait()
     most_Y, sum_Y, total_YD = query
     m_Y, l_Y, acc_YD = part
-    last = tl.where(count > 0, whole, 0)
+    last = tl.load(splits.count_R + r)
     for split in tl.range(merged, last, 4, num_stages=1):
         # Loaded together, merged one after another; the sums of no position change nothing.
         first = load_sums(at_Y + split * step, real_Y, work, D)
@@ -543,10 +482,8 @@ class FixedOrderAttention:
         chosen = FixedTiling.choose(floor_rows(rows), min(together, rows), queries, heads, head_dim, dtype)
         self.tiling = tune = replace(chosen, **tiling)
         entries = triton.next_power_of_2(2 * x + 2 * tune.block_x * tune.pieces)
-        self._cut = FixedCut(h // j, tune.block_x, tune.block_p, tune.pieces, entries, tune.alone, max_context)
-        groups = min(groups, rows)
-        self._most = tune.pieces + (x - groups) // tune.block_x + groups
-        """Maximum number of pieces: each query is in one tile, and each group's last tile may be partly empty."""
+        shape = PieceShape(h // j, tune.block_x, tune.block_p, tune.pieces, 1, max_context)
+        self._cut = FixedCut(shape, entries, tune.alone)
         spaces = {} if spaces is None else spaces
         if entries not in spaces:
             spaces[entries] = Workspace.allocate(j, entries, head_dim, device)
@@ -562,31 +499,19 @@ class FixedOrderAttention:
     def workspace_bytes(self) -> int:
         return self._work.nbytes
 
-    def prepare(self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor) -> FixedPrepared:
+    def prepare(self, tables: Tables, spans: RowSpans, groups: Groups) -> Prepared:
         """Compute everything that does not depend on the layer, in one launch. Indices are int32."""
-        assert len(start_R) == self.rows and len(groups.first_G) <= self.groups
-        assert all(tensor.is_contiguous() for tensor in (start_R, count_R, *groups))
-        room, tokens = Room(start_R.device), self.rows * self.queries
-        out = FixedOutputs(
-            position_T=room.ints(tokens),
-            page_T=room.ints(tokens),
-            splits=FixedSplits(*(room.ints(self.rows) for _ in FixedSplits._fields)),
-            pieces=FixedPieces.allocate(room, self._most),
+        assert len(spans.start_R) == self.rows and len(groups.first_G) <= self.groups
+        return launch_prepare(
+            _prepare, tables, spans, self.queries, groups, self._cut.shape, self._cut, UNIT=self.tiling.unit
         )
-        cut = self._cut._replace(longest=min(self._cut.longest, tables.table_SL.shape[1]))
-        block_r = next((lanes for lanes in LANES if lanes >= self.rows), triton.next_power_of_2(self.rows))
-        _prepare[(triton.cdiv(tokens, BLOCK_T) + 1,)](
-            *tables.arguments(), RowSpans(start_R, count_R), groups, out, FixedSizes(self.rows, tokens, self.queries),
-            cut, BLOCK_T=BLOCK_T, BLOCK_R=block_r, UNIT=self.tiling.unit, num_warps=min(16, max(4, block_r // 128)),
-        )  # fmt: skip
-        return FixedPrepared(tables, start_R, count_R, *out)
 
     def run(
         self,
         q_THD: Tensor,
         keys: Tensor,
         values: Tensor,
-        prepared: FixedPrepared,
+        prepared: Prepared,
         out_THD: Tensor,
         window: int | None = None,
     ) -> Tensor:
@@ -596,13 +521,13 @@ class FixedOrderAttention:
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == j
         tables, pages = prepared.tables.arguments()
         options = {**self._constants, "WINDOW": window or 0, **self._launch}
-        _prefix_kernel[(j, self._most)](
-            q_THD, cache, tables, pages, prepared.pieces, self._work, q_THD.stride(0), prepared.position_T,
+        layout, y = prepared.layout, self.queries * h // j
+        _prefix_kernel[(j, len(layout.pieces.slot_P))](
+            q_THD, cache, tables, pages, layout.pieces, self._work, q_THD.stride(0), layout.position_T,
             BLOCK_X=tune.block_x, **options,
         )  # fmt: skip
-        spans, y = RowSpans(prepared.start_R, prepared.count_R), self.queries * h // j
         _own_kernel[(triton.cdiv(y, LEAST_Y), j, self.rows)](
-            q_THD, cache, tables, pages, spans, prepared.splits, self._work, out_THD, q_THD.stride(0),
+            q_THD, cache, tables, pages, prepared.spans, layout.splits, self._work, out_THD, q_THD.stride(0),
             Q=self.queries, BLOCK_Y=LEAST_Y, **options | {"STAGES": min(2, tune.stages)},
         )  # fmt: skip
         return out_THD

@@ -336,10 +336,10 @@ class SharedPrefixAttention:
     def workspace_bytes(self) -> int:
         return self.part_JUD.nbytes + self.lse_JU.nbytes
 
-    def prepare(self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor) -> Prepared:
+    def prepare(self, tables: Tables, spans: RowSpans, groups: Groups) -> Prepared:
         """Compute everything that does not depend on the layer, in one launch. Indices are int32."""
-        assert len(start_R) == self.rows and len(groups.first_G) <= self.groups
-        return prepare(tables, start_R, count_R, self.queries, groups, self.pieces)
+        assert len(spans.start_R) == self.rows and len(groups.first_G) <= self.groups
+        return prepare(tables, spans, self.queries, groups, self.pieces)
 
     def run(
         self,
@@ -356,10 +356,10 @@ class SharedPrefixAttention:
         q_THD is rotated, its tokens at any stride; keys, values [L + 1, J, D] already hold the new tokens. Query i <
         count_R of a row is at position start_R + i and sees positions 0 .. start_R + i, or the last `window` of
         them."""
-        (h, j), tune, table, pieces = self.heads, self.tuning, prepared.tables.table_SL, prepared.pieces
+        (h, j), tune, table, layout = self.heads, self.tuning, prepared.tables.table_SL, prepared.layout
         assert q_THD.shape == (self.rows * self.queries, h, self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == j
-        entries, spans = self.lse_JU.shape[1], RowSpans(prepared.start_R, prepared.count_R)
+        entries, pieces = self.lse_JU.shape[1], layout.pieces
         read = (
             q_THD, keys, values, table, pieces, self.part_JUD, self.lse_JU, q_THD.stride(0), table.stride(0), entries,
         )  # fmt: skip
@@ -367,13 +367,13 @@ class SharedPrefixAttention:
         if self.prefix_kernel is _prefix_kernel or window is not None:
             # The kernel for Hopper does not support windows.
             _prefix_kernel[grid](
-                *read, prepared.position_T, BLOCK_X=tune.block_x, WINDOW=window or 0, num_warps=tune.warps, **keywords
+                *read, layout.position_T, BLOCK_X=tune.block_x, WINDOW=window or 0, num_warps=tune.warps, **keywords
             )
         else:
             self.prefix_kernel[grid](*read, **self._specialized_options, **keywords)
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
-            q_THD, CacheTensors(keys, values), *prepared.tables.arguments(), spans,
-            prepared.splits, self.part_JUD, self.lse_JU, out_THD, q_THD.stride(0), entries,
+            q_THD, CacheTensors(keys, values), *prepared.tables.arguments(), prepared.spans,
+            layout.splits, self.part_JUD, self.lse_JU, out_THD, q_THD.stride(0), entries,
             Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, WINDOW=window or 0,
             num_warps=tune.own_warps, **self._constants,
         )  # fmt: skip

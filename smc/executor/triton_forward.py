@@ -8,7 +8,7 @@ Local axes: P chosen experts of a token."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from smc.kernels.int4 import gate_up_int4, linear_int4, multiply_widened
 from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
 from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows, silu_mul, square_sums, whole_norm
-from smc.kernels.packed_rows import Groups, Tables, store_kv
+from smc.kernels.packed_rows import Groups, Prepared, RowSpans, Tables, store_kv
 from smc.model.config import ModelConfig
 from smc.model.decoder import Activations, Addend, AttendLayer, Experts, Layer, LayerOps, run_layers
 from smc.model.linear import Linear, QuantisedRows
@@ -49,14 +49,14 @@ class RowAttention(Protocol):
     @property
     def workspace_bytes(self) -> int: ...
 
-    def prepare(self, tables: Tables, groups: Groups, start_R: Tensor, count_R: Tensor) -> Any: ...
+    def prepare(self, tables: Tables, spans: RowSpans, groups: Groups) -> Prepared: ...
 
     def run(
         self,
         q_THD: Tensor,
         keys: Tensor,
         values: Tensor,
-        prepared: Any,
+        prepared: Prepared,
         out_THD: Tensor,
         window: int | None = None,
     ) -> Tensor: ...
@@ -118,11 +118,11 @@ class TritonForward(StaticForward, LayerOps):
         heads = (config.num_heads, config.num_kv_heads)
         q_THD, out_THD = self._heads_of(rows), self._heads_of(rows)
         groups = Groups(rows.group_R, rows.first_G, rows.size_G, rows.shared_G)
-        prepared = attention.prepare(_tables(rows), groups, rows.start_R, rows.count_R)
+        prepared = attention.prepare(_tables(rows), RowSpans(rows.start_R, rows.count_R), groups)
 
         def attend(layer: Layer, qkv: Tensor, output_T: Tensor | None) -> Tensor:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
-            where = (self.rope.of(layer), prepared.position_T, prepared.page_T)
+            where = (self.rope.of(layer), prepared.layout.position_T, prepared.layout.page_T)
             norms = self._head_norms[layer.index]
             store_kv(qkv, q_THD, keys, values, *where, heads, *norms, eps=config.rms_eps, pdl=self._pdl)
             attention.run(q_THD, keys, values, prepared, out_THD, self.pool.windows[layer.index])

@@ -10,7 +10,7 @@ Local axes: P pieces (a tile of queries and a split of their prefix). T = R * Q 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -101,7 +101,7 @@ class PieceShape(NamedTuple):
     min_tiles: int
     """Minimum length of a piece, in units of `block_p`."""
     longest: int
-    """Maximum number of positions that a group attends to together."""
+    """Maximum number of positions that a group attends to together; never more than a block table has."""
 
     def bound(self, groups: int, rows: int, queries: int) -> int:
         """Return the maximum number of pieces: each of T * `heads` queries is in one tile, and each group's last tile
@@ -121,11 +121,13 @@ class RowSplits(NamedTuple):
     shared_R: Tensor
     """Number of leading positions that the row's group attends to together."""
     entry_R: Tensor
-    """First entry."""
+    """Entry of the row's first query in the first split."""
     step_R: Tensor
     """Distance in entries from one split to the next."""
+    first_R: Tensor
+    """First split that has an entry: that of the sums of all splits up to it."""
     count_R: Tensor
-    """Number of splits."""
+    """Number of splits; in fixed order (`smc.attention.fixed_order`) of those that are complete."""
 
 
 class Pieces(NamedTuple):
@@ -141,23 +143,21 @@ class Pieces(NamedTuple):
     """First position."""
     end_P: Tensor
     entry_P: Tensor
-    """Entry of the first query."""
+    """Entry of the first query; in fixed order, where a piece may have several splits, that of the first split."""
+    step_P: Tensor
+    """Distance in entries from one split to the next."""
     count_1: Tensor
     """Number of pieces."""
 
     @staticmethod
     def allocate(room: Room, most: int) -> Pieces:
-        query_P, queries_P, slot_P, begin_P, end_P, entry_P = (room.ints(most) for _ in range(6))
-        return Pieces(query_P, queries_P, slot_P, begin_P, end_P, entry_P, room.ints(1))
+        query_P, queries_P, slot_P, begin_P, end_P, entry_P, step_P = (room.ints(most) for _ in range(7))
+        return Pieces(query_P, queries_P, slot_P, begin_P, end_P, entry_P, step_P, room.ints(1))
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Results of `prepare`, which hold for all layers of a pass."""
+class PassLayout(NamedTuple):
+    """Where the tokens of a pass go, and which prefixes their queries read together."""
 
-    tables: Tables
-    start_R: Tensor
-    count_R: Tensor
     position_T: Tensor
     """Position of every token; 0 where there is no token."""
     page_T: Tensor
@@ -166,48 +166,59 @@ class Prepared:
     pieces: Pieces
 
 
-def prepare(
-    tables: Tables, start_R: Tensor, count_R: Tensor, queries: int, groups: Groups, shape: PieceShape
-) -> Prepared:
-    """Compute everything of a pass that does not depend on the layer. Indices are int32.
+@dataclass(frozen=True)
+class Prepared:
+    """Results of `prepare`, which hold for all layers of a pass."""
 
-    `queries` is Q. Tokens of a row are at positions from `start` on; those past its `count` go to the dummy page. A
-    group attends to its first min(shared, start and tail of its live rows) positions together, by the table of its
-    first live row."""
-    rows, room = len(start_R), Room(start_R.device)
-    assert all(x.is_contiguous() for x in (start_R, count_R, *groups))
-    out = PrepareOutputs(
-        position_T=room.ints(rows * queries),
-        page_T=room.ints(rows * queries),
-        splits=RowSplits(*(room.ints(rows) for _ in RowSplits._fields)),
-        pieces=Pieces.allocate(room, shape.bound(len(groups.first_G), rows, queries)),
-    )
-    sizes = PrepareSizes(rows, rows * queries, queries)
-    cut = shape._replace(longest=min(shape.longest, tables.table_SL.shape[1]))
-    # One program handles all rows to cut prefixes.
-    block_r = next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
-    _prepare[(triton.cdiv(rows * queries, BLOCK_T) + 1,)](
-        *tables.arguments(), RowSpans(start_R, count_R), groups, out, sizes, cut,
-        BLOCK_T=BLOCK_T, BLOCK_R=block_r, num_warps=min(16, max(4, block_r // 128)),
-    )  # fmt: skip
-    return Prepared(tables, start_R, count_R, *out)
+    tables: Tables
+    spans: RowSpans
+    layout: PassLayout
 
 
-class PrepareOutputs(NamedTuple):
-    """Written by `prepare`; see `Prepared`."""
-
-    position_T: Tensor
-    page_T: Tensor
-    splits: RowSplits
-    pieces: Pieces
-
-
-class PrepareSizes(NamedTuple):
+class PassSizes(NamedTuple):
     """Sizes of a pass."""
 
     rows: int
     tokens: int
     queries: int
+
+
+def prepare(tables: Tables, spans: RowSpans, queries: int, groups: Groups, shape: PieceShape) -> Prepared:
+    """Compute everything of a pass that does not depend on the layer. Indices are int32.
+
+    `queries` is Q. Tokens of a row are at positions from `start` on; those past its `count` go to the dummy page. A
+    group attends to its first min(shared, start and tail of its live rows) positions together, by the table of its
+    first live row."""
+    return launch_prepare(_prepare, tables, spans, queries, groups, shape, shape)
+
+
+def launch_prepare(
+    kernel: Any,
+    tables: Tables,
+    spans: RowSpans,
+    queries: int,
+    groups: Groups,
+    shape: PieceShape,
+    cut: PieceShape | tuple,
+    **constants: int,
+) -> Prepared:
+    """Allocate and compute what `prepare` returns, with a kernel like `_prepare`. `cut`: what the kernel needs to cut
+    prefixes by `shape`."""
+    rows, room = len(spans.start_R), Room(spans.start_R.device)
+    assert all(x.is_contiguous() for x in (*spans, *groups))
+    out = PassLayout(
+        position_T=room.ints(rows * queries),
+        page_T=room.ints(rows * queries),
+        splits=RowSplits(*(room.ints(rows) for _ in RowSplits._fields)),
+        pieces=Pieces.allocate(room, shape.bound(len(groups.first_G), rows, queries)),
+    )
+    # One program handles all rows to cut prefixes.
+    block_r = next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
+    kernel[(triton.cdiv(rows * queries, BLOCK_T) + 1,)](
+        *tables.arguments(), spans, groups, out, PassSizes(rows, rows * queries, queries), cut,
+        BLOCK_T=BLOCK_T, BLOCK_R=block_r, num_warps=min(16, max(4, block_r // 128)), **constants,
+    )  # fmt: skip
+    return Prepared(tables, spans, out)
 
 
 @triton.jit
@@ -234,7 +245,7 @@ def page_at(p, exists, table, tail, tail_start, tables, pages):
 @one_variant()
 def _prepare(tables, pages, spans, groups, out, sizes, cut, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr):
     if tl.program_id(0) == 0:
-        _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R)
+        _cut_prefixes(tables, pages, spans, groups, out, sizes, cut, BLOCK_R)
     place_tokens(tables, pages, spans, out, sizes, BLOCK_T)
 
 
@@ -253,7 +264,7 @@ def place_tokens(tables, pages, spans, out, sizes, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def shared_by_groups(r, inside, pages, spans, groups, longest, BLOCK_R: tl.constexpr):
+def shared_by_groups(r, inside, tables, pages, spans, groups, longest, BLOCK_R: tl.constexpr):
     """Return first row and size of each row's group, the number of leading positions that the group attends to
     together, the group's first live row as far as it is known up to this row (else FAR), and whether the row lives."""
     group, reach = tl.load(groups.group_R + r, mask=inside, other=0), tl.load(spans.start_R + r, mask=inside, other=0)
@@ -267,20 +278,22 @@ def shared_by_groups(r, inside, pages, spans, groups, longest, BLOCK_R: tl.const
     # A group's last row has the minimum over all its rows. Its first live row is known from that row on. Padding may
     # name any group, and is ignored.
     reach = tl.gather(reach, tl.maximum(tl.minimum(first + size, BLOCK_R) - 1, 0), 0)
-    shared = tl.where(reach < FAR, tl.maximum(tl.minimum(tl.minimum(shared, reach), longest), 0), 0)
+    shared = tl.where(
+        reach < FAR, tl.maximum(tl.minimum(tl.minimum(shared, reach), tl.minimum(longest, tables.width)), 0), 0
+    )
     return first, size, shared, lead, live
 
 
 @triton.jit
-def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
+def _cut_prefixes(tables, pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     """Cut prefixes into pieces, with one lane for each row of `each` queries; a group's first live row decides for the
     group."""
-    rows, longest, each = sizes.rows, cut.longest, sizes.queries * cut.heads
+    rows, each = sizes.rows, sizes.queries * cut.heads
     block_x, block_p, most_pieces = cut.block_x, cut.block_p, cut.pieces
     r = tl.arange(0, BLOCK_R)
     inside = r < rows
     slot = tl.load(pages.slot_R + r, mask=inside, other=0)
-    first, size, shared, lead, live = shared_by_groups(r, inside, pages, spans, groups, longest, BLOCK_R)
+    first, size, shared, lead, live = shared_by_groups(r, inside, tables, pages, spans, groups, cut.longest, BLOCK_R)
     x = tl.where(lead < FAR, (first + size - lead) * each, 0)
     tiles, reads = tl.where(shared > 0, tl.cdiv(x, block_x), 0), tl.cdiv(shared, block_p)
     speaks = live & (r == lead)
@@ -294,6 +307,7 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
     tl.store(out.splits.shared_R + r, shared, mask=inside)
     tl.store(out.splits.entry_R + r, entry + (r - lead) * each, mask=inside)
     tl.store(out.splits.step_R + r, x, mask=inside)
+    tl.store(out.splits.first_R + r, 0, mask=inside)
     tl.store(out.splits.count_R + r, tl.where(live, splits, 0), mask=inside)
     tl.store(out.pieces.count_1, tl.sum(pieces, 0))
     begin, chunk = tl.cumsum(pieces, 0) - pieces, chunk * block_p
@@ -307,6 +321,7 @@ def _cut_prefixes(pages, spans, groups, out, sizes, cut, BLOCK_R: tl.constexpr):
         tl.store(out.pieces.begin_P + at, split * chunk, mask=mine)
         tl.store(out.pieces.end_P + at, tl.minimum(split * chunk + chunk, shared), mask=mine)
         tl.store(out.pieces.entry_P + at, entry + split * x + done, mask=mine)
+        tl.store(out.pieces.step_P + at, x, mask=mine)
 
 
 @triton.jit

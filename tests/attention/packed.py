@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import StepTiling, step_attention
-from smc.kernels.packed_rows import Groups, Tables
+from smc.kernels.packed_rows import Groups, RowSpans, Tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
@@ -133,6 +133,9 @@ class Built:
         tails = (None, None) if self.case.tail is None else (self.tail_RB.to(DEVICE), self.tail_R.to(DEVICE))
         return Tables(self.table_SL.to(DEVICE), self.slot_R.to(DEVICE), *tails)
 
+    def spans(self) -> RowSpans:
+        return RowSpans(self.start_R.to(DEVICE), self.count_R.to(DEVICE))
+
     def groups(self) -> Groups:
         return Groups(*(x.to(DEVICE) for x in (self.group_R, self.first_G, self.size_G, self.shared_G)))
 
@@ -196,7 +199,7 @@ class Built:
         q_THD = qkv[:, : case.heads[0] * case.dim].unflatten(1, (case.heads[0], case.dim))
         q_THD.copy_(self.q_THD)
         out_THD = torch.full(q_THD.shape, torch.nan, dtype=case.dtype, device=DEVICE)
-        prepared = attention.prepare(self.tables(), self.groups(), self.start_R.to(DEVICE), self.count_R.to(DEVICE))
+        prepared = attention.prepare(self.tables(), self.spans(), self.groups())
         return attention.run(q_THD, self.keys.to(DEVICE), self.values.to(DEVICE), prepared, out_THD).cpu()
 
 

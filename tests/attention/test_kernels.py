@@ -306,8 +306,8 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
     expected = on_device(parts, q_THD, built.keys, built.values, rope)
     norms = on_device(*norms)
     attention = built.attention()
-    prepared = attention.prepare(built.tables(), built.groups(), start_R, count_R)
-    store_kv(*expected, prepared.position_T, prepared.page_T, (h, j), *norms, eps=1e-6)
+    prepared = attention.prepare(built.tables(), built.spans(), built.groups())
+    store_kv(*expected, prepared.layout.position_T, prepared.layout.page_T, (h, j), *norms, eps=1e-6)
     out_THD = attention.run(*expected[1:4], prepared, torch.empty_like(expected[1]))
 
     found = on_device(parts, built.keys, built.values, rope, torch.full_like(q_THD, torch.nan))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from smc.kernels.packed_rows import Groups, PieceShape, Prepared, Tables, prepare
+from smc.kernels.packed_rows import Groups, PassLayout, PieceShape, RowSpans, Tables, prepare
 from tests.attention.packed import DEVICE, Built, Case
 
 group = st.tuples(st.integers(0, 90), st.lists(st.integers(0, 2), max_size=6))
@@ -36,28 +36,29 @@ def test_pieces_cover_each_query_and_position_once(groups, heads, pieces, min_ti
     held = [[(shared + 3 * i, new) for i, new in enumerate(members)] for shared, members in groups]
     built = Built(Case([shared for shared, _ in groups], held, 2, (2, 2), 16, tail=tail))
     shape = PieceShape(heads, 16, 8, pieces, min_tiles, longest)
-    prepared = prepare(built.tables(), built.start_R.to(DEVICE), built.count_R.to(DEVICE), 2, built.groups(), shape)
-    assert torch.equal(prepared.position_T.cpu(), built.position_T)
-    assert torch.equal(prepared.page_T.cpu(), built.page_T)
+    prepared = prepare(built.tables(), built.spans(), 2, built.groups(), shape)
+    assert torch.equal(prepared.layout.position_T.cpu(), built.position_T)
+    assert torch.equal(prepared.layout.page_T.cpu(), built.page_T)
     expected = {}
     for first, size, shared in zip(built.first_G.tolist(), built.size_G.tolist(), built.shared_G.tolist()):
         live = [r for r in range(first, first + size) if built.count_R[r]]
         if live:
             reach = min(int(built.start_R[r] if tail is None else min(built.start_R[r], built.tail_R[r])) for r in live)
             expected[live[0]] = (first + size - live[0], min(shared, reach, longest))
-    assert_cover(built, shape, prepared, expected)
+    assert_cover(built, shape, prepared.layout, expected)
 
 
-def assert_cover(built: Built, shape: PieceShape, prepared: Prepared, expected: dict[int, tuple[int, int]]) -> None:
+def assert_cover(built: Built, shape: PieceShape, layout: PassLayout, expected: dict[int, tuple[int, int]]) -> None:
     """Check that the pieces cover each shared prefix once. `expected` maps a group's first live row to the number of
     rows from it on, and to the number of positions that they share."""
-    count, width = int(prepared.pieces.count_1), built.case.queries * shape.heads
-    assert count <= len(prepared.pieces.slot_P)
+    count, width = int(layout.pieces.count_1), built.case.queries * shape.heads
+    assert count <= len(layout.pieces.slot_P)
     seen = np.zeros((built.rows * width, 100), dtype=int)
     entry_of, slots = {}, {int(built.slot_R[lead]): lead for lead in expected}
-    for x, queries, slot, begin, end, entry in zip(*(field_P[:count].tolist() for field_P in prepared.pieces[:-1])):
+    for x, queries, slot, begin, end, entry, step in zip(*(field_P[:count].tolist() for field_P in layout.pieces[:-1])):
         lead = slots[slot]
         assert 0 < queries <= shape.block_x and begin % shape.block_p == 0
+        assert step == expected[lead][0] * width
         assert lead * width <= x and x + queries <= (lead + expected[lead][0]) * width, "a tile is of one group"
         seen[x : x + queries, begin:end] += 1
         entry_of |= {(x + i, begin): entry + i for i in range(queries)}
@@ -68,7 +69,7 @@ def assert_cover(built: Built, shape: PieceShape, prepared: Prepared, expected: 
         wanted[lead * width : (lead + size) * width, :shared] = 1
         for r in range(lead, lead + size):
             assert_row_finds_its_entries(
-                [int(field_R[r]) for field_R in prepared.splits], r * width, bool(built.count_R[r]), shared, entry_of
+                [int(field_R[r]) for field_R in layout.splits], r * width, bool(built.count_R[r]), shared, entry_of
             )
     assert np.array_equal(seen, wanted)
 
@@ -76,9 +77,9 @@ def assert_cover(built: Built, shape: PieceShape, prepared: Prepared, expected: 
 def assert_row_finds_its_entries(
     row: list[int], x: int, live: bool, shared: int, entry_of: dict[tuple[int, int], int]
 ) -> None:
-    found_shared, entry, step, splits = row
+    found_shared, entry, step, first, splits = row
     begins = sorted(begin for query, begin in entry_of if query == x)
-    assert splits == len(begins) * live
+    assert first == 0 and splits == len(begins) * live
     if live:
         assert found_shared == shared
         assert [entry + step * split for split in range(splits)] == [entry_of[x, begin] for begin in begins]
@@ -92,7 +93,7 @@ def splits(shared: list[int], sizes: list[int], pieces: int = 16, block_p: int =
     groups = Groups(int32(*np.repeat(np.arange(len(sizes)), sizes)), int32(*first), int32(*sizes), int32(*shared))
     starts = int32(*np.repeat(shared, sizes))
     shape = PieceShape(32, 64, block_p, pieces, min_tiles, 20000)
-    return prepare(tables, starts, int32(*[1] * rows), 1, groups, shape).splits.count_R[first].tolist()
+    return prepare(tables, RowSpans(starts, int32(*[1] * rows)), 1, groups, shape).layout.splits.count_R[first].tolist()
 
 
 @pytest.mark.parametrize(
@@ -126,4 +127,5 @@ def test_no_page_is_read_beyond_a_table_or_a_tail(tail, pages):
     table_SL, tail_RB = int32(3, 4, 5, 6, 77, 78)[None, :4], int32(9, 8, 77, 77)[None, :2]
     tails = (None, None) if tail is None else (tail_RB, int32(tail))
     groups, shape = Groups(int32(0), int32(0), int32(1), int32(0)), PieceShape(1, 16, 8, 1, 1, 100)
-    assert prepare(Tables(table_SL, int32(0), *tails), int32(2), int32(3), 3, groups, shape).page_T.tolist() == pages
+    prepared = prepare(Tables(table_SL, int32(0), *tails), RowSpans(int32(2), int32(3)), 3, groups, shape)
+    assert prepared.layout.page_T.tolist() == pages
