@@ -16,7 +16,7 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
-from smc.executor.model_runner import LocalRoundExecutor
+from smc.executor.round_executor import LocalRoundExecutor
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine

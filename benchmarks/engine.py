@@ -19,7 +19,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
-from smc.executor.model_runner import LocalRound, LocalRoundExecutor
+from smc.executor.round_executor import LocalRoundExecutor, RequestedRound
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_cache import KVPool, pages_that_fit
@@ -74,7 +74,7 @@ def mixed(args: argparse.Namespace) -> dict:
     vocab, submitted = engine.tokenizer.size, 0
     plans, ask = [], engine.executor.round
 
-    def told(plan: RoundPlan) -> LocalRound:
+    def told(plan: RoundPlan) -> RequestedRound:
         plans.append((plan.kind.roles, len(plan.arrays.slot_A), int((plan.arrays.slot_A < config.max_slots).sum())))
         return ask(plan)
 

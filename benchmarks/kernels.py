@@ -43,8 +43,7 @@ from smc.kernels.sampling import draw, score
 from smc.kernels.select import select
 from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.model.linear import FP8, QuantisedRows, quantise
-from smc.philox import Purpose, RoundKeys, exponentials
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, Purpose, RoundKeys, exponentials
 from smc.types import Decoding
 
 BANDWIDTH = 4.26e12

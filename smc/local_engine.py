@@ -15,8 +15,8 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.calibration.latency import ONCE, THOROUGH, cached_latency, latency_key, measure_latency
 from smc.constraints import Compiler
-from smc.executor.model_runner import LocalRoundExecutor
 from smc.executor.ops import RoundOps
+from smc.executor.round_executor import LocalRoundExecutor
 from smc.executor.worker import ModelWorker
 from smc.memory.kv_cache import KVPool, pages_that_fit, pool_for
 from smc.model.decoder import Decoder

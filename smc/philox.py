@@ -74,6 +74,22 @@ class RoundKeys(NamedTuple):
     """Number of the round; 0 where draws do not depend on it."""
 
 
+class DrawKeys(NamedTuple):
+    """Keys of the random numbers of each draw; int64."""
+
+    seed_R: Tensor
+    round_R: Tensor
+    stream_RF: Tensor
+    position_R: Tensor
+    purpose: Purpose
+
+    def words(self) -> np.ndarray:
+        """Return four 32-bit words for every draw, int64 [4, R, F], on the host."""
+        columns = (self.seed_R[:, None], self.round_R[:, None], self.stream_RF, self.position_R[:, None])
+        seed, rounds, stream, position = (column.cpu().numpy() for column in columns)
+        return words(seed, rounds, stream, position, self.purpose)
+
+
 def uniforms(seed_R: np.ndarray, round_R: np.ndarray, position_L: np.ndarray, purpose: int) -> np.ndarray:
     """One float64 uniform in [0, 1) for each seed and round at each position, [R, L]."""
     high, low, _, _ = words(seed_R[:, None], round_R[:, None], np.zeros(1, np.int64), position_L, purpose)

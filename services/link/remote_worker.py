@@ -37,7 +37,7 @@ from services.link.messages import (
 from smc.api.constraint import Constraint
 from smc.constraints import MOST_KEPT
 from smc.executor.messages import ModelLost, PromptBatch, PromptResult
-from smc.executor.model_runner import LocalRound
+from smc.executor.round_executor import RequestedRound
 from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.scheduler.stats import Timeline
 from smc.types import ModelRole
@@ -289,7 +289,7 @@ class RemoteModel:
 
 
 class RemotePair:
-    """A `smc.executor.model_runner.RoundExecutor` over the links to the workers of both models, or to one that holds
+    """A `smc.executor.round_executor.RoundExecutor` over the links to the workers of both models, or to one that holds
     both. The models exchange tensors directly."""
 
     pipelined = True
@@ -301,7 +301,7 @@ class RemotePair:
     def join(self, role: ModelRole, group: SequenceHandoff) -> None:
         self._workers[role].join(role, group)
 
-    def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
+    def round(self, plan: RoundPlan[np.ndarray]) -> RequestedRound:
         holders = [self._workers[role] for role in plan.kind.roles]
         commands = {worker: worker.round(plan) for worker in dict.fromkeys(holders)}
-        return LocalRound({role: RemotePending(commands[self._workers[role]], role) for role in plan.kind.roles})
+        return RequestedRound({role: RemotePending(commands[self._workers[role]], role) for role in plan.kind.roles})

@@ -24,7 +24,8 @@ from smc.constraints import Compiler
 from smc.draft_dtype import draft_dtype
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import Sharing
-from smc.executor.model_runner import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
+from smc.executor.model_runner import DraftRunner, TargetRunner
+from smc.executor.round_executor import LocalRoundExecutor, OneModelExecutor
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ops_for
 from smc.model.decoder import Decoder
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerChannel:
-    """A `smc.executor.model_runner.Channel`. `end`: the leader's end of the link, None at other ranks. `group`: the
+    """A `smc.executor.channel.Channel`. `end`: the leader's end of the link, None at other ranks. `group`: the
     ranks of this model, None if there is only one."""
 
     def __init__(

@@ -51,7 +51,7 @@ from services.link.store import GroupStore
 from smc.api.constraint import Constraint
 from smc.executor.graph_runner import AsyncResult
 from smc.executor.messages import Pending, PromptBatch
-from smc.executor.model_runner import LocalRoundExecutor, OneModelExecutor
+from smc.executor.round_executor import LocalRoundExecutor, OneModelExecutor
 from smc.executor.worker import ModelWorker
 from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.types import ModelRole

@@ -23,6 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from smc.arrays import to_device
+from smc.philox import DrawKeys, Purpose, exponentials
+
 LEAST_EXPONENT, MOST_EXPONENT = 0.5, 8.0
 SLACK = 0.1
 """A token whose probability is far below this is seldom in a tree, so it hardly matters how far below it is."""
@@ -50,6 +53,40 @@ def coupled_logp(logq_RV: Tensor, exponent_R: Tensor, noise_RV: Tensor) -> Tenso
     coupled_RV = torch.log_softmax(exponent_R[:, None] * logq_RV + noise_RV, dim=-1)
     # 0 * -inf is NaN: such rows are not coupled.
     return torch.where(exponent_R[:, None] > 0, coupled_RV, logq_RV)
+
+
+class Coupling(NamedTuple):
+    """How rows that are drafted for exact decoding are coupled to the target's draws, by
+    batch index. All batch indices have equally many rows, one batch index after another."""
+
+    exponent_A: Tensor
+    """float32 exponent; 0: the rows of the batch index are not coupled."""
+    temperature_A: Tensor
+    """float32 temperature of the target; at 0 there is no noise."""
+    seed_A: Tensor
+    """int64 seed of the request."""
+    ids_M: Tensor | None = None
+    """int64 token of each column; None: column v is token v."""
+
+    def apply(self, logq_RV: Tensor, position_R: Tensor) -> Tensor:
+        """Apply `coupled_logp`. `position`: that of the token to be drawn."""
+        index_R = torch.arange(len(self.exponent_A), device=logq_RV.device).repeat_interleave(
+            len(logq_RV) // len(self.exponent_A)
+        )
+        noise_RV = self.noise(index_R, position_R, logq_RV.shape[1])
+        return coupled_logp(logq_RV, self.exponent_A[index_R], noise_RV)
+
+    def noise(self, index_R: Tensor, position_R: Tensor, columns: int) -> Tensor:
+        """Return the target's Gumbel noise [R, columns] at each row's position. `index`: batch index of each row."""
+        zero_R = torch.zeros_like(position_R)
+        keys = DrawKeys(self.seed_A[index_R], zero_R, zero_R[:, None], position_R, Purpose.TARGET)
+        word0_R, word1_R = (to_device(word[:, 0], position_R.device) for word in keys.words()[:2])
+        noise_RV = -exponentials(word0_R, word1_R, columns, self.ids_M).log()
+        return torch.where(self.temperature_A[index_R, None] > 0, noise_RV, 0.0)
+
+    def tokens(self, columns: int, device: torch.device) -> Tensor:
+        """Return the token of each column, int64."""
+        return torch.arange(columns, device=device) if self.ids_M is None else self.ids_M
 
 
 def score_of_exponent(

@@ -23,14 +23,13 @@ import math
 import torch
 from torch import Tensor
 
-from smc.algorithm.coupling import is_ranked, score_of_exponent
+from smc.algorithm.coupling import Coupling, is_ranked, score_of_exponent
 from smc.algorithm.resampling import Spans
 from smc.arrays import PackedFields
 from smc.distributions import DistributionSpec
 from smc.philox import STREAMS_PER_PARTICLE, RoundKeys
-from smc.round.draws import Coupling
 from smc.round.plan import RoundPlan
-from smc.round.slots import SlotState
+from smc.round.slot_state import SlotState
 from smc.round.tensors import (
     CandidateLayout,
     ChainAssignment,
@@ -49,7 +48,7 @@ from smc.stops import grow
 from smc.types import SEPARATE, Decoding
 
 
-def begin(
+def begin_draft(
     state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
 ) -> DraftInputs:
     """Return the particles as inputs of the draft, and enter the pages of their pending tokens into the block
@@ -214,7 +213,7 @@ def _chosen(tree: TokenTree, more: ChosenTokens, plan: RoundPlan[Tensor]) -> tup
     return chosen.parent_X, token_X, torch.where(is_nan_X, torch.nan, logq_X), chosen.mass_X
 
 
-def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> PackedFields[DraftedRows]:
+def pack_rows(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> PackedFields[DraftedRows]:
     """Pack the rows for the target. An independent row has the share 1 / F of its particle; if the particle has ended,
     its first row has the whole share."""
     slot_X, branches = plan.arrays.slot_A[tree.root_X], plan.kind.branches

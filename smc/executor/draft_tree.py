@@ -32,7 +32,7 @@ from torch import Tensor
 from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens
 from smc.algorithm.resampling import Spans
 from smc.round.plan import RoundPlan
-from smc.round.slots import InnerNodes, SlotState
+from smc.round.slot_state import InnerNodes, SlotState
 from smc.round.tensors import GrownRows, RoundSelection, TokenTree
 from smc.types import Decoding
 

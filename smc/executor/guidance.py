@@ -22,7 +22,7 @@ from smc.executor.forward import StaticForward
 from smc.executor.ops import RoundOps
 from smc.executor.state import PageTokens
 from smc.round.plan import RoundPlan, UnconditionalRows
-from smc.round.slots import SlotState
+from smc.round.slot_state import SlotState
 from smc.round.tensors import Rows
 from smc.types import ModelRole
 

@@ -32,7 +32,7 @@ from smc.executor.graph_runner import StageRunner, TimeSpans
 from smc.executor.state import PageTokens
 from smc.mask_reader import MaskPath
 from smc.round.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
-from smc.round.slots import SlotState
+from smc.round.slot_state import SlotState
 from smc.round.tensors import Blocks, TokenTree
 from smc.stops import StopMachine
 from smc.types import ModelRole, mask_span

@@ -1,6 +1,5 @@
 """Runners of the two models in a round: each runs the stages of its model in order, on the memory of one worker, and
-exchanges messages with the other. Both may be in one process or in two. Also the interface through which the scheduler
-requests rounds, and its form with both models in this process.
+exchanges messages with the other. Both may be in one process or in two (`smc.executor.round_executor`).
 
 draft -> target   rows            the drafted rows
 draft -> target   distributions   that the tokens of chains were drawn from, if there are chains
@@ -14,10 +13,9 @@ Local axes: P chains, Y rows of chains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,10 +26,10 @@ from smc.api.engine_config import EngineConfig
 from smc.arrays import PackedFields, to_device
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
+from smc.executor.channel import Channel
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner, TimeSpans
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import TokenMasks
-from smc.executor.messages import Pending
 from smc.executor.ops import RoundOps
 from smc.executor.round_stages import DraftStage, SelectStage, VerifyStage
 from smc.executor.sampling import HeadSampling, Sampling
@@ -39,14 +37,12 @@ from smc.executor.state import LogitBiases, PageTokens, join, reweigh
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
 from smc.round.plan import PlanBuffer, RoundKind, RoundPlan, SequenceHandoff
-from smc.round.slots import InnerNodes, SlotState
+from smc.round.slot_state import InnerNodes, SlotState
 from smc.round.tensors import (
     DraftedRows,
     DraftReport,
     DraftShape,
     GrownRows,
-    Lineage,
-    ObservedDraws,
     RoundResult,
     RoundSelection,
     VerifyInputs,
@@ -57,80 +53,6 @@ from smc.types import BOTH_MODELS, ModelRole
 OBSERVED_ROOTS = 64
 """Maximum number of roots of a round whose log q is kept, to fit the exponent of coupled drafting. Draws after further
 roots are not observed."""
-
-
-Share = Callable[[Tensor], None]
-"""Replaces the values of a tensor by those of the leader, on every rank."""
-
-
-class Channel(Protocol):
-    """One model's end of the connection between the models. Tensors are on this model's device. Every call is made
-    inside `StageRunner.working()`, and none waits for a GPU."""
-
-    def send(self, name: str, tensor: Tensor) -> None:
-        """Send a tensor under a name. It must not change until `settle`."""
-        ...
-
-    def receive(
-        self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
-    ) -> Tensor:
-        """Return the tensor that the other model sent under this name: in `into`, or by default in a tensor that is
-        always the same in rounds of one key."""
-        ...
-
-    def share(self, tensor: Tensor) -> Tensor:
-        """Replace the tensor's values by those of the leader, on every rank that holds a part of this model. Returns
-        the tensor."""
-        ...
-
-    def settle(self) -> None:
-        """Let work that is queued after this call overwrite what was sent."""
-        ...
-
-
-class LocalChannel:
-    """One end of a channel within a process, between two devices or on one."""
-
-    def __init__(self, stages: StageRunner, share: Share | None = None) -> None:
-        """`share`: see `Channel.share`; None if this process holds the whole models."""
-        self._stages, self._share = stages, share
-        self._other = self
-        self._sent: dict[str, tuple[Tensor, Event]] = {}
-        self._kept: list[Tensor] = []
-        """Sent tensors, until the other end has copied them: memory that is freed is reused at once."""
-        self._received: Event | None = None
-
-    @staticmethod
-    def between(one: StageRunner, other: StageRunner, share: Share | None = None) -> tuple[LocalChannel, LocalChannel]:
-        ends = LocalChannel(one, share), LocalChannel(other, share)
-        ends[0]._other, ends[1]._other = ends[1], ends[0]
-        return ends
-
-    def send(self, name: str, tensor: Tensor) -> None:
-        self._sent[name] = (tensor, self._stages.event())
-        self._kept.append(tensor)
-
-    def receive(
-        self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
-    ) -> Tensor:
-        tensor, there = self._other._sent.pop(name)
-        assert tensor.shape == shape and tensor.dtype == dtype, (
-            f"{name}: {tensor.shape} {tensor.dtype} was sent, {shape} {dtype} expected"
-        )
-        self._stages.wait(there)
-        here = self._stages.copy_of(key, name, tensor) if into is None else into.copy_(tensor, non_blocking=True)
-        self._other._received = self._stages.event()
-        return here
-
-    def share(self, tensor: Tensor) -> Tensor:
-        if self._share is not None:
-            self._share(tensor)
-        return tensor
-
-    def settle(self) -> None:
-        if self._received is not None:
-            self._stages.wait(self._received)
-        self._kept.clear()
 
 
 class ModelRunner:
@@ -506,104 +428,3 @@ class TargetRunner(ModelRunner):
         memory = DraftedRows.memory(kind.batch_size * kind.branches, self.config.block)
         message = self._channel.receive(kind, "rows", (memory.nbytes,), torch.uint8)
         return cache(lambda: memory.views(message))
-
-
-@dataclass(frozen=True)
-class RoundOutcome:
-    """What the host learns of a round from all models that took part."""
-
-    result: RoundResult[np.ndarray]
-    lineage: dict[ModelRole, Lineage[np.ndarray]]
-    """Changes of pages, by model."""
-    observed: ObservedDraws[np.ndarray] | None = None
-    """None: the draft took no part."""
-
-
-class RoundExecutor(Protocol):
-    """Carries out rounds, in the order in which they are requested."""
-
-    pipelined: bool
-    """A round runs without waiting for its result to be read, so that the next one can be requested meanwhile."""
-
-    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
-        """Let particles take part at this model from the next round on."""
-        ...
-
-    def round(self, plan: RoundPlan[np.ndarray]) -> Pending[RoundOutcome]:
-        """Request a round."""
-        ...
-
-
-class LocalRoundExecutor:
-    """Both models in this process: on one device, or on two."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        workers: Mapping[ModelRole, ModelWorker],
-        ops: RoundOps,
-        share: Share | None = None,
-    ) -> None:
-        """`share`: see `Channel.share`; None if this process holds the whole models."""
-        draft, target = workers[ModelRole.DRAFT], workers[ModelRole.TARGET]
-        stages = ops.stage_runner(target.device)
-        # In lockstep the models of one device take turns, so they use one stream. In look-ahead they work at a time.
-        takes_turns = draft.device == target.device and not config.lookahead
-        of_draft = stages.beside() if takes_turns else ops.stage_runner(draft.device)
-        self.stages = {ModelRole.DRAFT: of_draft, ModelRole.TARGET: stages}
-        channels = LocalChannel.between(of_draft, stages, share)
-        self._draft = DraftRunner(config, draft, ops, of_draft, channels[0])
-        self._target = TargetRunner(config, target, ops, stages, channels[1])
-        self.runners: dict[ModelRole, DraftRunner | TargetRunner] = {
-            ModelRole.DRAFT: self._draft,
-            ModelRole.TARGET: self._target,
-        }
-        self.pipelined = self.stages[ModelRole.TARGET].records
-
-    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
-        self.runners[role].join(group)
-
-    def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
-        if plan.kind.roles != BOTH_MODELS:
-            (role,) = plan.kind.roles
-            return LocalRound({role: self.runners[role].round(plan)})
-        self._target.begin(plan)
-        self._draft.draft(plan)
-        target = self._target.round(plan)
-        return LocalRound({ModelRole.DRAFT: self._draft.remap(), ModelRole.TARGET: target})
-
-
-class OneModelExecutor:
-    """One model in this process: its part in rounds. The other model, if a round has one, is in another process."""
-
-    def __init__(self, runner: DraftRunner | TargetRunner) -> None:
-        self._runner = runner
-
-    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
-        self._runner.join(group)
-
-    def round(self, plan: RoundPlan[np.ndarray]) -> LocalRound:
-        return LocalRound({self._runner.worker.name: self._runner.round(plan)})
-
-
-@dataclass(frozen=True)
-class LocalRound:
-    """A round that has been requested from its models."""
-
-    readings: dict[ModelRole, Pending | AsyncResult]
-
-    def result(self) -> RoundOutcome:
-        """Wait for the round and return its outcome."""
-        # Each result takes the time at which its own wait ends, from which `spans` counts back.
-        values = {role: reading.result() for role, reading in self.readings.items()}
-        result = next(value for value in values.values() if isinstance(value, RoundResult))
-        observed = next((value.observed for value in values.values() if isinstance(value, DraftReport)), None)
-        return RoundOutcome(result, {role: value.lineage for role, value in values.items()}, observed)
-
-    def failures(self) -> Mapping[int, str]:
-        """See `Pending.failures`."""
-        return {group: why for reading in self.readings.values() for group, why in reading.failures().items()}
-
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """See `Pending.spans`."""
-        return {name: span for reading in self.readings.values() for name, span in reading.spans().items()}

@@ -15,12 +15,11 @@ from smc.executor import draft, draft_tree
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import apply_mask
-from smc.executor.nodes import lay_out_nodes
 from smc.executor.remap import advance, remap_block_table, remap_draft, remap_target
 from smc.executor.sampling import HeadSampling, Sampling
-from smc.executor.select import apply_selection, score_candidates
+from smc.executor.select import apply_selection, score_rows
 from smc.executor.state import add_biases
-from smc.executor.verify import lay_out, verify, verify_chains
+from smc.executor.verify import collect_outputs, lay_out_blocks, lay_out_nodes, verify_chains
 from smc.model.draft_vocab import DraftVocab
 
 
@@ -62,27 +61,27 @@ class RoundOps:
 
     # Draft.
 
-    begin_draft = staticmethod(draft.begin)
+    begin_draft = staticmethod(draft.begin_draft)
     expand = staticmethod(expand)
     reparent = staticmethod(draft.reparent)
     prune_tree = staticmethod(draft_tree.prune_tree)
     store_inner_nodes = staticmethod(draft_tree.store_inner_nodes)
     limit_outcomes = staticmethod(draft_tree.limit_outcomes)
     with_inner_nodes = staticmethod(draft_tree.with_inner_nodes)
-    pack_rows = staticmethod(draft.pack)
+    pack_rows = staticmethod(draft.pack_rows)
     observe_draws = staticmethod(draft.observe_draws)
 
     # Verify.
 
-    lay_out_blocks = staticmethod(lay_out)
+    lay_out_blocks = staticmethod(lay_out_blocks)
     lay_out_nodes = staticmethod(lay_out_nodes)
-    verify = staticmethod(verify)
+    collect_outputs = staticmethod(collect_outputs)
     verify_chains = staticmethod(verify_chains)
     match_samples = staticmethod(match_samples)
 
     # Select.
 
-    score_candidates = staticmethod(score_candidates)
+    score_rows = staticmethod(score_rows)
     select = staticmethod(select)
     assign_rows = staticmethod(assign_rows)
     apply_selection = staticmethod(apply_selection)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from smc.round.plan import RoundPlan
-from smc.round.slots import SlotState
+from smc.round.slot_state import SlotState
 from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundSelection, TokenTree
 
 

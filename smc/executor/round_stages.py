@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from smc.algorithm.coupling import Coupling
 from smc.algorithm.expansion import SelectedTrees, SourceRows
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import Selection
@@ -24,14 +25,12 @@ from smc.executor.ops import RoundOps
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import LEAST_SHARE, target_outputs
 from smc.executor.verify import chain_groups
-from smc.philox import Purpose
-from smc.round.draws import Coupling, DrawKeys
+from smc.philox import DrawKeys, Purpose
 from smc.round.plan import RoundPlan, SequenceHandoff
-from smc.round.slots import BiasTables, InnerNodes, SlotState
+from smc.round.slot_state import BiasTables, InnerNodes, SlotState
 from smc.round.tensors import (
     AppliedSelection,
     CandidateLayout,
-    Candidates,
     ChainAssignment,
     ChainDraws,
     ChosenTokens,
@@ -47,6 +46,7 @@ from smc.round.tensors import (
     RoundResult,
     RoundSelection,
     Rows,
+    ScoredRows,
     ScoreInputs,
     TargetDraws,
     TokenTree,
@@ -373,7 +373,7 @@ class VerifyStage:
                 drawn = drawn._replace(logp_T1=drawn.logp_T1 + log_mass_T[:, None])
         if len(plan.arrays.chain_P):
             drawn = self._verified(plan, inputs, logits_TV, drawn)
-        scored = self._ops.verify(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
+        scored = self._ops.collect_outputs(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
         return scored if log_mass_T is None else scored._replace(next_mass_A=log_mass_T[inputs.last_A])
 
     def _verified(
@@ -427,7 +427,7 @@ class SelectStage:
             plan = replace(plan, target_distribution=distribution)
         target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
         inputs = ScoreInputs(plan, self.state, scored, drafted, target, matched, self.lookahead)
-        candidates = self.ops.score_candidates(inputs)
+        candidates = self.ops.score_rows(inputs)
         if plan.kind.has_separate:
             own = self._select_independent(plan, candidates)
         if plan.kind.has_competing:
@@ -455,7 +455,7 @@ class SelectStage:
         logp_AQ = self.sampling.raw_score(raw_TV, token_AQ.flatten(), row_AQ.flatten()).view(token_AQ.shape)
         return torch.where(token_AQ >= 0, logp_AQ, torch.nan)
 
-    def _select_independent(self, plan: RoundPlan[Tensor], candidates: Candidates) -> Selection:
+    def _select_independent(self, plan: RoundPlan[Tensor], candidates: ScoredRows) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""
         spans = Spans(plan.arrays.first_G, candidates.own_size_G)
         bounds = Bounds(spans, plan.arrays.count_G, plan.arrays.draws_G)
@@ -463,7 +463,7 @@ class SelectStage:
         logw_AF = candidates.source.mass_R.view(len(candidates.alive_A), -1)
         return self.ops.select(logw_AF, candidates.alive_A, bounds, *random)
 
-    def _select_trees(self, plan: RoundPlan[Tensor], candidates: Candidates, step: int) -> SelectedTrees:
+    def _select_trees(self, plan: RoundPlan[Tensor], candidates: ScoredRows, step: int) -> SelectedTrees:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
         rows, batch_size = plan.arrays.groups, len(plan.arrays.slot_A)
         chosen = self.ops.expand(

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smc.algorithm.coupling import Coupling
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
 from smc.arrays import map_tensors, to_device
 from smc.distributions import Distributions, DistributionSpec, draw
 from smc.model.draft_vocab import DraftVocab
-from smc.philox import exponentials
-from smc.round.draws import Coupling, DrawKeys
+from smc.philox import DrawKeys, exponentials
 
 
 class Sampling:

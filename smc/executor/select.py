@@ -1,4 +1,4 @@
-"""The select stage of a round: `score_candidates` computes the candidates' mass from the target's outputs, groups
+"""The select stage of a round: `score_rows` computes the candidates' mass from the target's outputs, groups
 select among them (`smc.algorithm`), and `apply_selection` applies the selections to all batch indices and makes the
 host's report. This is the torch form; the Triton forms are `smc.kernels.select` and `smc.kernels.apply_selection`.
 
@@ -26,16 +26,15 @@ from smc.algorithm.selection import (
 from smc.algorithm.verification import Matches
 from smc.arrays import to_device, to_host, where
 from smc.executor.sampling import Sampling
-from smc.philox import Purpose, uniforms
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, Purpose, uniforms
 from smc.round.plan import RoundPlan
 from smc.round.tensors import (
     AppliedSelection,
-    Candidates,
     DraftedRows,
     Lineage,
     RoundResult,
     RoundSelection,
+    ScoredRows,
     ScoreInputs,
     TargetOutputs,
     VerifyOutputs,
@@ -92,12 +91,12 @@ def _with_mass(target: TargetOutputs, mass_A: Tensor, alpha_A: Tensor) -> Target
     )
 
 
-def score_candidates(inputs: ScoreInputs) -> Candidates:
+def score_rows(inputs: ScoreInputs) -> ScoredRows:
     """Return the candidates and their mass."""
-    return CandidateScorer(inputs).candidates()
+    return RowScorer(inputs).candidates()
 
 
-class CandidateScorer:
+class RowScorer:
     """Scores the candidates of one round."""
 
     def __init__(self, inputs: ScoreInputs) -> None:
@@ -107,7 +106,7 @@ class CandidateScorer:
         of the group."""
         self.group_X = self.plan.arrays.group_A[self.holder_X]
 
-    def candidates(self) -> Candidates:
+    def candidates(self) -> ScoredRows:
         plan, lookahead = self.plan, self.inputs.lookahead
         mass_X, there_X, nan_2X = self._rows_ahead() if lookahead else self._blocks_with_bonus()
         nan_2G = self._of_group(nan_2X)
@@ -121,7 +120,7 @@ class CandidateScorer:
         else:
             candidate_tokens = candidate_tokens.mask_ended(~self.scored.blocks.open_A | plan.is_exact_A)
         width = self.inputs.width
-        return Candidates(
+        return ScoredRows(
             root_X=self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A,
             source=SourceRows(
                 candidates=candidate_tokens,
@@ -241,7 +240,7 @@ class SelectedRows(NamedTuple):
 
 
 def apply_selection(
-    inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+    inputs: ScoreInputs, candidates: ScoredRows, own: Selection | None, trees: SelectedTrees | None
 ) -> AppliedSelection:
     """Return the continuation of every batch index, and the report to the host. `own`: the selection of independent
     particles; `trees`: that of the other groups."""
@@ -251,7 +250,7 @@ def apply_selection(
 class SelectionApplier:
     """Applies the groups' selections to all batch indices."""
 
-    def __init__(self, inputs: ScoreInputs, candidates: Candidates) -> None:
+    def __init__(self, inputs: ScoreInputs, candidates: ScoredRows) -> None:
         self.inputs, self.candidates, self.plan = inputs, candidates, inputs.plan
         self.scored, self.drafted, self.lookahead = inputs.scored, inputs.drafted, inputs.lookahead
         self.blocks = self.scored.blocks

@@ -1,4 +1,4 @@
-"""How particles enter the slots of a model (`smc.round.slots`), and changes of logits before they become a token
+"""How particles enter the slots of a model (`smc.round.slot_state`), and changes of logits before they become a token
 distribution: penalties, the biases of requests, and -inf for tokens that would end an answer too early.
 
 Both models' logits are changed alike, so proposals stay close to the target's distribution, and every log-probability
@@ -27,7 +27,7 @@ from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.arrays import to_device
 from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import Penalties, RoundPlan, SequenceHandoff
-from smc.round.slots import BiasTables, SlotState
+from smc.round.slot_state import BiasTables, SlotState
 from smc.round.tensors import Rows
 from smc.stops import StopMachine
 from smc.types import Decoding

@@ -7,13 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smc.algorithm.coupling import Coupling
 from smc.algorithm.expansion import CandidateTokens
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_distribution
 from smc.kernels.truncation import Cut, truncate
-from smc.round.draws import Coupling, DrawKeys
+from smc.philox import DrawKeys
 
 
 class TritonSampling(Sampling):

@@ -36,9 +36,8 @@ from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.draft_vocab import DraftHead
-from smc.philox import RoundKeys
-from smc.round.draws import DrawKeys
-from smc.round.slots import BiasTables
+from smc.philox import DrawKeys, RoundKeys
+from smc.round.slot_state import BiasTables
 from smc.stops import StopMachine, TokenBytes
 from smc.types import EXACT, Decoding, ModelRole, Numerics
 

@@ -17,14 +17,14 @@ from smc.kernels.decodings import is_exact, is_separate
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.select import draw_uniforms
 from smc.kernels.stops import DONE, after, after_all
-from smc.round.tensors import AppliedSelection, Candidates, Lineage, RoundResult, RoundSelection, ScoreInputs
+from smc.round.tensors import AppliedSelection, Lineage, RoundResult, RoundSelection, ScoredRows, ScoreInputs
 
 NONE = tl.constexpr(-float("inf"))
 PREFIX = tl.constexpr(PREFIX_POSITION)
 
 
 def apply_selection(
-    inputs: ScoreInputs, candidates: Candidates, own: Selection | None, trees: SelectedTrees | None
+    inputs: ScoreInputs, candidates: ScoredRows, own: Selection | None, trees: SelectedTrees | None
 ) -> AppliedSelection:
     """See `smc.executor.select.apply_selection`."""
     plan, drafted, state, room = inputs.plan.arrays, inputs.drafted, inputs.state, Room(inputs.state.device)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smc.algorithm.coupling import Coupling
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
 from smc.arrays import Room, contiguous
 from smc.kernels.launch import one_variant
@@ -33,8 +34,7 @@ from smc.kernels.truncation import (
     order_key,
     require_rows,
 )
-from smc.philox import Purpose
-from smc.round.draws import Coupling, DrawKeys
+from smc.philox import DrawKeys, Purpose
 
 PART = 64
 """Columns of a part. The first pass keeps the largest entry of each part."""

@@ -1,7 +1,7 @@
 """The draft stage of a round, apart from running the model: the Triton form of `smc.executor.draft`.
 
-`begin` and `pack` have a program for every few rows; the first row of a batch index also does the work of that batch
-index. `resume` and `observe_draws` have a program for every batch index. `reparent` has a program for every few rows:
+`begin_draft` and `pack_rows` have a program for every few rows; the first row of a batch index also does the work of
+that batch index. `observe_draws` has a program for every batch index. `reparent` has a program for every few rows:
 every row continues a row of the previous step with one more token. The host reads nothing, and grids follow from shapes
 alone, so all launches can be captured in a CUDA graph.
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smc.algorithm.coupling import RANK_BITS, RANK_FACTOR, RANKED_BELOW, SLACK
+from smc.algorithm.coupling import RANK_BITS, RANK_FACTOR, RANKED_BELOW, SLACK, Coupling
 from smc.algorithm.resampling import Spans
 from smc.arrays import PackedFields, Room
 from smc.distributions import DistributionSpec
@@ -26,9 +26,8 @@ from smc.kernels.launch import Sizes, one_variant
 from smc.kernels.stops import DONE, after, after_all
 from smc.kernels.truncation import copy_distribution, finite
 from smc.philox import STREAMS_PER_PARTICLE, RoundKeys
-from smc.round.draws import Coupling
 from smc.round.plan import RoundPlan
-from smc.round.slots import SlotState
+from smc.round.slot_state import SlotState
 from smc.round.tensors import (
     CandidateLayout,
     Continuation,
@@ -45,7 +44,7 @@ from smc.round.tensors import (
 NONE = tl.constexpr(-float("inf"))
 STREAMS = tl.constexpr(STREAMS_PER_PARTICLE)
 ROWS = 16
-"""Rows of a program of `begin` or `pack`."""
+"""Rows of a program of `begin_draft` or `pack_rows`."""
 TREE_ROWS = 4
 """Rows of a program of `reparent`: a program waits for the longest token among its rows."""
 _SLACK = tl.constexpr(SLACK)
@@ -53,10 +52,10 @@ _FACTOR, _BELOW = tl.constexpr(RANK_FACTOR), tl.constexpr(RANKED_BELOW)
 _HALF, _MOST = tl.constexpr(RANK_BITS // 2), tl.constexpr((1 << RANK_BITS) - 1)
 
 
-def begin(
+def begin_draft(
     state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
 ) -> DraftInputs:
-    """See `smc.executor.draft.begin`."""
+    """See `smc.executor.draft.begin_draft`."""
     arrays, branches, room = plan.arrays, plan.kind.branches, Room(state.device)
     (batch_size, queries), groups, rows = arrays.begin_pages_AQ.shape, len(arrays.first_G), len(arrays.branch_pages_XB)
     none_A, zero_A, text_A = room.longs(batch_size), room.floats(batch_size), room.longs(batch_size)
@@ -127,8 +126,8 @@ def begin(
     return out
 
 
-def pack(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> PackedFields[DraftedRows]:
-    """See `smc.executor.draft.pack`."""
+def pack_rows(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> PackedFields[DraftedRows]:
+    """See `smc.executor.draft.pack_rows`."""
     (rows, block), branches = tree.tokens_XK.shape, plan.kind.branches
     message = DraftedRows.memory(rows, block).allocate(state.device)
     _pack[(triton.cdiv(rows, ROWS),)](

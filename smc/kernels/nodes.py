@@ -1,4 +1,4 @@
-"""Tokens that blocks of one draft tree have in common: the Triton form of `smc.executor.nodes`.
+"""Tokens that blocks of one draft tree have in common: the Triton form of `smc.executor.verify`.
 
 Both kernels have a program for each group and some for batch indices of no group. `_find_nodes` numbers the nodes of
 each group, `_write_nodes` those of all groups, and writes what a pass reads of each node."""
@@ -16,7 +16,7 @@ from smc.arrays import Room, contiguous
 from smc.distributions import DistributionSpec
 from smc.kernels.launch import GROUPS, one_variant, own_indices, programs
 from smc.kernels.truncation import copy_distribution
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys
 from smc.round.plan import RoundPlan
 from smc.round.tensors import NodeLayout, VerifyInputs
 
@@ -33,7 +33,7 @@ class Numbers(NamedTuple):
 
 
 def lay_out_nodes(plan: RoundPlan[Tensor], inputs: VerifyInputs) -> VerifyInputs:
-    """See `smc.executor.nodes.lay_out_nodes`."""
+    """See `smc.executor.verify.lay_out_nodes`."""
     blocks, rows, most, arrays = inputs.blocks, inputs.rows, plan.kind.nodes, plan.arrays
     (batch_size, q), groups, room = blocks.tokens_AQ.shape, len(arrays.first_G), Room(blocks.tokens_AQ.device)
     numbers = Numbers(room.ints(batch_size, q), room.ints(batch_size, q), room.ints(groups))

@@ -37,8 +37,8 @@ from smc.kernels.truncation import (
     require_rows,
     sum_block,
 )
-from smc.round.draws import DrawKeys
-from smc.round.slots import BiasTables
+from smc.philox import DrawKeys
+from smc.round.slot_state import BiasTables
 
 EXTRA = 64
 """Minimum room for further tokens of a row, so that one compiled kernel serves any number of them up to this."""

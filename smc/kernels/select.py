@@ -1,7 +1,7 @@
 """The select stage of a round: the candidates and their weights, and for groups of independent particles the selection
-among them. The Triton form of `smc.executor.select.score_candidates`, and of `smc.algorithm.selection.select`.
+among them. The Triton form of `smc.executor.select.score_rows`, and of `smc.algorithm.selection.select`.
 
-`score_candidates` takes one launch: the first programs handle some rows each. Those after them handle a group each:
+`score_rows` takes one launch: the first programs handle some rows each. Those after them handle a group each:
 they compute what the selection needs to know about the group, and whether it has NaN. `select` has a program for each
 group. Weights are float64, as in the references, and equal to these up to rounding. The chosen candidates of a group
 are sorted, so slots are assigned by binary searches in that list. A candidate without weight is never chosen.
@@ -27,7 +27,7 @@ from smc.kernels.decodings import DISTINCT, is_exact, is_separate
 from smc.kernels.launch import Sizes, one_variant, own_indices, programs
 from smc.kernels.truncation import finite
 from smc.philox import Purpose, RoundKeys
-from smc.round.tensors import Candidates, ScoreInputs
+from smc.round.tensors import ScoredRows, ScoreInputs
 
 NONE = tl.constexpr(-float("inf"))
 SYSTEMATIC, STRATIFIED, RESIDUAL, _, SSP = (tl.constexpr(index) for index in range(len(SCHEME_NAMES)))
@@ -35,7 +35,7 @@ PURPOSE = tl.constexpr(int(Purpose.SELECTION))
 FIRST_BRANCH = tl.constexpr(BRANCH_POSITION)
 KEEP = tl.constexpr(1 - EQUAL)
 ROWS = 32
-"""Rows of a program of `score_candidates`."""
+"""Rows of a program of `score_rows`."""
 
 
 class SelectScratch(NamedTuple):
@@ -46,8 +46,8 @@ class SelectScratch(NamedTuple):
     more_Y: Tensor
 
 
-def score_candidates(inputs: ScoreInputs) -> Candidates:
-    """See `smc.executor.select.score_candidates`."""
+def score_rows(inputs: ScoreInputs) -> ScoredRows:
+    """See `smc.executor.select.score_rows`."""
     plan, drafted, target = inputs.plan.arrays, inputs.drafted, contiguous(inputs.target)
     room = Room(inputs.state.device)
     verified = contiguous(inputs.scored.alone)
@@ -55,7 +55,7 @@ def score_candidates(inputs: ScoreInputs) -> Candidates:
     (rows, block), given = drafted.tokens_XK.shape, target.candidate_tokens
     width = 1 if given is None else given.share_RC.shape[1]
     share_XC = room.floats(rows, width)
-    out = Candidates(
+    out = ScoredRows(
         root_X=room.longs(rows),
         source=SourceRows(
             # Without candidate tokens a row is its own candidate.

@@ -1,11 +1,12 @@
 """The verify stage of a round: the layout of the target's pass, and the verification of blocks by its outputs. The
 Triton form of `smc.executor.verify` and `smc.algorithm.verification`.
 
-`lay_out` and `match_samples` have a program for each group and some for batch indices of no group; `verify` has a
-program for every few batch indices. `verify_chains` has a program for each group, which follows the group's path token
-after token. A trial reads one number of each of two distributions. Only a rejected token costs passes over the
-vocabulary: they write the remainder of the target's distribution to the group's own memory, and the last draw reads it
-there. The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
+`lay_out_blocks` and `match_samples` have a program for each group and some for batch indices of no group;
+`collect_outputs` has a program for every few batch indices. `verify_chains` has a program for each group, which follows
+the group's path token after token. A trial reads one number of each of two distributions. Only a rejected token costs
+passes over the vocabulary: they write the remainder of the target's distribution to the group's own memory, and the
+last draw reads it there. The host reads nothing, and grids follow from shapes alone, so all launches can be captured in
+a CUDA graph.
 
 Local axes: P chains. T = A * Q."""
 
@@ -25,10 +26,9 @@ from smc.kernels.decodings import is_exact
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import copy_distribution
-from smc.philox import STREAMS_PER_PARTICLE, Purpose
-from smc.round.draws import DrawKeys
+from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
 from smc.round.plan import RoundPlan
-from smc.round.slots import SlotState
+from smc.round.slot_state import SlotState
 from smc.round.tensors import Blocks, DraftedRows, Rows, TargetDraws, VerifyInputs, VerifyOutputs
 
 NONE = tl.constexpr(-float("inf"))
@@ -39,8 +39,10 @@ INDICES = 16
 """Batch indices of a program of `verify`."""
 
 
-def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
-    """See `smc.executor.verify.lay_out`."""
+def lay_out_blocks(
+    state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted: DraftedRows | None
+) -> VerifyInputs:
+    """See `smc.executor.verify.lay_out_blocks`."""
     arrays, given, room = plan.arrays, plan.target_distribution, Room(state.device)
     (batch_size, q), groups = arrays.target_pages_AQ.shape, len(arrays.first_G)
     tokens, held_R = batch_size * q, room.ints(batch_size)
@@ -88,14 +90,14 @@ def lay_out(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted:
     return out
 
 
-def verify(
+def collect_outputs(
     inputs: VerifyInputs,
     plan: RoundPlan[Tensor],
     labelled_T: Tensor | None,
     drawn: TargetDraws | None,
     next_AV: Tensor | None,
 ) -> VerifyOutputs:
-    """See `smc.executor.verify.verify`."""
+    """See `smc.executor.verify.collect_outputs`."""
     blocks = inputs.blocks
     (batch_size, q), room = blocks.tokens_AQ.shape, Room(blocks.tokens_AQ.device)
     out = VerifyOutputs(

@@ -158,7 +158,7 @@ class RoundKind:
     """`ConstrainedRows.by_answer` is true for some batch index."""
     nodes: int = 0
     """Maximum number of tokens that the target runs, if blocks that begin with the same tokens run these only once
-    (`smc.executor.nodes`): only in rounds in which all groups have draft trees. 0: it runs every block by itself."""
+    (`smc.executor.verify`): only in rounds in which all groups have draft trees. 0: it runs every block by itself."""
     raw_logprobs: bool = False
     """The target also reports log-probabilities under the softmax of its own logits."""
     batch_size: int = 0

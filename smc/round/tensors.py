@@ -19,10 +19,9 @@ from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.algorithm.verification import Matches
 from smc.arrays import FieldMemory, Room, field
 from smc.distributions import DistributionSpec
-from smc.philox import RoundKeys
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, RoundKeys
 from smc.round.plan import Contexts, RoundPlan
-from smc.round.slots import SlotState
+from smc.round.slot_state import SlotState
 from smc.types import Array
 
 
@@ -265,7 +264,8 @@ class DraftedRows(NamedTuple):
     tokens_XK: Tensor
     """int32 token ids."""
     logq_XK: Tensor
-    """float32 log-probability of each token under the proposal."""
+    """float32 log-probability of each token under the proposal; in a walk that of winning the target's draw, by the
+    draft's estimate, which no decision reads."""
     root_X: Tensor
     """int32 batch index whose particle the row continues."""
     count_X: Tensor
@@ -303,7 +303,10 @@ class DraftedRows(NamedTuple):
 
 class RoundSelection(NamedTuple, Generic[Array]):
     """Message from the target to the draft, and part of the report to the host: how each batch index continues. By
-    batch index after the selection."""
+    batch index after the selection.
+
+    In a walk in look-ahead, after a hit a row is taken whole: `taken` is its length, `bonus` -1. After a miss one batch
+    index goes on: `taken` is 0, `bonus` the target's draw. If the answer is over, `taken` is 0 and `bonus` -1."""
 
     particles: NextParticles[Array]
     taken_A: Array
@@ -446,7 +449,7 @@ class Blocks(NamedTuple):
 
 
 class NodeLayout(NamedTuple):
-    """Blocks whose common tokens run once (`smc.executor.nodes`)."""
+    """Blocks whose common tokens run once (`smc.executor.verify`)."""
 
     node_AQ: Tensor
     """int64 node, among the T nodes of the pass, of every token of the blocks; 0 for a token that does not run."""
@@ -560,7 +563,7 @@ class ScoreInputs(NamedTuple):
         return self.scored.blocks.open_A[self.drafted.root_X] if self.lookahead else self.scored.blocks.open_A
 
 
-class Candidates(NamedTuple):
+class ScoredRows(NamedTuple):
     """X rows: one for each batch index (lockstep), or F for each of them (look-ahead)."""
 
     root_X: Tensor

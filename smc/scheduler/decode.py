@@ -28,7 +28,7 @@ from smc.algorithm.coupling import DrawObservation
 from smc.api.engine_config import EngineConfig
 from smc.arrays import map_tensors
 from smc.executor.messages import Pending, Stream
-from smc.executor.model_runner import RoundExecutor, RoundOutcome
+from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.memory.kv_cache import KVCacheManager
 from smc.round.plan import RoundKind
 from smc.round.tensors import Lineage, ObservedDraws, RoundResult
@@ -93,7 +93,7 @@ class InFlightStep:
     """Number of branches and steps that are drafted."""
     depths: list[int]
     """Maximum number of drafted tokens of a row that are verified, for each request."""
-    pending: Pending[RoundOutcome]
+    pending: Pending[RoundReports]
 
 
 AllocatePages = Callable[[list[SequenceGroup]], list[tuple[SequenceGroup, RoundPages]]]
@@ -128,7 +128,7 @@ class RoundScheduler:
         self.exponents = DraftExponents()
         """Exponents of coupled drafting, fitted to all requests."""
         self.pipelined = executor.pipelined
-        self.last: Pending[RoundOutcome] | None = None
+        self.last: Pending[RoundReports] | None = None
         """The round that was read last, for timing."""
         self.queued = 0.0
         """Seconds spent planning and launching rounds."""
@@ -150,7 +150,7 @@ class RoundScheduler:
         """Forget rounds in flight whose results will not arrive."""
         self._in_flight = [None] * len(self._in_flight)
 
-    def step(self, allocate: AllocatePages) -> list[Pending[RoundOutcome]]:
+    def step(self, allocate: AllocatePages) -> list[Pending[RoundReports]]:
         """Launch the next round of every micro-batch, and read one round of each: the previous one if the executor is
         pipelined, else the one just launched. Return the rounds that were read."""
         launched = [self._launch(members, allocate) for members in self._members]
@@ -240,7 +240,7 @@ class RoundScheduler:
             self._turns.learn(step.population.groups, 1e-9 * sum(masks))
         self.last = step.pending
 
-    def _record(self, step: InFlightStep, outcome: RoundOutcome, current_G: np.ndarray) -> None:
+    def _record(self, step: InFlightStep, outcome: RoundReports, current_G: np.ndarray) -> None:
         launched, result, slots = step.population, outcome.result, self.slots
         population, index_A = launched, np.arange(len(launched.slot_A))
         if len(current_G) < len(launched.groups):
@@ -266,7 +266,7 @@ class RoundScheduler:
 
     def _remap_pages(
         self,
-        outcome: RoundOutcome,
+        outcome: RoundReports,
         population: Population,
         source_A: np.ndarray,
         index_A: np.ndarray,

@@ -20,7 +20,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Output, Request
 from smc.constraints import Compiler
 from smc.executor.messages import Pending, Worker
-from smc.executor.model_runner import RoundExecutor, RoundOutcome
+from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.memory.kv_cache import KVCacheManager
 from smc.model.tokenizer import Tokenizer
 from smc.potentials import Potential, load_potentials
@@ -199,13 +199,13 @@ class Engine:
             self.prefill.grant(group)
         self.prefill.schedule(beside=self.registry.num_running > 0)
 
-    def _run_decode_step(self) -> list[Pending[RoundOutcome]]:
+    def _run_decode_step(self) -> list[Pending[RoundReports]]:
         """Launch rounds of all running requests. Return the rounds whose results were read."""
         every = self.registry.rounds.values()
         self._turns.begin_step(group for rounds in every for group in rounds.constrained())
         return [outcome for rounds in every for outcome in rounds.step(self.preemption.allocate)]
 
-    def _process_results(self, rounds: list[Pending[RoundOutcome]]) -> None:
+    def _process_results(self, rounds: list[Pending[RoundReports]]) -> None:
         self.prefill.budget.accrue(rounds)
         self.fallback.apply_switches()
         for group in self.prefill.finish(self._clock):

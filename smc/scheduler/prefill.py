@@ -15,7 +15,7 @@ import numpy as np
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer
 from smc.executor.messages import Pending, Stream, Worker
-from smc.executor.model_runner import RoundExecutor
+from smc.executor.round_executor import RoundExecutor
 from smc.memory.kv_cache import KVCacheManager
 from smc.round.plan import SequenceHandoff
 from smc.scheduler.capacity import PageForecast

@@ -8,8 +8,7 @@ import torch
 from smc.arrays import map_tensors
 from smc.distributions import DistributionSpec
 from smc.executor.sampling import RowSampling, Sampling
-from smc.philox import Purpose
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, Purpose
 
 ROWS, DRAWS, VOCAB = 5, 3, 700
 

@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 
 from smc.api.engine_config import EngineConfig
 from smc.calibration.warm_up import REPEATS, rare_requests, warm_up, warm_up_plans
-from smc.executor.model_runner import LocalRoundExecutor
+from smc.executor.round_executor import LocalRoundExecutor
 from smc.kernels.launch import unspecialized
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText

@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
+from smc.algorithm.coupling import Coupling
 from smc.algorithm.expansion import CandidateTokens, Expansion, SourceRows
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import match_samples
@@ -40,7 +41,7 @@ from smc.executor.ops import RoundOps
 from smc.executor.round_stages import SelectStage
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
-from smc.executor.verify import lay_out
+from smc.executor.verify import lay_out_blocks
 from smc.kernels.experts import chosen_experts, experts, sort_by_expert
 from smc.kernels.int4 import gate_up_int4, linear_int4, linear_int4_fixed, widened
 from smc.kernels.truncation import apply_mask
@@ -49,10 +50,9 @@ from smc.model.decoder import Choice, Experts, RopeTable
 from smc.model.linear import INT4, Linear
 from smc.model.loader import random_model
 from smc.model.quantisation import Int4Format
-from smc.philox import Purpose, RoundKeys
-from smc.round.draws import Coupling, DrawKeys
+from smc.philox import DrawKeys, Purpose, RoundKeys
 from smc.round.plan import Contexts
-from smc.round.slots import InnerNodes
+from smc.round.slot_state import InnerNodes
 from smc.round.tensors import ChainDraws, ChosenTokens, Continuation, GrownRows, OwnDraws, Rows, TargetDraws
 from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
@@ -146,17 +146,19 @@ def compile_only(compiled: set[str]) -> None:
 def target_stages(kinds: frozenset[Decoding], lookahead: bool) -> None:
     made = Round(1, kinds, lookahead, CPU)
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.most)), made.drafted()
-    laid_out = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
+    laid_out = lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     inputs = made.inputs(laid_out, drafted, match_samples)
     scored, stage = (
-        RoundOps().score_candidates(inputs),
+        RoundOps().score_rows(inputs),
         SelectStage(None, inputs.state, RoundOps(), lookahead=lookahead),
     )
     own = stage._select_independent(inputs.plan, scored) if Decoding.INDEPENDENT in kinds else None
     trees = stage._select_trees(inputs.plan, scored, drafted.block) if kinds - {Decoding.INDEPENDENT} else None
     none_T1 = torch.zeros(len(laid_out.label_T), 1)
-    TritonOps().verify(laid_out, made.plan, none_T1[:, 0], TargetDraws(none_T1.long(), none_T1, none_T1[:, 0]), None)
-    TritonOps().score_candidates(inputs)
+    TritonOps().collect_outputs(
+        laid_out, made.plan, none_T1[:, 0], TargetDraws(none_T1.long(), none_T1, none_T1[:, 0]), None
+    )
+    TritonOps().score_rows(inputs)
     TritonOps().apply_selection(inputs, scored, own, trees)
     stage.ops = TritonOps()
     if own is not None:
@@ -177,11 +179,11 @@ def node_stages(lookahead: bool) -> None:
     made = Round(1, frozenset({Decoding.WALK}), lookahead, CPU)
     plan = replace(made.plan, kind=replace(made.plan.kind, nodes=40))
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.most)), made.drafted()
-    laid_out = lay_out(made.state, logq_SQ, plan, None if lookahead else drafted)
+    laid_out = lay_out_blocks(made.state, logq_SQ, plan, None if lookahead else drafted)
     TritonOps().lay_out_nodes(plan, laid_out)
     none_T1 = torch.zeros(40, 1)
     draws = TargetDraws(none_T1.long(), none_T1, none_T1[:, 0])
-    TritonOps().verify(RoundOps().lay_out_nodes(plan, laid_out), plan, None, draws, None)
+    TritonOps().collect_outputs(RoundOps().lay_out_nodes(plan, laid_out), plan, None, draws, None)
     drafting = DraftRound(1, frozenset({Decoding.WALK}), lookahead, CPU)
     plan = replace(drafting.plan, kind=replace(drafting.plan.kind, nodes=40))
     TritonOps().prune_tree(plan, several_steps(grown_rows(drafting)), lookahead)

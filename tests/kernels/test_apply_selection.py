@@ -11,7 +11,7 @@ from smc.arrays import map_tensors
 from smc.executor.ops import RoundOps
 from smc.executor.round_stages import SelectStage
 from smc.executor.triton_ops import TritonOps
-from smc.executor.verify import lay_out
+from smc.executor.verify import lay_out_blocks
 from smc.round.tensors import ScoreInputs
 from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
@@ -38,14 +38,14 @@ def inputs_of(
 ) -> ScoreInputs:
     made = Round(seed, kinds, lookahead, device, **options)
     logq_SQ, drafted = made.here(made.floats(made.slots + 1, made.most)), made.drafted()
-    asked = lay_out(made.state, logq_SQ, made.plan, None if lookahead else drafted)
+    asked = lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     return made.inputs(asked, drafted, match_samples)
 
 
 def assert_same(seed: int, kinds: frozenset[Decoding], lookahead: bool, **options: int) -> None:
     inputs, there = (inputs_of(seed, kinds, lookahead, device, **options) for device in (CPU, DEVICE))
-    wanted = RoundOps().score_candidates(inputs)
-    found = TritonOps().score_candidates(there)
+    wanted = RoundOps().score_rows(inputs)
+    found = TritonOps().score_rows(there)
     for name in ("root_X", "alive_A", "own_size_G", "keys_G"):
         assert_equal(getattr(found, name), getattr(wanted, name), name)
     for name in ("mass_R", "there_R", "groups"):

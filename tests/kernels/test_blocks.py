@@ -46,7 +46,7 @@ def test_block_layout_and_verification_equal_torch(kinds, lookahead):
                 labelled_T if kinds - {Decoding.WALK} else None,
                 drawn if Decoding.WALK in kinds else None,
             )
-            verified.append(ops.verify(asked, made.plan, *given, None))
+            verified.append(ops.collect_outputs(asked, made.plan, *given, None))
         assert_equal(laid[1], laid[0])
         assert_equal(verified[1], verified[0])
 
@@ -80,7 +80,7 @@ def test_nodes_of_blocks_and_their_outputs_equal_torch(lookahead):
             laid.append((*of(found), found.rows.path_RB, found.rows.first_G, found.rows.size_G, *found.nodes))
             logp_T, log_z_T = (made.here(made.floats(most)) for _ in range(2))
             drawn = TargetDraws(made.here(made.rng.integers(0, VOCAB, (most, 1))), logp_T[:, None], log_z_T)
-            verified.append(ops.verify(found, plan, None, drawn, None))
+            verified.append(ops.collect_outputs(found, plan, None, drawn, None))
         assert_equal(laid[1], laid[0])
         assert_equal(verified[1], verified[0])
         shared += int((found.blocks.run_A.sum() - found.rows.count_R.sum()).item())

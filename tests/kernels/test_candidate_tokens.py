@@ -16,8 +16,7 @@ from smc.executor.sampling import Sampling
 from smc.executor.triton_ops import TritonSampling
 from smc.kernels.candidate_tokens import propose_candidates
 from smc.kernels.truncation import truncate
-from smc.philox import Purpose, exponentials, words
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.kernels.test_extremes import DTYPES, largest, logit_rows, truncating
 from tests.test_distributions import TOLERANCE, Spec, law_spec

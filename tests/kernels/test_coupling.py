@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc.algorithm.coupling import is_ranked
+from smc.algorithm.coupling import Coupling, is_ranked
 from smc.arrays import map_tensors
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.draft import observe_draws
@@ -18,8 +18,7 @@ from smc.executor.ops import RoundOps
 from smc.executor.sampling import HeadSampling
 from smc.executor.triton_ops import TritonOps
 from smc.model.draft_vocab import DraftVocab
-from smc.philox import Purpose
-from smc.round.draws import Coupling, DrawKeys
+from smc.philox import DrawKeys, Purpose
 from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB

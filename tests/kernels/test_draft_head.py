@@ -14,8 +14,7 @@ from smc.distributions import NO_PROCESSORS, DistributionSpec
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_ops import TritonHeadSampling
 from smc.model.draft_vocab import DraftVocab
-from smc.philox import Purpose
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, Purpose
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import assert_equal
 

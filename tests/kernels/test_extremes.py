@@ -17,8 +17,7 @@ from smc import distributions
 from smc.arrays import to_device
 from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
-from smc.philox import Purpose, exponentials, words
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.test_distributions import TOLERANCE, Spec, assert_same_law, law_spec, reference, share, softmax
 

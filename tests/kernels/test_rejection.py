@@ -13,7 +13,7 @@ from torch import Tensor
 from smc.distributions import Distributions, DistributionSpec
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps, TritonSampling
-from smc.executor.verify import chain_groups, lay_out
+from smc.executor.verify import chain_groups, lay_out_blocks
 from smc.kernels.sampling import write_distribution
 from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
@@ -46,7 +46,7 @@ def said(
     ops: RoundOps, seed: int, vocab: int, lookahead: bool, device: torch.device, alike: bool
 ) -> tuple[Tensor, Tensor]:
     made = Round(seed, KINDS, lookahead, device)
-    asked = lay_out(
+    asked = lay_out_blocks(
         made.state, made.here(made.floats(made.slots + 1, made.most)), made.plan, None if lookahead else made.drafted()
     )
     rng, count = np.random.default_rng(seed), len(made.plan.arrays.chain_P)

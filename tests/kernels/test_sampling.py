@@ -10,8 +10,7 @@ import torch
 
 from smc import distributions
 from smc.kernels import sampling
-from smc.philox import Purpose, exponentials, words
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, Purpose, exponentials, words
 
 rng = np.random.default_rng(7)
 

@@ -16,8 +16,7 @@ from smc import distributions
 from smc.arrays import to_device
 from smc.kernels import sampling
 from smc.kernels.truncation import Cut, truncate
-from smc.philox import Purpose, exponentials, words
-from smc.round.draws import DrawKeys
+from smc.philox import DrawKeys, Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.kernels.truncation_helpers import kept
 from tests.test_distributions import PROCESSORS, Spec, assert_same_law, batches, law_spec, reference, softmax

@@ -13,8 +13,8 @@ from smc.arrays import map_tensors
 from smc.calibration.latency import BRIEF, TREE, Effort, live_plan, measure_latency
 from smc.calibration.warm_up import warm_up_plans
 from smc.executor.forward import StaticForward
-from smc.executor.model_runner import LocalRoundExecutor
 from smc.executor.ops import RoundOps
+from smc.executor.round_executor import LocalRoundExecutor
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
