@@ -171,11 +171,11 @@ class BenchOptions:
         ),
     ] = False
     prompts_file: Annotated[
-        Path | None,
+        list[Path] | None,
         options.option(
             options.MEASURE,
-            "File of prompts, JSON lines as for `smcserve eval --problems`. Default: problems of the "
-            "demo pair, or random tokens.",
+            "File of prompts, JSON lines as for `smcserve eval --problems`; may be repeated on cuda. Default: problems "
+            "of the demo pair, or random tokens.",
             metavar="FILE",
         ),
     ] = None
@@ -193,7 +193,14 @@ class BenchOptions:
     population: Annotated[str | None, options.option_of(SamplingParams, "population")] = None
     verification: Annotated[str | None, options.option_of(SamplingParams, "verification")] = None
     guidance_scale: Annotated[float | None, options.option_of(SamplingParams, "guidance_scale")] = None
-    temperature: Annotated[float | None, options.option_of(SamplingParams, "temperature")] = None
+    temperature: Annotated[
+        list[float] | None,
+        options.option(
+            options.SAMPLING,
+            "Temperature of the target distribution; 0 = greedy; may be repeated on cuda. Default: 1.",
+            metavar="T",
+        ),
+    ] = None
     top_k: Annotated[int | None, options.option_of(SamplingParams, "top_k")] = None
     top_p: Annotated[float | None, options.option_of(SamplingParams, "top_p")] = None
     min_p: Annotated[float | None, options.option_of(SamplingParams, "min_p")] = None
@@ -256,8 +263,17 @@ class BenchOptions:
 
     @property
     def distribution(self) -> dict[str, Any]:
-        """The given settings of the target's distribution, by their names in `SamplingParams`."""
-        return {name: value for name, value in self.named(*DISTRIBUTION).items() if value is not None}
+        """The given settings of the target's distribution but the temperature, by their names in `SamplingParams`."""
+        given = self.named(*DISTRIBUTION)
+        return {name: value for name, value in given.items() if value is not None and name != "temperature"}
+
+    @property
+    def distribution_of_one(self) -> dict[str, Any]:
+        """The given settings of the target's distribution. Raises ValueError for several temperatures."""
+        if len(self.temperature or ()) > 1:
+            temperatures = " ".join(f"{each:g}" for each in self.temperature or ())
+            raise ValueError(f"--temperature {temperatures}; allowed here: one")
+        return self.distribution | ({"temperature": self.temperature[0]} if self.temperature else {})
 
     @property
     def modes(self) -> Sequence[str]:
@@ -376,12 +392,12 @@ def _advise(arguments: BenchOptions) -> None:
         raise ValueError("--load random does not show what is accepted; give --acceptance")
     if not on_gpu:
         refuse_idle(arguments.named("load"), "without --device cuda")
-    prompts = _file_prompts(arguments)
+    prompts = _file_of_one(arguments)
     config = _worker_group_config(arguments)
     plan = _advise_plan(arguments, config, gpus, min(gpus, there) if there else gpus)
 
     def run(backend: PromptBackend) -> None:
-        tokens = [each.tokens(backend.tokenizer, raw=False) for each in prompts or ()]
+        tokens = [each.tokens(backend.tokenizer, raw=False) for each in prompts]
         run_advice(replace(plan, prompts=tokens), backend, config, compiles=on_gpu)
 
     if not arguments.link and not on_gpu:
@@ -417,7 +433,7 @@ def _advise_plan(arguments: BenchOptions, config: WorkerGroupConfig, gpus: int, 
         branches=arguments.branches,
         blocks=arguments.block,
         acceptance=arguments.acceptance,
-        distribution=arguments.distribution,
+        distribution=arguments.distribution_of_one,
         prompts=(),
         json=arguments.json,
         picture=arguments.picture,
@@ -443,19 +459,24 @@ def _bench_gpus(arguments: BenchOptions) -> None:
         contexts,
         arguments.loads,
         arguments.timed_rounds,
-        arguments.distribution,
+        arguments.distribution_of_one if arguments.prompts else arguments.distribution,
         not arguments.no_prefix_cache,
         arguments.decodings,
         arguments.drafting or "always",
+        temperatures=(None,) if arguments.prompts else arguments.temperature or (None,),
     )
     prompts = _file_prompts(arguments)
-    if prompts is not None:
+    if prompts:
         refuse_idle(arguments.named("context"), "with --prompts-file, whose prompts have lengths of their own")
         plan = replace(plan, contexts=())
     with _backend(arguments.link, _worker_group_config(arguments), degrees) as (backend, gpus):
         assert gpus is not None
-        if prompts is not None:
-            plan = replace(plan, prompts=[each.tokens(backend.tokenizer, raw=False) for each in prompts])
+        if prompts:
+            tokens = {
+                name: [each.tokens(backend.tokenizer, raw=False) for each in problems]
+                for name, problems in prompts.items()
+            }
+            plan = replace(plan, prompts=tokens)
         _measure_prompts(plan, backend, gpus, arguments.json) if arguments.prompts else _measure_speed(
             plan, backend, gpus, arguments
         )
@@ -494,7 +515,7 @@ def _bench_rounds(arguments: BenchOptions) -> None:
     arguments.check(arguments.named("draft_tp", "target_tp"), arguments.json)
     configs = [replace(config, prefix_cache=not arguments.no_prefix_cache) for config in _configs(blocks, branches)]
     sampling, rounds = {"particles": particles, **arguments.decoding}, arguments.timed_rounds
-    prompts = _file_prompts(arguments)
+    prompts = _file_of_one(arguments)
     rows: list[Any]
     if arguments.link:
         config = service_options.worker_group_config(arguments.named(*MODELS, "draft_tp", "target_tp", "threads", *OWN))
@@ -504,19 +525,31 @@ def _bench_rounds(arguments: BenchOptions) -> None:
         out.print(process_round_table(rows), PROCESS_LEGEND.format(particles=particles), sep="\n")
     else:
         pair = _cpu_pair(arguments)
-        tokens = [each.tokens(pair.tokenizer, raw=False) for each in prompts or ()]
+        tokens = [each.tokens(pair.tokenizer, raw=False) for each in prompts]
         rows = time_rounds(pair, configs, arguments.loads, sampling, rounds, tokens)
         out.print(round_table(rows), LOCAL_LEGEND.format(particles=particles, rounds=rounds), sep="\n")
     out.print(*curve_tables(latency_of_rounds(rows)), CURVES_LEGEND, sep="\n")
     _write(arguments.json, rows)
 
 
-def _file_prompts(arguments: BenchOptions) -> list[FileProblem] | None:
-    """Return the problems of --prompts-file; None if it is not given. Raises ValueError for an invalid file, before
-    models are loaded."""
+def _file_prompts(arguments: BenchOptions) -> dict[str, list[FileProblem]]:
+    """Return the problems of every --prompts-file, by the file's name without its suffix. Raises ValueError for an
+    invalid file, and for two files of one name, before models are loaded."""
     from benchmarks.problem_file import read_problems
 
-    return None if arguments.prompts_file is None else read_problems(arguments.prompts_file)
+    files = arguments.prompts_file or []
+    found = {path.stem: read_problems(path) for path in files}
+    if len(found) < len(files):
+        raise ValueError(f"--prompts-file {' '.join(map(str, files))}; allowed: files of different names")
+    return found
+
+
+def _file_of_one(arguments: BenchOptions) -> list[FileProblem]:
+    """Return the problems of the only --prompts-file; none if it is not given. Raises ValueError for several files."""
+    found = _file_prompts(arguments)
+    if len(found) > 1:
+        raise ValueError(f"--prompts-file {' '.join(map(str, arguments.prompts_file or ()))}; allowed here: one")
+    return next(iter(found.values()), [])
 
 
 def _write(json: Path | None, rows: Sequence[Any]) -> None:

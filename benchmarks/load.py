@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class Load:
     next."""
     answer: int | None
     """Maximum number of tokens of an answer; None: answers last as long as rounds are timed."""
+    name: str = ""
+    """Where the prompts come from, for tables."""
+    distribution: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `SamplingParams` that the requests' tokens are drawn with, by name."""
 
     @property
     def context(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -44,6 +44,9 @@ class Speed:
     requests: int
     context: int
     """Prompt tokens."""
+    prompts: str
+    """File of the prompts; empty: there is none."""
+    temperature: float
     gpus: int
     target_gpus: int
     rows: float
@@ -128,23 +131,17 @@ class TimedRounds:
 
 
 class ModeTimer:
-    """Times modes on a machine, for requests of one distribution."""
+    """Times modes on a machine."""
 
     def __init__(
         self,
         backend: BenchBackend,
         on_round: Callable[[TracedRound], None] | None = None,
-        distribution: Mapping[str, Any] | None = None,
         latency: Callable[[Mode], LatencyModel | None] = lambda mode: None,
     ) -> None:
-        """`on_round` is called with every timed round. `distribution`: settings of `SamplingParams`, by name.
-        `latency`: the latency model that chooses the trees of a mode; None: trees are as large as the mode says."""
-        self._backend, self._on_round, self._distribution, self._latency = (
-            backend,
-            on_round,
-            distribution or {},
-            latency,
-        )
+        """`on_round` is called with every timed round. `latency`: the latency model that chooses the trees of a mode;
+        None: trees are as large as the mode says."""
+        self._backend, self._on_round, self._latency = backend, on_round, latency
 
     def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
         """Time `rounds` rounds of a load."""
@@ -153,7 +150,7 @@ class ModeTimer:
             "population": mode.population,
             "verification": mode.verification,
         }
-        params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **self._distribution)
+        params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **load.distribution)
         latency = self._latency(mode) if mode.method is Method.EXACT else None
         untimed = WARM_UP if latency is None else SETTLED
         requests = load.make_requests(params, _stride(mode) * (rounds + untimed + 4) + 1)
@@ -186,6 +183,8 @@ class ModeTimer:
             branches=1 if mode.method.plain else mode.config.branches,
             requests=load.requests,
             context=load.context,
+            prompts=load.name,
+            temperature=params.temperature,
             gpus=mode.gpus,
             target_gpus=mode.degrees[1],
             rows=spec.rows / spec.rounds if spec.rounds else params.rows,

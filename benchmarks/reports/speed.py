@@ -4,10 +4,10 @@ round, and of latency models."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -36,20 +36,33 @@ one GPU."""
 APART = ("plain", "lockstep-apart", "lookahead")
 """Default modes if each model is in its own process."""
 SPEED_LEGEND = (
-    "medians of {rounds} rounds, milliseconds. rows: rows of a request; alone: share of its rounds with nothing "
-    "drafted (--drafting adaptive); tok/round: tokens that a round adds to an answer (exact: tokens confirmed); tok/s: "
-    "answer tokens a second of one request, total: of all. step: one step of the draft; draft: its K steps; target: "
-    "its pass (plain: its K steps); select: weighting and resampling; link: time in which no model works; host: "
-    "planning and queueing a round, hidden unless longer than the models' time; idle: share of the round in which the "
-    "slower model waits; floor: share of the time that reading all weights once a pass takes at 4.26 TB/s."
+    "medians of {rounds} rounds, milliseconds. T: temperature; rows: rows of a request; alone: share of its rounds "
+    "with nothing drafted (--drafting adaptive); tok/round: tokens that a round adds to an answer (exact: tokens "
+    "confirmed); rounds/s: rounds a second; tok/s: answer tokens a second of one request, total: of all. step: one "
+    "step of the draft; draft: its K steps; target: its pass (plain: its K steps); select: weighting and resampling; "
+    "link: time in which no model works; host: planning and queueing a round, hidden unless longer than the models' "
+    "time; idle: share of the round in which the slower model waits; floor: share of the time that reading all "
+    "weights once a pass takes at 4.26 TB/s."
 )
 SPEED_COLUMNS = (
-    "N K F GPUs context requests rows alone tok/round tok/s total x_plain "
+    "N K F GPUs T context requests rows alone tok/round rounds/s tok/s total x_plain "
     "round step draft target select link host idle floor GiB"
 )
 
-TableLine = tuple["Mode", int, int | None]
-"""Mode, number of requests and context of one line of the table."""
+
+class TableLine(NamedTuple):
+    """What one line of the table measures."""
+
+    mode: Mode
+    requests: int
+    context: int | None
+    """Prompt tokens; None: prompts have lengths of their own."""
+    prompts: str = ""
+    """Name of the file of prompts; empty: problems, or random tokens."""
+    temperature: float | None = None
+    """None: that of `SamplingParams`."""
+
+
 PROMPT_CONTEXTS = (256, 4096, 16384, 65536)
 SHORT_PROMPT_CONTEXTS = (64, 256)
 """Default contexts of --prompts on a CPU."""
@@ -106,8 +119,10 @@ class SpeedPlan:
     names in `SamplingParams`."""
     drafting: str = "always"
     """`drafting` of `EngineConfig`; with `adaptive`, the models are timed first."""
-    prompts: Sequence[Sequence[int]] = ()
-    """Token ids of prompts that replace problems."""
+    prompts: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    """Token ids of prompts that replace problems, by the name of their file."""
+    temperatures: Sequence[float | None] = (None,)
+    """Temperatures of the target's distribution; None: that of `SamplingParams`."""
 
     def __post_init__(self) -> None:
         from smc.api.sampling_params import SamplingParams
@@ -116,8 +131,8 @@ class SpeedPlan:
             if mode not in (*MODES, WIDE):
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join((*MODES, WIDE))}")
         of_pair = self.decodings if set(self.modes) - {"plain", WIDE} else ()
-        for decoding in ({"method": "target"}, *of_pair):
-            SamplingParams(**decoding, **self.distribution)
+        for decoding, temperature in product(({"method": "target"}, *of_pair), self.temperatures):
+            SamplingParams(**decoding, **self.drawn_at(temperature))
         for context in self.contexts:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
@@ -125,9 +140,14 @@ class SpeedPlan:
     def rows(self, gpus: int) -> Iterator[TableLine]:
         """Yield the lines of the table: for every load all modes, in the order given."""
         modes = list(self._modes(gpus))
-        for context, requests in product(self.contexts or (None,), self.concurrency):
+        loads = product(self.prompts or ("",), self.temperatures, self.contexts or (None,), self.concurrency)
+        for prompts, temperature, context, requests in loads:
             for mode in modes:
-                yield mode, requests, context
+                yield TableLine(mode, requests, context, prompts, temperature)
+
+    def drawn_at(self, temperature: float | None) -> dict[str, Any]:
+        """Return the settings of the distribution with this temperature."""
+        return {**self.distribution} if temperature is None else {**self.distribution, "temperature": temperature}
 
     def _modes(self, gpus: int) -> Iterator[Mode]:
         from benchmarks.backends import Mode
@@ -180,8 +200,8 @@ def in_turn(rows: Sequence[TableLine]) -> list[tuple[int, TableLine]]:
     """Return the lines in the order in which they are run, each with its index in `rows`. Lines with the same number of
     GPUs for the target follow each other, whatever their load: processes load the target for one split, and a large
     model takes minutes to load."""
-    splits = list(dict.fromkeys(mode.degrees[1] for mode, _, _ in rows))
-    return sorted(enumerate(rows), key=lambda row: splits.index(row[1][0].degrees[1]))
+    splits = list(dict.fromkeys(line.mode.degrees[1] for line in rows))
+    return sorted(enumerate(rows), key=lambda row: splits.index(row[1].mode.degrees[1]))
 
 
 def measure_speed(
@@ -214,19 +234,20 @@ def measure_speed(
         return latencies[mode.degrees]
 
     decide = latency if plan.drafting == "adaptive" else (lambda mode: None)
-    bench = ModeTimer(backend, keep if trace else None, plan.distribution, decide)
+    bench = ModeTimer(backend, keep if trace else None, decide)
     todo = in_turn(list(plan.rows(gpus)))
     measured: dict[int, Speed] = {}
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
-        for index, (mode, requests, context) in todo:
-            if context is not None:
-                load = random_load(backend.tokenizer, requests, context)
-            elif plan.prompts:
-                load = file_load(plan.prompts, requests)
+        for index, line in todo:
+            if line.context is not None:
+                load = random_load(backend.tokenizer, line.requests, line.context)
+            elif line.prompts:
+                load = file_load(plan.prompts[line.prompts], line.requests)
             else:
-                load = problem_load(backend.tokenizer, requests)
-            measured[index] = bench.run(mode, load, plan.rounds)
+                load = problem_load(backend.tokenizer, line.requests)
+            load = replace(load, name=line.prompts, distribution=plan.drawn_at(line.temperature))
+            measured[index] = bench.run(line.mode, load, plan.rounds)
             keep_rows(_in_order(measured))
             progress.advance(task)
     if trace is not None:
@@ -255,14 +276,15 @@ def speed_table(rows: Sequence[Speed]) -> Table:
     table.add_column("mode", no_wrap=True)
     for header in SPEED_COLUMNS.split():
         table.add_column(header.replace("_", " "), justify="right", no_wrap=True)
-    plain = {(row.context, row.requests): row.per_request for row in rows if row.mode == "plain"}
+    plain = {_load_of(row): row.per_request for row in rows if row.mode == "plain"}
     for row in rows:
-        base = plain.get((row.context, row.requests))
-        shape = (row.particles, row.block, row.branches, row.gpus, row.context, row.requests)
-        name = row.mode if row.decoding == "target" else f"{row.decoding} {row.mode}"
+        base = plain.get(_load_of(row))
+        shape = (row.particles, row.block, row.branches, row.gpus, f"{row.temperature:g}", row.context, row.requests)
+        name = " ".join(filter(None, (row.prompts, "" if row.decoding == "target" else row.decoding, row.mode)))
         drafted = (f"{row.rows:.1f}", f"{row.alone:.0%}" if row.decoding == "exact" else "")
         rates = (
             f"{row.tokens:.1f}",
+            f"{1e3 / row.round:.0f}",
             f"{row.per_request:.0f}",
             f"{row.total:.0f}",
             f"{row.per_request / base:.2f}" if base else "",
@@ -277,6 +299,11 @@ def speed_table(rows: Sequence[Speed]) -> Table:
     return table
 
 
+def _load_of(row: Speed) -> tuple[str, float, int, int]:
+    """Return what lines that are compared with each other have in common."""
+    return row.prompts, row.temperature, row.context, row.requests
+
+
 def measure_prompts(plan: SpeedPlan, backend: PromptBackend, gpus: int) -> list[FirstToken]:
     """Measure first tokens. `plan.concurrency`: numbers of requests that are decoded meanwhile; 0: none."""
     from benchmarks.prompts import REPEATS, FirstTokenTimer
@@ -286,7 +313,7 @@ def measure_prompts(plan: SpeedPlan, backend: PromptBackend, gpus: int) -> list[
     with progress_bar() as progress:
         task = progress.add_task("prompts", total=len(todo) * 2 * (1 + REPEATS))
         bench = FirstTokenTimer(backend, plan.rounds, lambda: progress.advance(task), plan.distribution)
-        for index, (mode, beside, context) in todo:
+        for index, (mode, beside, context, *_) in todo:
             assert context is not None, "prompts have lengths"
             progress.update(task, description=f"{mode.name}, {context:,} tokens, {beside} beside")
             found[index] = bench.run(mode, context, beside)

@@ -10,10 +10,13 @@ import pytest
 
 from benchmarks import advise, prompts
 from benchmarks.bench import BenchOptions
-from benchmarks.reports.speed import SpeedPlan
+from benchmarks.reports.speed import SpeedPlan, speed_table
+from benchmarks.speed import Speed
 from services.launch.division_choice import DivisionMeasurement
 from smc.api.sampling_params import Method
 from smc.calibration import latency as timing
+
+CHAT, CODE = "benchmarks/chat_prompts.jsonl", "benchmarks/code_prompts.jsonl"
 
 
 def test_table_and_file(smcserve, tmp_path):
@@ -151,11 +154,41 @@ def test_each_method_in_every_mode_of_both_models():
         mode=["plain", "plain-tp", "lookahead"], method=["smc", "exact"], population="independent", link=["nccl"]
     )
     plan = SpeedPlan((1, 1), asked.mode, (4, 8), (5,), (2,), (), (1,), 3, {}, decodings=asked.decodings)
-    modes = [mode for mode, _, _ in plan.rows(2)]
+    modes = [line.mode for line in plan.rows(2)]
     assert [(mode.name, mode.degrees) for mode in modes[:2]] == [("plain", (0, 1)), ("plain-tp", (0, 2))]
     decoded = [(mode.method, mode.particles, mode.population) for mode in modes[2:]]
     assert decoded == [(Method.SMC, n, "independent") for n in (4, 8)] + [(Method.EXACT, n, None) for n in (4, 8)]
-    assert [mode.name for mode, _, _ in plan.rows(1)] == ["plain"]
+    assert [line.mode.name for line in plan.rows(1)] == ["plain"]
+
+
+def test_every_file_of_prompts_at_every_temperature():
+    """Loads are compared with plain decoding of the same prompts at the same temperature."""
+    prompts, temperatures = {"chat": [[5, 6]], "code": [[7]]}, (0.0, 0.7)
+    plan = SpeedPlan(
+        (1, 1), ("plain", "lockstep"), (4,), (5,), (2,), (), (1,), 3, {"top_k": 5}, prompts=prompts,
+        decodings=[{"method": "exact"}], temperatures=temperatures,
+    )  # fmt: skip
+    lines = list(plan.rows(1))
+    assert [(line.prompts, line.temperature, line.mode.name) for line in lines] == [
+        (name, temperature, mode) for name in prompts for temperature in temperatures for mode in plan.modes
+    ]
+    with pytest.raises(ValueError, match="temperature=-1"):
+        replace(plan, temperatures=(0.7, -1.0))
+    assert plan.drawn_at(0.7) == {"top_k": 5, "temperature": 0.7} and plan.drawn_at(None) == {"top_k": 5}
+    times = dict.fromkeys(("draft", "target", "select", "link", "host", "idle", "floor", "memory", "total"), 1.0)
+    shape = {"particles": 4, "block": 5, "branches": 1, "requests": 1, "context": 8, "gpus": 1, "target_gpus": 1}
+    rows = [
+        Speed(
+            line.mode.name, "target" if line.mode.name == "plain" else "exact", **shape, **times, rows=1, alone=0.0,
+            prompts=line.prompts, temperature=line.temperature, tokens=4.0, round=5.0,
+            per_request=100.0 * (1 + number),
+        )
+        for number, line in enumerate(lines)
+    ]  # fmt: skip
+    shown = {column.header: list(column.cells) for column in speed_table(rows).columns}
+    assert shown["mode"] == ["chat plain", "chat exact lockstep"] * 2 + ["code plain", "code exact lockstep"] * 2
+    assert shown["T"] == ["0", "0", "0.7", "0.7"] * 2 and shown["rounds/s"] == ["200"] * 8
+    assert shown["x plain"] == ["1.00", "2.00", "1.00", "1.33", "1.00", "1.20", "1.00", "1.14"]
 
 
 def test_what_is_given_twice_is_measured_once():
@@ -173,7 +206,7 @@ def test_what_is_given_twice_is_measured_once():
 def test_plain_decoding_on_all_gpus_is_measured_once(capsys):
     """If either model has several GPUs, `plain` uses the GPUs of both."""
     plan = SpeedPlan((1, 2), ("plain-tp", "plain", "lookahead"), (4,), (5,), (2,), (), (1, 2), 3, {})
-    assert [(mode.name, mode.degrees) for mode, requests, _ in plan.rows(3) if requests == 2] == [
+    assert [(line.mode.name, line.mode.degrees) for line in plan.rows(3) if line.requests == 2] == [
         ("plain", (0, 3)),
         ("lookahead", (1, 2)),
     ]
@@ -209,6 +242,9 @@ def test_more_gpus_than_there_are(capsys):
             "--guidance-scale 2 draws tokens that the small pair does not have",
         ),
         (("--device", "cuda", "--mode", "lookahead", "--temperature", 0), "temperature=0"),
+        (("--advise", "--temperature", 0.7, "--temperature", 1), "--temperature 0.7 1; allowed here: one"),
+        (("--prompts-file", CHAT, "--prompts-file", CODE), "allowed here: one"),
+        (("--device", "cuda", "--prompts-file", CHAT, "--prompts-file", CHAT), "allowed: files of different names"),
         (("-n", 4, "-n", 8), "allowed without --device cuda: one value"),
         (("--device", "cuda", "--mode", "fast"), "--mode 'fast'; allowed: plain"),
         (("--device", "cuda", "--mode", "plain-tp"), "--mode plain-tp shares the target among processes; give --link"),

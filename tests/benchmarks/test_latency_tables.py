@@ -10,7 +10,16 @@ from benchmarks.reports.speed import MeasuredLatency, curve_tables, latency_of_s
 from benchmarks.speed import Speed
 
 TIMES = dict.fromkeys(("per_request", "total", "round", "select", "link", "host", "idle", "floor", "memory"), 1.0)
-SIZES = {"particles": 8, "branches": 1, "requests": 128, "context": 74, "gpus": 1, "target_gpus": 1}
+SIZES = {
+    "particles": 8,
+    "branches": 1,
+    "requests": 128,
+    "context": 74,
+    "prompts": "",
+    "temperature": 1.0,
+    "gpus": 1,
+    "target_gpus": 1,
+}
 PLAIN = Speed(
     "plain",
     "target",

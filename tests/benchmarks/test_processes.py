@@ -108,9 +108,9 @@ def test_speed_of_models_in_processes_of_their_own():
     ]
     told = []
     with closing(ProcessBackend(CONFIG)) as machine:
+        load = random_load(machine.tokenizer, 2, 16)
         rows = [
-            ModeTimer(machine, told.append, {"top_p": 0.9}).run(mode, random_load(machine.tokenizer, 2, 16), 3)
-            for mode in modes
+            ModeTimer(machine, told.append).run(mode, replace(load, distribution={"top_p": 0.9}), 3) for mode in modes
         ]
         rows.append(ModeTimer(machine, told.append).run(modes[2], problem_load(machine.tokenizer, 2), 3))
         slow_draft, fast = ModelLatency(LatencyCurve(((1, 1.0),))), ModelLatency(LatencyCurve(((1, 1e-3),)))
@@ -118,7 +118,7 @@ def test_speed_of_models_in_processes_of_their_own():
             modes[2], problem_load(machine.tokenizer, 2), 3
         )
         with pytest.raises(ValueError, match="top_p=2"):
-            ModeTimer(machine, None, {"top_p": 2}).run(modes[0], random_load(machine.tokenizer, 2, 16), 3)
+            ModeTimer(machine).run(modes[0], replace(load, distribution={"top_p": 2}), 3)
     assert len(told) == 12 and all(turn.end > turn.begin for turn in told)
     assert [row.gpus for row in rows] == [1, 2, 2, 2] and [row.decoding for row in rows] == [
         "target",
@@ -194,7 +194,7 @@ def test_what_the_same_processes_run_is_run_in_a_row(degrees, gpus):
     rows = list(plan.rows(gpus))
     turns = in_turn(rows)
     assert [turn for _, turn in sorted(turns, key=lambda each: each[0])] == rows
-    places = [placed(mode.degrees, degrees, gpus) for _, (mode, _, _) in turns if mode.name != "lockstep"]
+    places = [placed(mode.degrees, degrees, gpus) for _, (mode, *_) in turns if mode.name != "lockstep"]
     assert len(list(groupby(places))) == len({json.dumps(place) for place in places})
 
 
