@@ -1,13 +1,13 @@
 """Expansion of populations with distinct rows: chooses the continuations to keep, by probability or by sampling without
 replacement.
 
-Every row has candidate tokens, each with a mass. Exact decoding keeps the candidates of largest mass, which is their
-log-probability under the draft (`smc.algorithm.coupling`), and always the most probable continuation of the first row.
-SMC with distinct particles samples as many candidates as there may be rows, such that candidate j is chosen with
-probability pi_j = min(1, c m_j), by one systematic draw over the candidates in the order of their rows. A chosen
-candidate gets the mass m_j / pi_j, which keeps the expectation of the weighted sum of every function (Fearnhead and
-Clifford, "On-line inference for hidden Markov models via particle filters", 2003). Knows nothing about models, requests
-or pages."""
+Every row has candidate tokens, each with a mass. Exact decoding keeps the candidates of largest mass, here the
+log-probability that they win the target's draws by the draft's estimate (`smc.algorithm.coupling`), and always the most
+probable continuation of the first row. SMC with distinct particles samples as many candidates as there may be rows,
+such that candidate j is chosen with probability pi_j = min(1, c m_j), by one systematic draw over the candidates in the
+order of their rows. A chosen candidate gets the mass m_j / pi_j, which keeps the expectation of the weighted sum of
+every function (Fearnhead and Clifford, "On-line inference for hidden Markov models via particle filters", 2003). Knows
+nothing about models, requests or pages."""
 
 from __future__ import annotations
 

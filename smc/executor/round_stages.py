@@ -364,7 +364,7 @@ class VerifyStage:
             next_AV = logits_TV[inputs.last_A]
         if plan.kind.decodings != {Decoding.REJECTION}:
             # Exact decoding follows these draws; a population in which no particle has weight continues with them.
-            drawn = TargetDraws(*self.sampling.bonus(logits_TV, distribution_T, inputs.keys))
+            drawn = TargetDraws(*self.sampling.own_draws(logits_TV, distribution_T, inputs.keys))
         if log_mass_T is not None:
             # Without the constraint, log p is log p given the constraint plus the log mass that it allows.
             if labelled_T is not None:

@@ -102,7 +102,7 @@ class Sampling:
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[CandidateTokens, Tensor, Tensor]:
         """Return candidate tokens of rows from the powered target distribution, their log p [R, C], and log Z [R] of
-        the power as in `bonus`."""
+        the power as in `own_draws`."""
         logp_RV, powered_RV, log_z_R = self._powered(logits_RV, distribution)
         candidate_tokens = self._candidate_tokens(powered_RV, keys)
         return candidate_tokens, logp_RV.gather(-1, candidate_tokens.token_RC), log_z_R
@@ -122,7 +122,7 @@ class Sampling:
         plain = DistributionSpec.plain(len(logits_RV)).to(logits_RV.device)
         return self.score(logits_RV, plain, token_X, row_X)
 
-    def bonus(
+    def own_draws(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw tokens [R, F] (of any integer type) from the powered target distribution. Returns them, their log p
@@ -138,7 +138,7 @@ class Sampling:
         return torch.where(scale_T1 == 1, own_TV, unconditional_TV + scale_T1 * (own_TV - unconditional_TV))
 
     def _powered(self, logits_RV: Tensor, distribution: DistributionSpec[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the target distribution and its power, [R, V] each, and log Z [R] as in `bonus`."""
+        """Return the target distribution and its power, [R, V] each, and log Z [R] as in `own_draws`."""
         distributions = Distributions(distribution, logits_RV.device)
         logp_RV = distributions.target(self._logits(logits_RV))
         powered_RV, log_z_R = distributions.powered(logp_RV)
@@ -176,10 +176,10 @@ class RowSampling(Sampling):
         rows = (distribution.take(np.array([row])) for row in range(len(distribution.temperature_R)))
         self._active_R = [DistributionSpec.of(*row[:-1]).active for row in rows]
 
-    def bonus(
+    def own_draws(
         self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
     ) -> tuple[Tensor, Tensor, Tensor]:
-        made = [super(RowSampling, self).bonus(*row) for row in self._rows(logits_RV, distribution, keys)]
+        made = [super(RowSampling, self).own_draws(*row) for row in self._rows(logits_RV, distribution, keys)]
         token_RF, logp_RF, log_z_R = (torch.cat(parts) for parts in zip(*made))
         return token_RF, logp_RF, log_z_R
 

@@ -65,7 +65,7 @@ def target_outputs(
         return DrawKeys(plan.arrays.seed_A, plan.arrays.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
 
     if plan.kind.has_separate:
-        bonus_A1, logp_A1, log_z_A = sampling.bonus(next_AV, plan.target_distribution, keys(blocks.stream_A))
+        bonus_A1, logp_A1, log_z_A = sampling.own_draws(next_AV, plan.target_distribution, keys(blocks.stream_A))
         target = TargetOutputs(logp_A1[:, 0], bonus_A1[:, 0], log_z_A)
     if plan.kind.has_competing:
         candidate_tokens, candidate_logp_AC, log_z_A = sampling.propose_bonus(

@@ -60,7 +60,7 @@ class TritonSampling(Sampling):
         if not distribution.active & Processors.ALPHA:
             candidate_tokens = self._propose_candidates(logits_RV, distribution.temperature_R, keys, cut)
             return candidate_tokens, candidate_tokens.logq_RC, candidate_tokens.logq_RC[:, 0] * 0.0
-        # As in `bonus`. The likeliest token's log-probability is finite in any distribution.
+        # As in `own_draws`. The likeliest token's log-probability is finite in any distribution.
         candidate_tokens = self._propose_candidates(
             logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
         )
@@ -76,7 +76,7 @@ class TritonSampling(Sampling):
         cut = self._cut(logits_RV, distribution)
         return score(logits_RV, self.vocab, distribution.temperature_R, token_X.int(), cut=cut, row_X=row_X)[0]
 
-    def bonus(
+    def own_draws(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys
     ) -> tuple[Tensor, Tensor, Tensor]:
         cut = self._cut(logits_RV, distribution)

@@ -275,7 +275,7 @@ class ModelWorker:
         if draws.machines:
             logits_RV, distribution, mass_R = self._constrained(draws, logits_RV, failures)
         sampling = self.ops.first_sampling(self, draws.distribution)
-        token_RF, logp_RF, log_z_R = sampling.bonus(logits_RV, distribution, keys)
+        token_RF, logp_RF, log_z_R = sampling.own_draws(logits_RV, distribution, keys)
         weight_R = log_z_R.double()
         if mass_R is not None:
             logp_RF = logp_RF + mass_R[:, None]

@@ -196,7 +196,7 @@ class RoundKind:
 
     @property
     def has_competing(self) -> bool:
-        """Whether the rows of any group may not."""
+        """Whether the rows of any group compete for its places: in a walk, rejection, or a distinct population."""
         return bool(self.decodings - SEPARATE)
 
     @property

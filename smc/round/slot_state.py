@@ -29,7 +29,8 @@ class SlotState(NamedTuple):
     least_S: Tensor
     """int64 number of leading tokens of the sequence that must not end the answer."""
     pending_SQ: Tensor
-    """int64 pending tokens: the sequence's last tokens, in order."""
+    """int64 pending tokens: the sequence's last tokens, in order. Between rounds the draft has one, the target its next
+    block (look-ahead) or the block's seed (lockstep)."""
     pending_S: Tensor
     """int64 number of pending tokens, which have no keys and values yet."""
     ended_S: Tensor

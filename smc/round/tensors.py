@@ -2,7 +2,8 @@
 
 Particles have log-weights (`logw`). Rows are selected by their log mass (`mass`): the weight of the particle that a row
 continues, times the row's `share` of it and the ratios p^alpha / q of its tokens. In exact decoding, which has no
-weights, it is the log-probability under the draft."""
+weights, it is the log-probability that its tokens win the target's draws, by the draft's estimate
+(`smc.algorithm.coupling`)."""
 
 from __future__ import annotations
 
@@ -480,7 +481,7 @@ class VerifyInputs(NamedTuple):
 
 
 class TargetDraws(NamedTuple):
-    """The target's own draws after each token, as `smc.executor.sampling.Sampling.bonus` returns them."""
+    """The target's own draws after each token, as `smc.executor.sampling.Sampling.own_draws` returns them."""
 
     token_T1: Tensor
     """Integers of any type."""

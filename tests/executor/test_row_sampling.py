@@ -25,17 +25,17 @@ def test_rows_are_drawn_as_if_alone():
     seed_R, stream_RF = torch.arange(ROWS), torch.arange(DRAWS).expand(ROWS, DRAWS)
     keys = DrawKeys(seed_R, torch.zeros_like(seed_R), stream_RF, seed_R + 40, Purpose.TARGET)
     made, usual = RowSampling(VOCAB, distribution), Sampling(VOCAB)
-    found = made.bonus(logits_RV, distribution, keys)
+    found = made.own_draws(logits_RV, distribution, keys)
     candidates = made.propose_bonus(logits_RV, distribution, keys._replace(stream_RF=stream_RF[:, :1]))
     for row in range(ROWS):
         own = slice(row, row + 1)
         alone = DistributionSpec.of(*(values_R[own] for values_R in distribution[:-1]))
         own_keys = DrawKeys(*(values_R[own] for values_R in keys[:-1]), keys.purpose)
-        for one, expected in zip(found, usual.bonus(logits_RV[own], alone, own_keys)):
+        for one, expected in zip(found, usual.own_draws(logits_RV[own], alone, own_keys)):
             assert torch.equal(one[own], expected)
         theirs = usual.propose_bonus(logits_RV[own], alone, own_keys._replace(stream_RF=stream_RF[own, :1]))
         map_tensors(lambda one, expected: _same(one[own], expected), candidates, theirs)  # noqa: B023
-    together = usual.bonus(logits_RV, distribution, keys)
+    together = usual.own_draws(logits_RV, distribution, keys)
     assert torch.equal(found[0], together[0])
     torch.testing.assert_close(found[1], together[1], atol=1e-5, rtol=1e-5)
 
