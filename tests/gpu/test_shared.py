@@ -49,7 +49,7 @@ def test_answers_are_those_of_a_cpu(running):
 
 def test_exact_answers_go_on_after_a_kill(running):
     with running.client() as client, ThreadPoolExecutor(2) as pool:
-        long = {"max_tokens": 400, "ignore_eos": True}
+        long = {"method": "exact", "max_tokens": 400, "ignore_eos": True}
         plain = client.generate(QUESTION, method="target", **SURVIVES).tokens
         calls = [pool.submit(client.generate, QUESTION, timeout=300, seed=seed, **long) for seed in (1, 2)]
         running.until(lambda: running.supervisor.stats.running == 2, 20, "the load did not arrive")
