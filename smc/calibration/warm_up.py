@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from smc.api.engine_config import EngineConfig
+from smc.api.engine_config import PATHS, EngineConfig
 from smc.api.limits import MAX_PARTICLES
 from smc.api.request import Output, Request
 from smc.api.sampling_params import SamplingParams
@@ -105,8 +105,8 @@ def warm_up_plans(
         for (shape, steps, share), batch_size, processors in product(_shapes(config, decodings), sizes, truncated):
             if (steps or share) and (processors or batch_size not in SHALLOW_SIZES):
                 continue
-            if share and batch_size == 1:
-                # A single row has nothing in common with others.
+            if share and (batch_size == 1 or (steps and batch_size not in few)):
+                # A single row has nothing in common with others. Fewer tokens in one size compile all kernels.
                 continue
             if (processors and batch_size not in few) or contexts not in _contexts(
                 config.width(context), decodings, batch_size
@@ -133,13 +133,18 @@ def _roles(decodings: frozenset[Decoding]) -> tuple[ModelRole, ...]:
 def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[PagesPerRow, int | None, float]]:
     """Return triples (shape, steps, share of the tokens that run as nodes, 0: all run by themselves). The first is the
     shape of the config, with all tokens of a block (steps None). Where the latency model chooses trees, shapes with
-    fewer branches a row, rounds with fewer tokens and rounds with nodes follow."""
+    fewer branches a row, rounds with fewer tokens and, unless the target runs paths, rounds with nodes follow."""
     shape = RULES_OF_ROUNDS[_roles(decodings)].shape(config)
     if decodings != {Decoding.WALK} or config.drafting != "adaptive":
         return [(shape, None, 0.0)]
     shapes = [replace(shape, branches=branches) for branches in config.branch_levels]
-    shallow = ((shape, steps, 0.0) for steps in config.block_levels[1:])
-    return [*((each, None, 0.0) for each in shapes), *shallow, *((shape, None, share) for share in NODE_SHARES)]
+    levels, shares = config.block_levels[1:], () if config.verified == PATHS else NODE_SHARES
+    return [
+        *((each, None, 0.0) for each in shapes),
+        *((shape, steps, 0.0) for steps in levels),
+        *((shape, None, share) for share in shares),
+        *((shape, steps, share) for steps in levels for share in shares[:1]),
+    ]
 
 
 def padding_plan(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
@@ -27,11 +27,9 @@ from smc.kernels.launch import unspecialized
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
 from smc.scheduler.engine import Engine
-from smc.scheduler.round_plan import NODE_SHARES, DraftSize
-from smc.scheduler.tree_policy import LatencyTreePolicy, TreeRequest
 from tests.executor.test_kernels import KERNELS
 from tests.model.tiny import random_decoder, tiny_config
-from tests.scheduler.random_requests import some_request
+from tests.scheduler.random_requests import AnySize, some_request
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py"
@@ -68,20 +66,6 @@ def firsts(calls: list[Call]) -> list[Call]:
     needs."""
     of_kind = {args[0].kind: number for number, (name, args) in reversed([*enumerate(calls)]) if name == "round"}
     return [call for number, call in enumerate(calls) if call[0] != "round" or of_kind[call[1][0].kind] == number]
-
-
-class AnySize(LatencyTreePolicy):
-    """Drafts any size that the latency model might choose."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self._config, self._draw = config, random.Random(0)
-
-    def draft_size(self, trees: Iterable[TreeRequest], batch_size: int, *_given: object) -> DraftSize:
-        config, steps = self._config, self._draw.choice(self._config.block_levels)
-        tokens = batch_size * config.scored(steps)
-        nodes = int(self._draw.choice((0.0, *NODE_SHARES)) * tokens) if batch_size > len(list(trees)) else 0
-        return DraftSize(self._draw.choice(config.branch_levels), None if steps == config.block else steps, nodes)
 
 
 class Variants:
@@ -142,10 +126,12 @@ def test_warm_up_compiles_every_variant(config, monkeypatch):
     # The first round of a request compiles. Those after it are there for captures, of which a CPU has none.
     monkeypatch.setattr("smc.calibration.warm_up.ROUNDS", 2)
     draw = random.Random(config.form)
+    # As in a service, the models are not timed yet while the warm-up runs, so its requests have whole trees.
+    warmed_up = local_engine(pair(torch.float32), config)
+    before = noted(warmed_up)
+    warm_up(warmed_up, (), rare_requests(config, warmed_up.context, VOCAB))
     reference = local_engine(pair(torch.float32), config, trees=AnySize(config))
-    before = noted(reference)
-    warm_up(reference, (), rare_requests(config, reference.context, VOCAB))
-    before, after = [*before], noted(reference)
+    after = noted(reference)
     for number, together in enumerate(TOGETHER):
         # Few enough rows that all requests run at once, even if each row has an unconditional one.
         rows = config.max_slots // (2 * together)

@@ -15,6 +15,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
 from tests.scheduler.harness import answers
+from tests.scheduler.random_requests import AnySize
 
 FORMS = [
     EngineConfig(form="lockstep", block=8),
@@ -54,6 +55,21 @@ def test_float32_answers_are_the_cpu_s(on_cpu, config, devices):
     same = sum(found[i].tokens == one.tokens for i, one in expected.items())
     print(f"{same} of {len(asked)} answers equal")
     assert same >= 14
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "micro_batches"])
+def test_exact_answers_by_nodes_are_the_cpu_s(on_cpu, config):
+    """The target runs nodes of trees of any size, with CUDA graphs, after short prompts and then after long ones."""
+    own, exact = ({"method": Method.TARGET}, {"method": Method.EXACT, "particles": 8})
+    plain, short = (requests(on_cpu, 16, **method) for method in (own, exact))
+    beyond = [replace(one, prompt=(8 * one.prompt)[:330]) for one in plain]
+    long = [replace(one, prompt=other.prompt) for one, other in zip(short, beyond)]
+    engine = local_engine(load(torch.float32, DEVICES[0]), config, trees=AnySize(config))
+    for asked, by_target in ((short, plain), (long, beyond)):
+        expected, found = answers(local_engine(on_cpu), by_target), answers(engine, asked)
+        same = sum(found[i].tokens == one.tokens for i, one in expected.items())
+        print(f"{same} of {len(asked)} answers equal")
+        assert same >= 14
 
 
 @pytest.mark.parametrize("method", [Method.TARGET, Method.DRAFT])

@@ -9,29 +9,33 @@ import pytest
 import torch
 from triton import knobs
 
-from smc.api.engine_config import EngineConfig
+from smc.api.engine_config import NODES, EngineConfig
 from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
 from smc.local_engine import ModelPair, local_engine
 from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
-from tests.scheduler.random_requests import some_request
+from tests.scheduler.random_requests import AnySize, some_request
 
 CONTEXT = 1024
-FORMS = [
-    EngineConfig(block=5, max_slots=16, max_context=CONTEXT),
-    EngineConfig(form="lockstep", block=5, max_slots=16, max_context=CONTEXT),
-]
+FORMS = {
+    "look-ahead": EngineConfig(block=5, max_slots=16, max_context=CONTEXT),
+    "lockstep": EngineConfig(form="lockstep", block=5, max_slots=16, max_context=CONTEXT),
+    "look-ahead, nodes": EngineConfig(block=5, max_slots=16, max_context=CONTEXT, verified=NODES),
+    "lockstep, nodes": EngineConfig(form="lockstep", block=5, max_slots=16, max_context=CONTEXT, verified=NODES),
+}
 TIMES = 16
 """Number of times that requests are sent for each bound on their number."""
 ROUND = 1.0
 """Seconds that a step may take, including the capture of a round of a new size."""
 
 
-@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+@pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 def test_no_user_waits_for_a_compiler(config):
     shape, draw, compiled, asked = preset("llama-1b"), random.Random(5), [], []
     target, draft = (random_model(shape, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (1, 2))
-    engine = local_engine(ModelPair(target, draft, NoText(shape.vocab_size), CONTEXT), config)
+    # Without a latency model all rounds have whole trees, and no nodes.
+    trees = AnySize(config) if config.verified == NODES else None
+    engine = local_engine(ModelPair(target, draft, NoText(shape.vocab_size), CONTEXT), config, trees=trees)
     begin = time.monotonic()
     warm_up(engine, warm_up_plans(config, engine.context))
     usual = time.monotonic() - begin

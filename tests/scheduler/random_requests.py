@@ -1,12 +1,16 @@
-"""Random requests of all kinds: every method and verification, with random settings."""
+"""Random requests of all kinds: every method and verification, with random settings; and random sizes of rounds."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
+from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
+from smc.scheduler.round_plan import NODE_SHARES, DraftSize
+from smc.scheduler.tree_policy import LatencyTreePolicy, TreeRequest
 
 Settings = dict[str, Any]
 
@@ -65,3 +69,17 @@ def _more(draw: random.Random, method: str, tokens: int) -> Settings:
     if method != "draft" and draw.random() < 0.15:
         given |= {"logprobs": True, "top_logprobs": draw.randint(0, 5)}
     return given
+
+
+class AnySize(LatencyTreePolicy):
+    """Drafts any size that the latency model might choose."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._config, self._draw = config, random.Random(0)
+
+    def draft_size(self, trees: Iterable[TreeRequest], batch_size: int, *_given: object) -> DraftSize:
+        config, steps = self._config, self._draw.choice(self._config.block_levels)
+        tokens = batch_size * config.scored(steps)
+        nodes = int(self._draw.choice((0.0, *NODE_SHARES)) * tokens) if batch_size > len(list(trees)) else 0
+        return DraftSize(self._draw.choice(config.branch_levels), None if steps == config.block else steps, nodes)

@@ -3,11 +3,12 @@ change no state that matters."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from smc.api.engine_config import EngineConfig
+from smc.api.engine_config import NODES, PATHS, EngineConfig
 from smc.arrays import map_tensors
 from smc.calibration.warm_up import REPEATS, warm_up_plans
 from smc.local_engine import local_engine
@@ -91,6 +92,16 @@ def test_long_contexts_are_warmed_up_where_there_can_be_some():
     }
     found = {context: {plan.kind.contexts for plan in warm_up_plans(config, context)} for context in expected}
     assert found == expected
+
+
+@pytest.mark.parametrize("config", FORMS, ids=["look-ahead", "lockstep"])
+def test_rounds_with_nodes_are_warmed_up_where_the_target_runs_nodes(config):
+    """With nodes, also for every smaller number of tokens, because kernels are compiled for it."""
+    nodes, paths = (
+        {plan.kind for plan in warm_up_plans(replace(config, verified=verified), 512)} for verified in (NODES, PATHS)
+    )
+    assert paths == {kind for kind in nodes if not kind.nodes}
+    assert {kind.steps for kind in nodes - paths} == {None, *config.block_levels[1:]}
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=["look-ahead", "lockstep"])
