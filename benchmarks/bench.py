@@ -40,6 +40,7 @@ from benchmarks.reports.speed import (
 )
 from services.cli import options, service_options
 from services.cli.options import with_options
+from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.api.settings import CLUSTER
 from smc.terminal import out, progress_bar
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from benchmarks.process_rounds import ProcessRoundTime
     from benchmarks.processes import ProcessBackend
     from services.launch.config import WorkerGroupConfig
-    from smc.api.engine_config import EngineConfig
     from smc.local_engine import ModelPair
 
 ROUNDS = 30
@@ -243,6 +243,7 @@ class BenchOptions:
             metavar="adaptive|always",
         ),
     ] = None
+    verified: Annotated[str | None, options.option_of(EngineConfig, "verified")] = None
     no_prefix_cache: options.NoPrefixCache = False
     threads: options.Threads = None
     json: Annotated[
@@ -343,6 +344,8 @@ class BenchOptions:
             refuse_idle(self.named("drafting"), "without --method exact")
         elif self.verification == "rejection":
             refuse_idle(self.named("drafting"), "with --verification rejection")
+        if self.drafting != "adaptive":
+            refuse_idle(self.named("verified"), "without --drafting adaptive")
 
 
 def refuse_idle(given: Mapping[str, Any], where: str) -> None:
@@ -375,8 +378,8 @@ def bench(arguments: BenchOptions) -> None:
 def _advise(arguments: BenchOptions) -> None:
     """Find the best division of GPUs, and print and store it."""
     idle = arguments.named("mode") | {"prompts": arguments.prompts or None}
-    idle |= arguments.named("rounds", "trace", "method", "population", "verification", "guidance_scale", "drafting")
-    refuse_idle(idle, "with --advise")
+    idle |= arguments.named("rounds", "trace", "method", "population", "verification", "guidance_scale")
+    refuse_idle(idle | arguments.named("drafting", "verified"), "with --advise")
     if arguments.context and len(arguments.context) > 1:
         raise ValueError(f"--context {' '.join(map(str, arguments.context))}; allowed with --advise: one")
     on_gpu = arguments.device == "cuda"
@@ -464,6 +467,7 @@ def _bench_gpus(arguments: BenchOptions) -> None:
         arguments.decodings,
         arguments.drafting or "always",
         temperatures=(None,) if arguments.prompts else arguments.temperature or (None,),
+        verified=arguments.verified,
     )
     prompts = _file_prompts(arguments)
     if prompts:

@@ -123,10 +123,14 @@ class SpeedPlan:
     """Token ids of prompts that replace problems, by the name of their file."""
     temperatures: Sequence[float | None] = (None,)
     """Temperatures of the target's distribution; None: that of `SamplingParams`."""
+    verified: str | None = None
+    """`verified` of `EngineConfig`."""
 
     def __post_init__(self) -> None:
+        from smc.api.engine_config import EngineConfig
         from smc.api.sampling_params import SamplingParams
 
+        EngineConfig(drafting=self.drafting, verified=self.verified)
         for mode in self.modes:
             if mode not in (*MODES, WIDE):
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join((*MODES, WIDE))}")
@@ -155,7 +159,8 @@ class SpeedPlan:
         from smc.api.sampling_params import Method
         from smc.calibration.forecast import PLAIN_BLOCK
 
-        common: dict[str, Any] = {"prefix_cache": self.prefix_cache, "drafting": self.drafting}
+        names = ("prefix_cache", "drafting", "verified")
+        common: dict[str, Any] = {name: getattr(self, name) for name in names}
         for name in self.modes:
             degrees = self._degrees(name)
             needed = sum(degrees)

@@ -194,6 +194,7 @@ class EngineConfig:
         option=Option(
             "What the target runs of a tree of exact decoding. nodes: tokens that rows have in common once; paths: all "
             "tokens of every row. Default: nodes on a CPU, paths on a GPU, where nodes are not timed yet.",
+            "nodes|paths",
             panel=ENGINE,
             has_flag=False,
         ),

@@ -191,6 +191,12 @@ def test_every_file_of_prompts_at_every_temperature():
     assert shown["x plain"] == ["1.00", "2.00", "1.00", "1.33", "1.00", "1.20", "1.00", "1.14"]
 
 
+def test_the_target_runs_what_is_asked():
+    plan = SpeedPlan((1, 1), ("lockstep",), (8,), (5,), (2,), (), (1,), 3, {}, drafting="adaptive", verified="nodes")
+    ((mode, *_),) = plan.rows(1)
+    assert mode.config.on_device("cuda").verified == "nodes"
+
+
 def test_what_is_given_twice_is_measured_once():
     """Measurements follow the given order. With a single method, all given options apply to it, and those of another
     method are refused."""
@@ -281,6 +287,14 @@ def test_more_gpus_than_there_are(capsys):
             "--drafting adaptive has no effect with --verification rejection",
         ),
         (("--method", "exact", "--drafting", "adaptive"), "--drafting adaptive has no effect without --device cuda"),
+        (
+            ("--device", "cuda", "--method", "exact", "--verified", "nodes"),
+            "--verified nodes has no effect without --drafting adaptive",
+        ),
+        (
+            ("--device", "cuda", "--method", "exact", "--drafting", "adaptive", "--verified", "rows"),
+            "verified='rows'; allowed: nodes, paths",
+        ),
         (("--device", "cuda", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
         (("--device", "cuda", "--load", "random"), "--load random needs --target and --draft"),
     ],
