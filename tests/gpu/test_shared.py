@@ -20,14 +20,17 @@ from tests.service.asked import ASKED, engine_request
 from tests.service.running import Running
 from tests.service.test_faults import QUESTION, SURVIVES
 
+pytestmark = pytest.mark.timeout(900)
 ENGINE = EngineConfig(form="lockstep", block=5)
+START = 540.0
+"""Seconds of a start: one process compiles the kernels of both models."""
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     cluster.connect(None)
-    config = WorkerGroupConfig(device="cuda", dtype="float32", placement="shared", engine=ENGINE, start_timeout=300.0)
-    made = Running(config, start_seconds=300)
+    config = WorkerGroupConfig(device="cuda", dtype="float32", placement="shared", engine=ENGINE, start_timeout=START)
+    made = Running(config, start_seconds=START)
     try:
         yield made
     finally:

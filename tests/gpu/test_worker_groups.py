@@ -15,11 +15,13 @@ from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair, local_engine
 from tests.gpu.test_service import assert_same
+from tests.gpu.test_shared import START
 from tests.scheduler.harness import answers
 from tests.service.asked import ASKED, engine_request
 from tests.service.running import Running
 from tests.service.test_faults import QUESTION
 
+pytestmark = pytest.mark.timeout(900)
 ENGINE = EngineConfig(form="lockstep", block=5)
 STREAMS = 16
 
@@ -30,9 +32,9 @@ def running() -> Iterator[Running]:
         pytest.skip("needs 2 GPUs")
     cluster.connect(None)
     config = WorkerGroupConfig(
-        device="cuda", dtype="float32", placement="shared", worker_groups="auto", engine=ENGINE, start_timeout=300.0
+        device="cuda", dtype="float32", placement="shared", worker_groups="auto", engine=ENGINE, start_timeout=START
     )
-    made = Running(config, start_seconds=300)
+    made = Running(config, start_seconds=START)
     try:
         yield made
     finally:
