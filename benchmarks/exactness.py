@@ -185,6 +185,7 @@ def compare_in_company(given: argparse.Namespace) -> dict[str, int]:
     alone: dict[str, Answer] = {}
     for request in company_requests(given, pair, Method.TARGET):
         alone |= answers_of(engine, [request])
+    print(f"{len(alone)} answers by the target alone", flush=True)
     forms = [form for form in ("lockstep", "lookahead") if given.form in (None, form)]
     rows = [("target", None, in_flight) for in_flight in given.in_flight if in_flight > 1]
     rows += [(form, n, in_flight) for form in forms for n in given.particles for in_flight in given.in_flight]

@@ -8,7 +8,7 @@ For each number of worker groups it starts `smcserve serve` with the options aft
 keeps as many exact requests in flight over HTTP, without streams, and reads the tokens of all answers from the
 service's metrics. With `--kill`, so many exact streams run twice at the largest number of worker groups: undisturbed,
 and while a rank of worker group 1 is killed. It prints how many finish, how many have the same text, and the longest
-pauses. The last line is JSON."""
+pauses. Every result is printed at once, all speeds once more as a table at the end. The last line is JSON."""
 
 from __future__ import annotations
 
@@ -176,13 +176,15 @@ def kill(served: Served, streams: int, prompts: Sequence[Any], sampling: dict[st
 
         seen = [0] * streams
         expected = [text for text, _ in pool.map(stream, range(streams))]
+        # Found first: on a GPU streams end within a second.
+        rank = _rank_of(served.pid, "worker group 1, ")
         seen[:] = [0] * streams
         calls = [pool.submit(stream, number) for number in range(streams)]
         while min(seen) < sampling["max_tokens"] // 4 and not any(call.done() for call in calls):
             time.sleep(0.01)
         moved = client.server_info().worker_groups[1].running
         begin = time.monotonic()
-        os.kill(_rank_of(served.pid, "worker group 1, "), signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
         found = [call.result() for call in calls if call.exception() is None]
         equal = sum(call.exception() is None and call.result()[0] == text for call, text in zip(calls, expected))
         while client.health("smc.worker_group.1") != "SERVING" and time.monotonic() - begin < LIMIT:
@@ -201,21 +203,14 @@ def _rank_of(pid: int, name: str) -> int:
     raise RuntimeError(f"there is no rank of {name!r}")
 
 
-def show(speeds: Sequence[Speed], killed: Kill | None) -> None:
+def speed_table(speeds: Sequence[Speed]) -> Table:
     table = Table("worker groups", "requests", "tok/s", "x one", "running", title="Tokens a second of the service")
     for one in speeds:
         alone = next((each for each in speeds if (each.groups, each.requests) == (1, one.requests)), None)
         times = "" if alone is None else f"{one.tokens_a_second / alone.tokens_a_second:.2f}"
         running = " + ".join(map(str, one.running))
         table.add_row(str(one.groups), str(one.requests), f"{one.tokens_a_second:,.0f}", times, running)
-    if speeds:
-        out.print(table)
-    if killed is not None:
-        out.print(
-            f"worker group 1 killed under {killed.streams} streams, {killed.moved} of them its own: {killed.finished} "
-            f"finish, {killed.equal} with the text of the undisturbed run; longest pauses {killed.pauses} s; back "
-            f"after {killed.back:.1f} s"
-        )
+    return table
 
 
 def main(given: Sequence[str]) -> dict[str, Any]:
@@ -240,13 +235,21 @@ def main(given: Sequence[str]) -> dict[str, Any]:
         for number in itertools.count()
     )
     for groups in args.groups:
+        begin = time.monotonic()
         with serve([*options, "--worker-groups", str(groups)]) as served:
+            out.print(f"worker groups: {groups}, ready after {time.monotonic() - begin:.0f} s")
             for requests in args.requests:
-                measuring = speed(served, groups, requests, bodies, args.warm_up, args.seconds)
-                speeds.append(asyncio.run(measuring))
+                speeds.append(asyncio.run(speed(served, groups, requests, bodies, args.warm_up, args.seconds)))
+                out.print(f"{requests} requests: {speeds[-1].tokens_a_second:,.0f} tokens a second")
             if args.kill and groups == max(args.groups) and groups > 1:
                 killed = kill(served, args.kill, prompts, sampling)
-    show(speeds, killed)
+                out.print(
+                    f"worker group 1 killed under {killed.streams} streams, {killed.moved} of them its own: "
+                    f"{killed.finished} finish, {killed.equal} with the text of the undisturbed run; longest pauses "
+                    f"{killed.pauses} s; back after {killed.back:.1f} s"
+                )
+    if speeds:
+        out.print(speed_table(speeds))
     found = {"speeds": [asdict(one) for one in speeds], "kill": killed and asdict(killed)}
     out.print(json.dumps(found), soft_wrap=True, markup=False, highlight=False)
     return found
