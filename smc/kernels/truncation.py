@@ -5,9 +5,9 @@ without sorting; and masks, which remove tokens that may not follow (`smc.execut
 A truncation keeps a prefix of the descending order, equal entries by column, so a cut is the `order_key` of the last
 kept entry and that entry's column. The key is found digit by digit, from the top: a pass sums, block by block, the
 count (top-k) or the mass (top-p) of the entries at or above every value of the next digit, and the next pass begins at
-the largest value where that is enough. Sums are made in a fixed order: the same bits every time. The number of passes
-follows from the dtype of the logits alone. Kernels read the index of the pass and the processors in use at run time, so
-every kernel is compiled once for each dtype.
+the largest value where that is enough. Sums are made in a fixed order: the same bits every time, whatever the dtype of
+the logits, from which only the number of passes follows. Kernels read the index of the pass and the processors in use
+at run time, so every kernel is compiled once for each dtype.
 
 A mask reads and writes logits once. A program handles some columns of one row; it also records whether any of them is
 allowed, and whether any allowed one is possible. A second launch reads these records and writes again the rows in which
@@ -384,7 +384,7 @@ def _find(
     value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (index + 1))
     out = found_URPY + (((index * rows + row) * splits + split) << DIGIT)
     for v in tl.static_range(1, 1 << DIGIT):
-        tl.store(out + v, tl.sum(tl.where(value >= v, weight, 0.0), 0))
+        tl.store(out + v, block_sum(tl.where(value >= v, weight, 0.0)))
 
 
 @one_variant("logits", "stride", "vocab", "found_URPY", "measured")
@@ -401,9 +401,9 @@ def _measure(
     inverse, _ = inverse_temperature(temperature_R, row)
     key, mass = order_key(raw), tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
     exists, out = column < vocab, row * splits + split
-    tl.store(measured.above_RP + out, tl.sum(((key > least) & exists).to(tl.float32), 0))
+    tl.store(measured.above_RP + out, tl.sum(((key > least) & exists).to(tl.int32), 0).to(tl.float32))
     tl.store(measured.mass_RP + out, block_sum(tl.where(key > least, mass, 0.0)))
-    tl.store(measured.equal_RP + out, tl.sum(((key == least) & exists).to(tl.float32), 0))
+    tl.store(measured.equal_RP + out, tl.sum(((key == least) & exists).to(tl.int32), 0).to(tl.float32))
 
 
 @triton.jit

@@ -6,21 +6,37 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 
-@pytest.mark.slow
-def test_kernels_of_a_round_compile(tmp_path):
+def compiled(module: str, cache: Path) -> str:
+    """Run a module in a process that compiles kernels; return what it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_rounds"],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-m", module],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+def test_sums_have_one_order(tmp_path):
+    """The sums of a row have one order beside rows whose logits have another type, and after products of few and of
+    many tokens, which have other types."""
+    found = json.loads(compiled("tests.kernels.sum_orders", tmp_path))
+    assert {"_find", "_measure", "_race", "_finish_race", "_add_norm"} <= set(found)
+    for name, orders in found.items():
+        one, other = orders.values()
+        assert one == other, name
+
+
+@pytest.mark.slow
+def test_kernels_of_a_round_compile(tmp_path):
     assert {
         "_begin",
         "_reparent",
@@ -54,4 +70,4 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_experts",
         "_int4",
         "_widened",
-    } <= set(json.loads(run.stdout))
+    } <= set(json.loads(compiled("tests.kernels.compile_rounds", tmp_path)))

@@ -1,0 +1,110 @@
+"""Compiles kernels for an H100, on a machine without one, and prints as JSON in which order they add: for each kernel
+and each type of its inputs, the register layouts of the sums whose order depends on which thread holds which number.
+
+The compiler chooses the layout of a block by the type that it is loaded as. So two variants of a kernel may add the
+same numbers in different orders, which the interpreter cannot show. A sum of two numbers has one order.
+
+    python -m tests.kernels.sum_orders"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.nvidia.compiler import CUDABackend
+
+from smc.distributions import DistributionSpec
+from smc.executor.triton_ops import TritonOps
+from smc.kernels.norm import Residual, add_norm, add_norm_rounded, square_sums
+from smc.philox import DrawKeys, Purpose
+from tests.kernels.compile_rounds import accept, compile_only
+
+VOCAB, ROWS = 151_936, 3
+HIDDEN = (1024, 3584, 5120, 8192)
+REDUCTION = re.compile(
+    r'"tt\.reduce"\([^)]*\) <\{axis = (\d+) : i32[^}]*\}> '
+    r'\(\{((?:(?!"tt\.reduce"\().)*?)\}\) : \(tensor<([\dx]+)xf32, (#\w+)>\) ->',
+    re.DOTALL,
+)
+"""A reduction of float32 numbers: axis, operation, shape and layout."""
+
+
+def sums(module: str) -> Iterator[str]:
+    """Yield shape, axis and layout of each sum of more than two float32 numbers of a compiled kernel."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", module, re.MULTILINE))
+    for axis, operation, shape, layout in REDUCTION.findall(module):
+        if "addf" in operation and int(shape.split("x")[int(axis)]) > 2:
+            yield f"{shape} axis {axis} {layouts[layout]}"
+
+
+def record(modules: list[str]) -> None:
+    """Make every later launch compile its kernel as far as layouts, and add the result to `modules`."""
+    compile_only(set())
+    add_all_stages = CUDABackend.add_stages
+
+    def add_stages(self: CUDABackend, stages: dict, *how: Any) -> None:
+        add_all_stages(self, stages, *how)
+        lay_out = stages["ttgir"]
+
+        def recorded(*args: Any) -> Any:
+            made = lay_out(*args)
+            modules.append(str(made))
+            return made
+
+        stages |= {"ttgir": recorded, "llir": accept}
+
+    CUDABackend.add_stages = add_stages
+
+
+def draws(dtype: torch.dtype) -> None:
+    """Launch everything that an answer's tokens pass through after the target's logits, which have this type: float32
+    if any request of the round has penalties, guidance or a constraint."""
+    one_R, long_R = np.ones(ROWS, np.float32), torch.zeros(ROWS, dtype=torch.int64)
+    spec = DistributionSpec.of(one_R * 0.7, np.full(ROWS, 5), one_R * 0.9, one_R * 0.1, one_R * 2)
+    sampling, logits_RV = TritonOps().sampling(VOCAB), torch.zeros(ROWS, VOCAB, dtype=dtype)
+    keys = DrawKeys(long_R, long_R, long_R[:, None], long_R, Purpose.TARGET)
+    given = spec.to(torch.device("cpu"))
+    sampling.own_draws(logits_RV, given, keys)
+    sampling.propose_bonus(logits_RV, given, keys)
+    sampling.score(logits_RV, given, long_R)
+    sampling.write_distribution(logits_RV, given, torch.zeros(ROWS, VOCAB))
+
+
+def norms(parts: Any, dtype: torch.dtype) -> None:
+    """Launch norms after products whose result has this form: partial sums of few tokens, or the sum of many."""
+    for hidden, out_normed in product(HIDDEN, (False, True)):
+        x_TE, weight_E = torch.zeros(ROWS, hidden, dtype=torch.bfloat16), torch.zeros(hidden, dtype=torch.bfloat16)
+        added = torch.zeros(*parts, ROWS, hidden, dtype=dtype)
+        residual = Residual(weight_E if out_normed else None)
+        for take_in in (add_norm, add_norm_rounded):
+            take_in(x_TE, added, weight_E, 1e-5, residual=residual)
+        square_sums(added, (hidden // 2, hidden // 4), torch.bfloat16)
+
+
+def main() -> dict[str, dict[str, list[str]]]:
+    """Return, by kernel and by type of its inputs, its sums."""
+    modules: list[str] = []
+    record(modules)
+    found: dict[str, dict[str, set[str]]] = {}
+    for kind, launch in {
+        "bfloat16": lambda: draws(torch.bfloat16),
+        "float32": lambda: draws(torch.float32),
+        "sum": lambda: norms((), torch.bfloat16),
+        "parts": lambda: norms((4,), torch.float32),
+    }.items():
+        modules.clear()
+        launch()
+        for module in modules:
+            name = re.search(r"tt\.func public @(\w+)", module)
+            assert name is not None, "a module holds one kernel"
+            found.setdefault(name[1], {}).setdefault(kind, set()).update(sums(module))
+    return {name: {kind: sorted(orders) for kind, orders in of.items()} for name, of in found.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
