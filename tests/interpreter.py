@@ -23,7 +23,7 @@ _convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_
 _make_block_type, _broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
 _check, _equal_types = TritonSemantic.binary_op_type_checking_impl, core.dtype.__eq__
 _to_tensor, _patch_attr = TritonSemantic.to_tensor, interpreter._patch_attr
-_argument = interpreter._implicit_cvt
+_argument, _call = interpreter._implicit_cvt, interpreter.InterpretedFunction.__call__
 _pointer_types: dict[torch.dtype, core.dtype] = {}
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict] = {}
@@ -159,6 +159,18 @@ def _as_argument(value):
     return interpreter_operators.tensor(np.array([value.data_ptr()], np.uint64), _pointer_types[value.dtype], False)
 
 
+def _called(self, *arguments, **named):
+    """The interpreter would add the halves of sums in nested calls, of a dozen operations each."""
+    if (self.fn.__module__, self.fn.__name__) != ("smc.kernels.norm", "pair_sum"):
+        return _call(self, *arguments, **named)
+    (given,) = arguments
+    values = given.handle.data
+    while values.shape[1] > 1:
+        half = values.shape[1] // 2
+        values = values[:, :half] + values[:, half:]
+    return interpreter_operators.tensor(values[:, 0], given.dtype, True)
+
+
 def _patch_member(of, name, member, builder, scope) -> None:
     """Call built-in members directly; the interpreter inspects their named arguments twice."""
     if member.__code__ is not _BUILTIN:
@@ -186,6 +198,7 @@ def _uses_the_language() -> tuple:
 
 _BUILTIN = core.builtin(_uses_the_language).__code__
 interpreter._patch_attr, interpreter._implicit_cvt = _patch_member, _as_argument
+interpreter.InterpretedFunction.__call__ = _called
 # It measures every array that it makes against its type.
 interpreter.TensorHandle.__post_init__ = lambda self: None
 TritonSemantic.to_tensor = _as_tensor
