@@ -135,7 +135,8 @@ PLAIN: DistributionSpec[np.ndarray] = DistributionSpec(
 
 
 class Distributions:
-    """Applies a DistributionSpec on a device, without the processors that no row uses."""
+    """Applies a DistributionSpec on a device, without the processors that no row uses. A processor that only other rows
+    use changes no bit of a row."""
 
     def __init__(self, spec: DistributionSpec[Any], device: torch.device = _CPU) -> None:
         def column(one: Processors, values_R: Any) -> Tensor | None:
@@ -147,6 +148,9 @@ class Distributions:
         self.top_p = column(Processors.TOP_P, spec.top_p_R)
         self.min_p = column(Processors.MIN_P, spec.min_p_R)
         self.alpha = column(Processors.ALPHA, spec.alpha_R)
+        cuts = (spec.top_k_R > 0) | (spec.top_p_R < 1) | (spec.min_p_R > 0)
+        self.cuts = column(Processors.TRUNCATION, cuts)
+        """Whether each row is truncated."""
 
     def target(self, logits_RV: Tensor) -> Tensor:
         """log p [R, V], float32; -inf outside the truncation."""
@@ -157,16 +161,17 @@ class Distributions:
         """log q [R, V] of the defensive mixture; `share` in [0, 1) is the weight of the untruncated part."""
         log_softmax_RV = self._tempered(logits_RV)
         truncated_RV = self._truncated(log_softmax_RV)
-        if truncated_RV is log_softmax_RV or share == 0:
+        if self.cuts is None or share == 0:
             return truncated_RV
-        return torch.logaddexp(truncated_RV + np.log1p(-share), log_softmax_RV + np.log(share))
+        mixed_RV = torch.logaddexp(truncated_RV + np.log1p(-share), log_softmax_RV + np.log(share))
+        return torch.where(self.cuts, mixed_RV, log_softmax_RV)
 
     def powered(self, logp_RV: Tensor) -> tuple[Tensor, Tensor | None]:
         """p^alpha normalised, and its log normaliser log Z [R] (None if alpha is 1 for every row: Z = 1)."""
         if self.alpha is None:
             return logp_RV, None
         raised_RV = torch.where(self.alpha == 1, logp_RV, logp_RV * self.alpha)
-        log_z_R1 = torch.where(self.alpha == 1, 0.0, raised_RV.logsumexp(-1, keepdim=True))
+        log_z_R1 = torch.where(self.alpha == 1, 0.0, log_sum(raised_RV))
         return raised_RV - log_z_R1, log_z_R1.squeeze(-1)
 
     def _tempered(self, logits_RV: Tensor) -> Tensor:
@@ -180,7 +185,7 @@ class Distributions:
         return torch.where(self.greedy, torch.where(log_softmax_RV.isnan(), log_softmax_RV, one_hot), log_softmax_RV)
 
     def _truncated(self, logp_RV: Tensor) -> Tensor:
-        if self.top_k is None and self.top_p is None and self.min_p is None:
+        if self.cuts is None:
             return logp_RV
         sorted_RV, order_RV = logp_RV.sort(dim=-1, descending=True, stable=True)
         keep_RV = torch.ones_like(sorted_RV, dtype=torch.bool)
@@ -196,7 +201,14 @@ class Distributions:
         keep_RV[..., 0] = True
         mask_RV = torch.empty_like(keep_RV).scatter_(-1, order_RV, keep_RV)
         kept_RV = torch.where(mask_RV | logp_RV.isnan(), logp_RV, -torch.inf)
-        return kept_RV - kept_RV.logsumexp(-1, keepdim=True)
+        return torch.where(self.cuts, kept_RV - log_sum(kept_RV), logp_RV)
+
+
+def log_sum(logits_RV: Tensor) -> Tensor:
+    """Return the log of each row's sum of exponentials [R, 1]. On a CPU its bits do not depend on the other rows: torch
+    divides the sum of a lone row among its threads, so a lone row gets company."""
+    rows = len(logits_RV)
+    return logits_RV.expand(max(rows, 2), -1).logsumexp(-1, keepdim=True)[:rows]
 
 
 def draw(log_dist_RV: Tensor, exponential_RFV: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ from torch import Tensor
 from smc.arrays import to_device
 from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
-from smc.distributions import Distributions, DistributionSpec
+from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import StageRunner, TimeSpans
+from smc.executor.sampling import Sampling
 from smc.executor.state import PageTokens
 from smc.mask_reader import MaskPath
 from smc.round.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
@@ -296,10 +297,10 @@ def apply_mask(
 
 
 def given_constraint(
+    sampling: Sampling,
     logits_TV: Tensor,
     masked_TV: Tensor,
     mask_TW: Tensor,
-    vocab: int,
     distribution_T: DistributionSpec[Tensor],
     by_answer_T: Tensor | None,
 ) -> tuple[Tensor, DistributionSpec[Tensor], Tensor | None]:
@@ -308,10 +309,12 @@ def given_constraint(
     `apply_mask`."""
     if by_answer_T is None:
         return masked_TV, distribution_T, None
-    logp_TV = Distributions(distribution_T, logits_TV.device).target(logits_TV[:, :vocab].float())
+    vocab = sampling.vocab
+    logp_TV = torch.empty(len(logits_TV), vocab, device=logits_TV.device)
+    sampling.write_distribution(logits_TV, distribution_T, logp_TV)
     allowed_TV = allowed_tokens(mask_TW, vocab)
     logp_TV = torch.where(allowed_TV, logp_TV, -torch.inf)
-    mass_T = logp_TV.logsumexp(-1)
+    mass_T = sampling.log_mass(logp_TV)
     # If a truncation leaves no allowed token, an allowed token is drawn all the same, and has no weight.
     is_given_T1 = (by_answer_T & (mass_T > -torch.inf))[:, None]
     own_TV = torch.where(is_given_T1, logp_TV, masked_TV[:, :vocab])

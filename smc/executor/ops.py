@@ -3,14 +3,12 @@ run `smc.executor.triton_ops`. Both give the same results: tests compare them, o
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import assign_rows, expand
 from smc.algorithm.selection import select
 from smc.algorithm.verification import match_samples
-from smc.distributions import DistributionSpec
 from smc.executor import draft, draft_tree
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
@@ -48,8 +46,9 @@ class RoundOps:
         """Return the sampling from logits whose first `vocab` columns are tokens."""
         return Sampling(vocab)
 
-    def first_sampling(self, reader: Reader, distribution: DistributionSpec[np.ndarray]) -> Sampling:
-        """Return the sampling of first tokens, in torch. `distribution`: that of their rows."""
+    def prompt_sampling(self, reader: Reader) -> Sampling:
+        """Return the sampling from logits after prompts: of first tokens, and of log-probabilities that are reported.
+        Keys and distributions may be on the host."""
         return Sampling(reader.vocab_size)
 
     def head_sampling(self, vocab: DraftVocab, device: torch.device) -> HeadSampling:

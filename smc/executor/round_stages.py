@@ -353,9 +353,9 @@ class VerifyStage:
                 mask_TW = mask_TW[inputs.nodes.token_T]
             elif plan.kind.has_answers:
                 by_answer_T = plan.constraints.by_answer_A[plan.index_of_rows(inputs.rows.queries)]
-            vocab, masked_TV = self.sampling.vocab, self._ops.apply_mask(logits_TV, mask_TW, self.sampling.vocab)
+            masked_TV = self._ops.apply_mask(logits_TV, mask_TW, self.sampling.vocab)
             logits_TV, distribution_T, log_mass_T = given_constraint(
-                logits_TV, masked_TV, mask_TW, vocab, distribution_T, by_answer_T
+                self.sampling, logits_TV, masked_TV, mask_TW, distribution_T, by_answer_T
             )
             inputs = inputs._replace(distribution_T=distribution_T)
         labelled_T = drawn = next_AV = None

@@ -20,7 +20,6 @@ count."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,8 @@ from torch import Tensor
 
 from smc.algorithm.coupling import Coupling
 from smc.algorithm.expansion import CANDIDATES_PER_ROW, CandidateTokens
-from smc.arrays import map_tensors, to_device
-from smc.distributions import Distributions, DistributionSpec, draw
+from smc.arrays import to_device
+from smc.distributions import Distributions, DistributionSpec, draw, log_sum
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import DrawKeys, exponentials
 
@@ -70,6 +69,10 @@ class Sampling:
     def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Any], dist_RV: Tensor) -> None:
         """Write the whole log-distribution to `dist`, float32 [R, V]."""
         dist_RV.copy_(Distributions(distribution, logits_RV.device).target(self._logits(logits_RV)))
+
+    def log_mass(self, logp_RV: Tensor) -> Tensor:
+        """Return the log of the sum of probabilities [R], given their logs in float32."""
+        return log_sum(logp_RV)[:, 0]
 
     def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
         """Return the `count` likeliest tokens of every row, int64 [R, count]; they are repeated if the vocabulary has
@@ -151,7 +154,7 @@ class Sampling:
         if not has_rest:
             return CandidateTokens(token_RC, logq_RC, logq_RC)
         rest_RV = log_dist_RV.scatter(-1, token_RC, -torch.inf)
-        rest_R1 = rest_RV.logsumexp(-1, keepdim=True)
+        rest_R1 = log_sum(rest_RV)
         token_R1 = self._race(torch.where(rest_R1 > -torch.inf, rest_RV - rest_R1, rest_RV), keys)
         own_R1 = log_dist_RV.gather(-1, token_R1)
         return CandidateTokens(
@@ -164,42 +167,6 @@ class Sampling:
     def _race(self, log_dist_RV: Tensor, keys: DrawKeys) -> Tensor:
         word0, word1 = (to_device(word, log_dist_RV.device) for word in keys.words()[:2])
         return draw(log_dist_RV, exponentials(word0, word1, self.vocab))
-
-
-class RowSampling(Sampling):
-    """Sampling of one row at a time, with the processors that the row uses: on a GPU torch divides the sums over a row
-    by the number of rows."""
-
-    def __init__(self, vocab: int, distribution: DistributionSpec[np.ndarray]) -> None:
-        """`distribution`: that of the rows, on the host."""
-        super().__init__(vocab)
-        rows = (distribution.take(np.array([row])) for row in range(len(distribution.temperature_R)))
-        self._active_R = [DistributionSpec.of(*row[:-1]).active for row in rows]
-
-    def own_draws(
-        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        made = [super(RowSampling, self).own_draws(*row) for row in self._rows(logits_RV, distribution, keys)]
-        token_RF, logp_RF, log_z_R = (torch.cat(parts) for parts in zip(*made))
-        return token_RF, logp_RF, log_z_R
-
-    def propose_bonus(
-        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
-    ) -> tuple[CandidateTokens, Tensor, Tensor]:
-        made = [super(RowSampling, self).propose_bonus(*row) for row in self._rows(logits_RV, distribution, keys)]
-        candidates, logp, log_z = zip(*made)
-        return map_tensors(lambda *parts: torch.cat(parts), *candidates), torch.cat(logp), torch.cat(log_z)
-
-    def _rows(
-        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
-    ) -> Iterator[tuple[Tensor, DistributionSpec[Any], DrawKeys]]:
-        for row, active in enumerate(self._active_R):
-            own = slice(row, row + 1)
-            of_row: tuple[DistributionSpec[Any], DrawKeys] = map_tensors(
-                lambda values_R: values_R[own],  # noqa: B023
-                (distribution._replace(active=active), keys),
-            )
-            yield logits_RV[own], *of_row
 
 
 class HeadSampling:

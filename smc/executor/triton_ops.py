@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from smc.attention.backend import ForwardBatch
-from smc.distributions import DistributionSpec
 from smc.executor.forward import Reader, StaticForward
 from smc.executor.graph_runner import GraphRunner, StageRunner
 from smc.executor.invariant_forward import InvariantForward, is_invariant
 from smc.executor.ops import RoundOps
-from smc.executor.sampling import HeadSampling, RowSampling, Sampling
+from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_forward import TritonForward, run_prompt
-from smc.executor.triton_sampling import TritonHeadSampling, TritonSampling
+from smc.executor.triton_sampling import PromptSampling, TritonHeadSampling, TritonSampling
 from smc.executor.whole_pass import WholePassForward
 from smc.kernels import apply_selection as applying
 from smc.kernels import draft, draft_tree, expansion, nodes, remap, truncation
@@ -61,10 +59,9 @@ class TritonOps(RoundOps):
     def sampling(self, vocab: int) -> Sampling:
         return TritonSampling(vocab)
 
-    def first_sampling(self, reader: Reader, distribution: DistributionSpec[np.ndarray]) -> Sampling:
-        if self._invariant(reader) is None:
-            return super().first_sampling(reader, distribution)
-        return RowSampling(reader.vocab_size, distribution)
+    def prompt_sampling(self, reader: Reader) -> Sampling:
+        # The sums of torch are divided by the number of rows, and kernels need compiling.
+        return super().prompt_sampling(reader) if self._invariant(reader) is None else PromptSampling(reader.vocab_size)
 
     def head_sampling(self, vocab: DraftVocab, device: torch.device) -> HeadSampling:
         return TritonHeadSampling(self.sampling(len(vocab.ids_M)), vocab, device)

@@ -4,15 +4,18 @@ Local axes: U tokens outside of the head."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from smc.algorithm.coupling import Coupling
 from smc.algorithm.expansion import CandidateTokens
+from smc.arrays import map_tensors, to_device, to_host
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.kernels.candidate_tokens import propose_candidates
-from smc.kernels.sampling import draw, guide, score, spread, spread_rest, write_distribution
+from smc.kernels.sampling import draw, guide, log_mass, score, spread, spread_rest, write_distribution
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import DrawKeys
 
@@ -40,6 +43,8 @@ class TritonSampling(Sampling):
     def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], dist_RV: Tensor) -> None:
         write_distribution(logits_RV, dist_RV, distribution.temperature_R, self._cut(logits_RV, distribution))
 
+    log_mass = staticmethod(log_mass)
+
     def propose_candidates(
         self,
         logits_RV: Tensor,
@@ -64,7 +69,7 @@ class TritonSampling(Sampling):
         candidate_tokens = self._propose_candidates(
             logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
         )
-        logp_RC = self._score(logits_RV, distribution, candidate_tokens.token_RC, cut)
+        logp_RC = self._unpowered(logits_RV, distribution, candidate_tokens.token_RC, cut, candidate_tokens.logq_RC)
         log_z_R = torch.where(
             distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RC[:, 0] - candidate_tokens.logq_RC[:, 0]
         )
@@ -87,7 +92,7 @@ class TritonSampling(Sampling):
         token_RF, powered_RF, lse_R = self._draw(
             logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
         )
-        logp_RF = self._score(logits_RV, distribution, token_RF, cut)
+        logp_RF = self._unpowered(logits_RV, distribution, token_RF, cut, powered_RF)
         log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RF[:, 0] - powered_RF[:, 0])
         return token_RF, logp_RF, log_z_R + lse_R * 0.0
 
@@ -98,13 +103,20 @@ class TritonSampling(Sampling):
             return None
         return truncate(logits_RV, self.vocab, distribution, share)
 
-    def _score(
-        self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], token_RF: Tensor, cut: Cut | None
+    def _unpowered(
+        self,
+        logits_RV: Tensor,
+        distribution: DistributionSpec[Tensor],
+        token_RF: Tensor,
+        cut: Cut | None,
+        powered_RF: Tensor,
     ) -> Tensor:
+        """Return log p [R, F] of tokens, given their log-probabilities under p^alpha. Where alpha is 1, these are log
+        p: its bits must not depend on other rows, and `score` adds up larger blocks of a row."""
         none_R = torch.full_like(token_RF[:, 0], -1)
         _, logp_RF = score(logits_RV, self.vocab, distribution.temperature_R, none_R, token_RF, cut)
         assert logp_RF is not None, "asked for"
-        return logp_RF
+        return torch.where(distribution.alpha_R[:, None] == 1, powered_RF, logp_RF)
 
     def _propose_candidates(
         self,
@@ -122,6 +134,39 @@ class TritonSampling(Sampling):
         self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         return draw(logits_RV, self.vocab, temperature_R, keys, cut)
+
+
+class PromptSampling(TritonSampling):
+    """Sampling after prompts: the bits are those of a round. Keys and distributions may be on the host. A row may have
+    any number of draws, so each one has a launch of its own: a kernel is compiled for every number."""
+
+    def own_draws(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return super().own_draws(logits_RV, distribution.to(logits_RV.device), _on(logits_RV.device, keys))
+
+    def propose_bonus(
+        self, logits_RV: Tensor, distribution: DistributionSpec[Any], keys: DrawKeys
+    ) -> tuple[CandidateTokens, Tensor, Tensor]:
+        return super().propose_bonus(logits_RV, distribution.to(logits_RV.device), _on(logits_RV.device, keys))
+
+    def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Any], dist_RV: Tensor) -> None:
+        super().write_distribution(logits_RV, distribution.to(logits_RV.device), dist_RV)
+
+    def _draw(
+        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        made = [
+            super(PromptSampling, self)._draw(logits_RV, temperature_R, keys._replace(stream_RF=stream_R1), cut)
+            for stream_R1 in keys.stream_RF.split(1, 1)
+        ]
+        token_RF, logq_RF, _ = (torch.cat(parts, -1) for parts in zip(*made))
+        return token_RF, logq_RF, made[0][2]
+
+
+def _on(device: torch.device, keys: DrawKeys) -> DrawKeys:
+    """Return keys on a device, without waiting for it."""
+    return map_tensors(lambda values: to_device(to_host(values), device) if values.is_cpu else values, keys)
 
 
 class TritonHeadSampling(HeadSampling):

@@ -1,7 +1,7 @@
 """Runs prompts through one model, and holds its weights and KV memory. Knows nothing about particles.
 
 Also computes `top_logprobs` and `prompt_logprobs`: the likeliest tokens at positions of a sequence, and how likely its
-own tokens are. This is plain torch on every device, because an answer needs it once.
+own tokens are. An answer needs this once, so it is plain torch wherever bits may depend on other rows.
 
 Local axes: P all rows of a batch, U logits that are biased, Y tokens that are scored (row after row), Z tokens of
 prompts with a repetition penalty."""
@@ -80,9 +80,19 @@ def likeliest(
             logits_TV = add_biases(tables, *entries, logits_TV, row_T, to_device(next_Y[part], device), width)
         dist_TV = torch.empty(len(row_T), sampling.vocab, device=device)
         sampling.write_distribution(logits_TV, spec.distribution.take(row_Y[part]), dist_TV)
-        logp_TC, token_TC = dist_TV.topk(min(spec.count, sampling.vocab), dim=-1)
+        token_TC = first_tokens(dist_TV, min(spec.count, sampling.vocab))
+        logp_TC = dist_TV.gather(-1, token_TC)
         found.append((token_TC.int(), logp_TC, *_given(spec, part, dist_TV)))
     return tuple(map(torch.cat, zip(*found)))
+
+
+def first_tokens(dist_TV: Tensor, count: int) -> Tensor:
+    """Return the `count` likeliest tokens of each row in descending order, int64; of equally likely ones the first, as
+    torch's own choice depends on the number of rows."""
+    bits_TV, column_V = (dist_TV + 0.0).view(torch.int32).long(), torch.arange(dist_TV.shape[1], device=dist_TV.device)
+    key_TV = bits_TV ^ ((bits_TV >> 31) & 0x7FFFFFFF)
+    packed_TC = ((key_TV << 32) | (0xFFFFFFFF - column_V)).topk(count, dim=-1).values
+    return 0xFFFFFFFF - (packed_TC & 0xFFFFFFFF)
 
 
 def _given(spec: TopLogprobsSpec, part: slice, dist_TV: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +183,7 @@ class ModelWorker:
                 hidden_TE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_P))
                 top_logprobs = likeliest(
                     self._logits,
-                    Sampling(self.vocab_size),
+                    self._sampling,
                     batch.top_logprobs,
                     hidden_TE,
                     batch.starts_R + batch.counts_R,
@@ -194,6 +204,10 @@ class ModelWorker:
 
     def keep_alive(self, silence: float) -> None:
         """A worker in this process needs no sign of life."""
+
+    @property
+    def _sampling(self) -> Sampling:
+        return self.ops.prompt_sampling(self)
 
     def _logits(self, hidden_RE: Tensor) -> Tensor:
         return self.ops.prompt_logits(self, hidden_RE)
@@ -236,7 +250,7 @@ class ModelWorker:
         unconditional_R, scale_R = (
             to_device(values_R, self.device) for values_R in (draws.unconditional_R, draws.scale_R)
         )
-        return Sampling(self.vocab_size).guide(own_RV, logits_TV, unconditional_R.long(), scale_R)
+        return self._sampling.guide(own_RV, logits_TV, unconditional_R.long(), scale_R)
 
     def _drawn(
         self, draws: Draws, logits_TV: Tensor, batch: PromptBatch, failures: dict[int, str]
@@ -249,7 +263,7 @@ class ModelWorker:
         raw_logp_RF = logp_RF[:, :0]
         if draws.raw_logprobs:
             row_X = torch.arange(rows, device=self.device).repeat_interleave(token_RF.shape[1])
-            raw_logp_X = Sampling(self.vocab_size).raw_score(logits_TV[:rows], token_RF.flatten(), row_X)
+            raw_logp_X = self._sampling.raw_score(logits_TV[:rows], token_RF.flatten(), row_X)
             raw_logp_RF = raw_logp_X.view(token_RF.shape)
         return token_RF, logp_RF, raw_logp_RF, *weights
 
@@ -274,7 +288,7 @@ class ModelWorker:
         mass_R = None
         if draws.machines:
             logits_RV, distribution, mass_R = self._constrained(draws, logits_RV, failures)
-        sampling = self.ops.first_sampling(self, draws.distribution)
+        sampling = self._sampling
         token_RF, logp_RF, log_z_R = sampling.own_draws(logits_RV, distribution, keys)
         weight_R = log_z_R.double()
         if mass_R is not None:
@@ -322,10 +336,10 @@ class ModelWorker:
             by_answer_R = to_device(draws.by_answer_R, self.device)
         mask_RW = self.sharing(to_device(masks_RW, self.device))
         return given_constraint(
+            self._sampling,
             logits_RV,
             self.ops.apply_mask(logits_RV, mask_RW, self.vocab_size),
             mask_RW,
-            self.vocab_size,
             draws.distribution.to(self.device),
             by_answer_R,
         )

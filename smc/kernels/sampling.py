@@ -409,6 +409,28 @@ def _write_distribution(
     tl.store(dist_RV + row.to(tl.int64) * dist_stride + column, logp, mask=column < vocab)
 
 
+def log_mass(logp_RV: Tensor) -> Tensor:
+    """Return the log of the sum of each row's exponentials, float32 [R]; -inf if there are none, NaN if there is a
+    NaN."""
+    rows, vocab = logp_RV.shape
+    block = min(8192, triton.next_power_of_2(vocab))
+    splits, room = triton.cdiv(vocab, block), Room(logp_RV.device)
+    require_rows(logp_RV, vocab)
+    sums = (room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits))
+    one_R = torch.ones(rows, device=logp_RV.device)
+    sum_block[(splits, rows)](logp_RV, logp_RV.stride(0), one_R, None, vocab, *sums, BLOCK=block, num_warps=8)
+    mass_R = room.floats(rows)
+    _finish_mass[(rows,)](*sums[:2], mass_R, splits, SPLITS=triton.next_power_of_2(splits), num_warps=1)
+    return mass_R
+
+
+@one_variant()
+def _finish_mass(max_RP, sum_RP, mass_R, splits, SPLITS: tl.constexpr):
+    row = tl.program_id(0)
+    _, top, total = combine(max_RP, sum_RP, row, splits, SPLITS)
+    tl.store(mass_R + row, top + tl.log(total))
+
+
 def guide(own_TV: Tensor, unconditional_YV: Tensor, of_T: Tensor, scale_T: Tensor, block: int = 4096) -> Tensor:
     """Return l_u + s (l_c - l_u) [T, V], float32: l_c are a row's own logits, l_u those of its unconditional row,
     number `of` in `unconditional_YV`, both of one type and at any stride of rows. At scale 1 the result is the row's
