@@ -296,7 +296,7 @@ def time_passes(name: str, queries: list[int], pasts: list[int]) -> list[dict]:
             line = {"shape": name, "queries": count, "past": past, "products": round(alone, 3)}
             for which, ops in {"fused": TritonOps(), "invariant": TritonOps(), "decoder": RoundOps()}.items():
                 worker.ops = ops
-                worker.numerics = Numerics.INVARIANT if which == "invariant" else Numerics.FASTEST
+                worker.wanted_numerics = Numerics.INVARIANT if which == "invariant" else Numerics.FASTEST
                 call = torch.inference_mode()(lambda: worker._forward(batch, np.array([count - 1])))  # noqa: B023
                 spent = call_milliseconds(call, 5)
                 torch.cuda.synchronize()

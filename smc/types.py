@@ -54,6 +54,11 @@ class Decoding(IntEnum):
         """The models that take part. The first one drafts, or decodes alone."""
         return _ALONE.get(self, BOTH_MODELS)
 
+    @property
+    def deciding(self) -> tuple[ModelRole, ...]:
+        """The models on whose results the answer depends."""
+        return (ModelRole.TARGET,) if self is Decoding.WALK else self.roles
+
 
 _ALONE = {Decoding.TARGET: (ModelRole.TARGET,), Decoding.DRAFT: (ModelRole.DRAFT,)}
 EXACT = frozenset({Decoding.WALK, Decoding.REJECTION})

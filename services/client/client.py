@@ -175,7 +175,7 @@ class ServerInfo:
     worker_groups: tuple[WorkerGroupInfo, ...] = ()
     """In the order of their numbers."""
     numerics: str = ""
-    """Order of sums on GPUs, `invariant` or `fastest`."""
+    """Order of sums of both models as they run, `invariant` or `fastest`; empty until the workers have reported it."""
 
 
 Prompt = str | Sequence[int] | Sequence[Message]

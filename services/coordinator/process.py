@@ -24,7 +24,7 @@ from smc.executor.messages import ModelLost
 from smc.model.source import ModelSource
 from smc.scheduler.engine import Engine
 from smc.scheduler.stats import Timeline
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 REPORT_SECONDS = 1.0
 """Time to wait for a worker's failure report when a link has broken."""
@@ -80,7 +80,7 @@ class RemoteEngine:
         }
         self.workers = {role: leaders[spec.ranks[role]] for role in ModelRole}
         """The worker that holds each model."""
-        self._models = {role: RemoteModel(worker, role) for role, worker in self.workers.items()}
+        self._models = {role: RemoteModel(worker, role, self.numerics(role)) for role, worker in self.workers.items()}
         pages = {role: self.pages(role) for role in ModelRole}
         self.lost_draft = 0
         """Incarnation of the draft that was lost last; 0: none has been lost."""
@@ -115,7 +115,7 @@ class RemoteEngine:
     def detach_draft(self, why: str) -> list[str]:
         """Make the engine go on without the draft, which is lost. Return the ids of requests that end with it.
 
-        Call it in the engine's thread, as all methods except `connect_draft` and `pages`."""
+        Call it in the engine's thread, as all methods except `connect_draft`, `pages` and `numerics`."""
         draft = self.workers[ModelRole.DRAFT]
         draft.set_lost(why)
         if self.lost_draft == draft.incarnation:
@@ -145,11 +145,15 @@ class RemoteEngine:
         thread."""
         return int(self._store.get(self._rendezvous[role].name(f"{self._spec.ranks[role]}/pages")))
 
-    def attach_draft(self, draft: RemoteWorker, pages: int) -> None:
+    def numerics(self, role: ModelRole) -> Numerics:
+        """As `pages`: return what the bits of the model's results depend on."""
+        return Numerics(self._store.get(self._rendezvous[role].name(f"{role}/numerics")).decode())
+
+    def attach_draft(self, draft: RemoteWorker, pages: int, numerics: Numerics) -> None:
         """Replace the lost draft with a new one that has a link to the target (`target_meets`)."""
         draft.timeline = self.timeline
         self.workers[ModelRole.DRAFT] = draft
-        self._models[ModelRole.DRAFT] = RemoteModel(draft, ModelRole.DRAFT)
+        self._models[ModelRole.DRAFT] = RemoteModel(draft, ModelRole.DRAFT, numerics)
         self.engine.attach_draft(pages)
 
     def _worker(self, name: str, rendezvous: Rendezvous, store: GroupStore, timeline: Timeline) -> RemoteWorker:
@@ -285,8 +289,8 @@ class Coordinator:
                     raise LinkError(f"draft and target were not connected within {timeout:g} s")
                 time.sleep(MEET_SECONDS)
                 met = have_met()
-            pages = remote.pages(ModelRole.DRAFT)
-            self._loop.do(lambda: remote.attach_draft(draft, pages)).result(2 * timeout)
+            pages, numerics = remote.pages(ModelRole.DRAFT), remote.numerics(ModelRole.DRAFT)
+            self._loop.do(lambda: remote.attach_draft(draft, pages, numerics)).result(2 * timeout)
         except Exception:
             draft.close()
             raise

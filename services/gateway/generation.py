@@ -85,7 +85,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             max_message_bytes=config.message_bytes(self._pair.context),
             default_max_tokens=config.default_max_tokens,
             placement=self._pair.placement,
-            numerics=engine.numerics,
+            numerics=status.numerics or "",
             draft_pages=status.pages.get(ModelRole.DRAFT, 0),
             target_pages=status.pages.get(ModelRole.TARGET, 0),
             worker_groups=[

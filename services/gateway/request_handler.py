@@ -33,7 +33,7 @@ from smc.api.request import Answer, Output, Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import DuplicateRequest, check_waiting
 from smc.scheduler.stats import EngineStats
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 if TYPE_CHECKING:
     from smc.constraints import Compiler
@@ -112,6 +112,15 @@ class ServiceStatus:
         reported them."""
         totals = [group.stats.pages_total for group in self.groups if group.stats.pages_total]
         return {role: min(total[role] for total in totals) for role in totals[0]} if totals else {}
+
+    @property
+    def numerics(self) -> Numerics | None:
+        """What the bits of results depend on: invariant if every model of every worker group runs so. None until a
+        worker group has reported it."""
+        found = [one for group in self.groups for one in group.stats.numerics.values()]
+        if not found:
+            return None
+        return Numerics.INVARIANT if set(found) == {Numerics.INVARIANT} else Numerics.FASTEST
 
 
 Key = tuple[str, str]

@@ -332,8 +332,9 @@ class Supervisor:
         """Report the loss of the worker group. Its statistics are reset, or its last ones would stand until the next
         worker group's first step."""
         if total := self.stats.pages_total:  # else no step has come
-            nothing = dict.fromkeys(total, 0)
-            self._step(EngineStep(stats=EngineStats(pages_used=nothing, pages_total=total, pages_leaked=nothing)))
+            nothing, numerics = dict.fromkeys(total, 0), self.stats.numerics
+            stats = EngineStats(pages_used=nothing, pages_total=total, numerics=numerics, pages_leaked=nothing)
+            self._step(EngineStep(stats=stats))
         if self._client is not None:
             self._settled.clear()
         self._draft_incarnation, self._in_flight = 0, None

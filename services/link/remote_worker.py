@@ -40,7 +40,7 @@ from smc.executor.messages import ModelLost, PromptBatch, PromptResult
 from smc.executor.round_executor import RequestedRound
 from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.scheduler.stats import Timeline
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 CLOCK_PINGS = 5
 
@@ -274,6 +274,7 @@ class RemoteModel:
 
     worker: RemoteWorker
     role: ModelRole
+    numerics: Numerics
 
     def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
         return self.worker.run_prompts(self.role, batch)

@@ -225,6 +225,9 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
             )
             for role, model in loaded.models.items()
         }
+    if leads:
+        for role, worker in workers.items():
+            store.set(spec.rendezvous.name(f"{role}/numerics"), ops_for(device).numerics(worker))
     # In a thread of its own: otherwise the first constrained request, and the rest of its batch, would wait for it.
     threading.Thread(target=Compiler.of(token_bytes).warm, name="vocabulary", daemon=True).start()
     if device.type == "cuda":

@@ -128,7 +128,7 @@ class Statistics:
     """Exact decoding: the exponent of coupled drafting (`smc.algorithm.coupling`) at the end. Above 1 the target is
     more certain than the draft. 0: no coupled drafting took place."""
     numerics: str = Numerics.FASTEST.value
-    """What the answer's bits may depend on, on GPUs: `EngineConfig.numerics`."""
+    """What the answer's bits depend on: `invariant` if all models that decide it ran so (`EngineConfig.numerics`)."""
 
 
 @dataclass(frozen=True)

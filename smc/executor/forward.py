@@ -31,8 +31,8 @@ class Reader(Protocol):
     device: torch.device
     width: int
     """Maximum number of positions of a sequence."""
-    numerics: Numerics
-    """What the bits of a result may depend on."""
+    wanted_numerics: Numerics
+    """What the bits of a result may depend on, where kernels can ensure it."""
     vocab_size: int
 
     @property

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def is_invariant(reader: Reader) -> bool:
     """Return whether this model runs in one order of sums. Logs why it does not, if it should."""
-    if reader.numerics is not Numerics.INVARIANT:
+    if reader.wanted_numerics is not Numerics.INVARIANT:
         return False
     if (why := obstacle(reader.model)) is not None:
         warn_once(logger, "numerics=invariant does not apply, so near ties may fall differently: %s", why)

@@ -18,7 +18,7 @@ from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
 from smc.philox import Purpose
 from smc.stops import StopMachine
-from smc.types import Array, ModelRole
+from smc.types import Array, ModelRole, Numerics
 
 
 class Stream(NamedTuple):
@@ -176,6 +176,11 @@ class ModelLost(RuntimeError):
 
 class Worker(Protocol):
     """One model with its KV memory. Calls are carried out in order."""
+
+    @property
+    def numerics(self) -> Numerics:
+        """What the bits of this model's results depend on, as it runs."""
+        ...
 
     def run_prompts(self, batch: PromptBatch) -> Pending[PromptResult[np.ndarray]]: ...
 

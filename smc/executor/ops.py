@@ -19,12 +19,17 @@ from smc.executor.select import apply_selection, score_rows
 from smc.executor.state import add_biases
 from smc.executor.verify import collect_outputs, lay_out_blocks, lay_out_nodes, verify_chains
 from smc.model.draft_vocab import DraftVocab
+from smc.types import Numerics
 
 
 class RoundOps:
     """The operations of a round, in plain torch. `TritonOps` replaces every one of them."""
 
     # Running models.
+
+    def numerics(self, reader: Reader) -> Numerics:
+        """Return what the bits of results depend on. Of torch's products on a CPU it is not known."""
+        return Numerics.FASTEST
 
     def stage_runner(self, device: torch.device) -> StageRunner:
         """Return the runner of stages on a device: it runs them directly or as CUDA graphs."""

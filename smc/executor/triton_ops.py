@@ -23,7 +23,7 @@ from smc.kernels import sampling as logits
 from smc.kernels import select as selecting
 from smc.kernels import verify as verifying
 from smc.model.draft_vocab import DraftVocab
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 
 class TritonOps(RoundOps):
@@ -31,6 +31,9 @@ class TritonOps(RoundOps):
 
     def __init__(self) -> None:
         self._of_prompts: WeakKeyDictionary[Reader, InvariantForward | None] = WeakKeyDictionary()
+
+    def numerics(self, reader: Reader) -> Numerics:
+        return Numerics.INVARIANT if is_invariant(reader) else Numerics.FASTEST
 
     def stage_runner(self, device: torch.device) -> StageRunner:
         return GraphRunner(device)

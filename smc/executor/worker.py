@@ -142,10 +142,10 @@ class ModelWorker:
     ) -> None:
         """`context`: tokens of the longest sequence, if not `width`; `token_bytes`: bytes of the vocabulary's tokens,
         in which stop strings are searched; `draft_head`: the part of its head that a draft proposes with, if not all of
-        it; `sharing`: the ranks that hold parts of the model, if there are several; `numerics`: what bits may depend
-        on, if kernels run the model."""
+        it; `sharing`: the ranks that hold parts of the model, if there are several; `numerics`: what the bits of
+        results may depend on, if the model's operations can ensure it."""
         weight = model.embed.weight
-        self.numerics = numerics
+        self.wanted_numerics = numerics
         self.name, self.model, self.device = name, model, weight.device
         self.width, self.pages = width, pages
         self.vocab_size, self.token_bytes, self.draft_head = vocab_size, token_bytes, draft_head
@@ -193,6 +193,10 @@ class ModelWorker:
             result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *top_logprobs)))
             arrived = self.stages.event()
             return AsyncResult(result, arrived, {"prompt": (began, arrived)}, failures)
+
+    @property
+    def numerics(self) -> Numerics:
+        return self.ops.numerics(self)
 
     def compile(self, constraint: Constraint) -> int:
         """Compile a constraint, here and now. A constraint that is refused fails when its first mask is needed."""

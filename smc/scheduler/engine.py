@@ -87,7 +87,7 @@ class Engine:
         self.fallback = DraftFallback(self.registry, self.prefill)
         known = dict(load_potentials(config.potentials)) | dict(potentials)
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
-        self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock, constraints)
+        self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock, constraints, workers)
         self.preemption = Preemption(self.registry, self.prefill, self.results)
         self.trees = TreeController(trees or LatencyTreePolicy(config), rounds[BOTH_MODELS].acceptance, self.fallback)
         self._clock = clock
@@ -314,6 +314,7 @@ class Engine:
         stats.running = len(self.registry.admitted) + self.prefill.num_rescoring
         stats.slots_free = self.slots.num_free
         stats.pages_total = dict(memory.capacity)
+        stats.numerics = {role: worker.numerics for role, worker in self.workers.items()}
         stats.pages_used = {role: memory.held(role) for role in memory.capacity}
         stats.pages_cached = {role: cache.pages for role, cache in memory.caches.items()}
         counts = {role: cache.take_counts() for role, cache in memory.caches.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 
@@ -17,12 +17,14 @@ from smc.api.constraint import ConstraintFailed
 from smc.api.request import Answer, FinishReason, Output, Particle
 from smc.constraint_masks import check_end, check_particles
 from smc.constraints import Compiler
+from smc.executor.messages import Worker
 from smc.philox import Purpose, uniforms
 from smc.scheduler.capacity import PageForecast
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
+from smc.types import Decoding, ModelRole, Numerics
 
 UNDRAWN = (FinishReason.ERROR, FinishReason.CANCELLED)
 """Reasons for which no answer is drawn: the answer is then the part that has been streamed."""
@@ -45,6 +47,12 @@ def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None)
     return particle, _scored(group, slots, reason, particle)
 
 
+def numerics_of(decoding: Decoding, workers: Mapping[ModelRole, Worker]) -> Numerics:
+    """Return what the bits of an answer depend on."""
+    invariant = all(workers[role].numerics is Numerics.INVARIANT for role in decoding.deciding)
+    return Numerics.INVARIANT if invariant else Numerics.FASTEST
+
+
 def make_answer(
     group: SequenceGroup,
     slots: Slots,
@@ -52,7 +60,7 @@ def make_answer(
     particle: int,
     tokens: tuple[int, ...],
     scores: str,
-    numerics: str,
+    numerics: Numerics,
 ) -> Answer:
     """Make the answer of a particle with these tokens. Its `seconds` are set later. `scores`: the array of `Slots` with
     the log-probabilities that are reported."""
@@ -161,12 +169,13 @@ class ResultReporter:
         forecast: PageForecast,
         clock: Callable[[], float],
         constraints: Compiler | None,
+        workers: Mapping[ModelRole, Worker],
     ) -> None:
         """`constraints`: checks the ends of answers; None: they are checked later."""
         self._constraints = constraints
         self._registry, self._prefill, self._forecast, self._clock = registry, prefill, forecast, clock
         self._slots = prefill.slots
-        self._numerics = prefill.config.numerics
+        self._workers = workers
         self._scores = "raw_logp_SL" if prefill.config.logprobs_mode == "raw" else "logp_SL"
         """The array of `Slots` with the log-probabilities that are reported."""
         self._ready: list[tuple[int, Output]] = []
@@ -224,7 +233,8 @@ class ResultReporter:
             self._forecast.learn_answer(len(tokens) / group.params.max_tokens)
         elif group.error:
             self._prefill.prefixes.forget_prompt(group)
-        answer = make_answer(group, self._slots, reason, particle, tokens, self._scores, self._numerics)
+        numerics = numerics_of(group.rules.decoding, self._workers)
+        answer = make_answer(group, self._slots, reason, particle, tokens, self._scores, numerics)
         if self._constraints is not None and group.params.constraint is not None:
             answer = check_particles(self._constraints, group.params.constraint, answer)
         if tokens and group.is_rescored and reason in (None, FinishReason.TIME_BUDGET):

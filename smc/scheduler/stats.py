@@ -11,7 +11,7 @@ from pathlib import Path
 
 from smc.api.request import Statistics
 from smc.api.sampling_params import VERIFICATIONS
-from smc.types import ModelRole, is_mask_span
+from smc.types import ModelRole, Numerics, is_mask_span
 
 MOST_SAMPLES = 8192
 """Number of newest individual values that are kept between two readings."""
@@ -95,6 +95,8 @@ class EngineStats:
     pages_cached: dict[ModelRole, int] = field(default_factory=dict)
     """Positions in the prefix cache; requests may hold them, too."""
     pages_total: dict[ModelRole, int] = field(default_factory=dict)
+    numerics: dict[ModelRole, Numerics] = field(default_factory=dict)
+    """What the bits of each model's results depend on."""
     pages_leaked: dict[ModelRole, int] = field(default_factory=dict)
     """References to pages and unassigned pages without an owner (see `KVCacheManager.leaked`); only set while there are
     no requests."""
@@ -175,7 +177,7 @@ class RequestCounters:
         self.hits += hit
         self.misses += ahead and not hit
 
-    def statistics(self, log_z: float, particles_left: int, draft_exponent: float, numerics: str) -> Statistics:
+    def statistics(self, log_z: float, particles_left: int, draft_exponent: float, numerics: Numerics) -> Statistics:
         rounds, drafted = max(self.rounds, 1), max(self.rounds - self.alone_rounds, 1)
         return Statistics(
             particles=self.particles,
@@ -196,7 +198,7 @@ class RequestCounters:
             alone_rounds=self.alone_rounds,
             mean_rows=self.rows_sum / drafted,
             draft_exponent=draft_exponent,
-            numerics=numerics,
+            numerics=numerics.value,
         )
 
 

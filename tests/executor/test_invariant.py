@@ -48,3 +48,33 @@ def test_exact_answers_in_company_are_the_target_s_alone(family, form, monkeypat
     assert found["0"].tokens == plain.tokens and len(plain.tokens) == 6
     assert found["0"].statistics.numerics == "invariant"
     assert passes, "the kernels of one order ran"
+
+
+def running_in(config: EngineConfig, made: ModelPair) -> dict[str, str]:
+    """Return the order of sums that the answer of each method names."""
+    law = {"max_tokens": 2, "ignore_eos": True}
+    asked = [
+        request([1, 2], "target", method="target", **law),
+        request([1, 2], "draft", method="draft", **law),
+        request([1, 2], "exact", method="exact", particles=2, **law),
+        request([1, 2], "rejection", method="exact", verification="rejection", particles=2, **law),
+        request([1, 2], "smc", particles=2, **law),
+    ]
+    engine = local_engine(made, config)
+    found = {name: answer.statistics.numerics for name, answer in answers(engine, asked).items()}
+    assert {role: one.value for role, one in engine.take_stats().numerics.items()} == {
+        "target": found["target"], "draft": found["draft"],
+    }  # fmt: skip
+    return found
+
+
+def test_answers_name_the_order_of_sums_that_ran(monkeypatch):
+    """Torch on a CPU promises no order, and kernels none of float32 weights. An answer names the models that decide
+    it."""
+    config = EngineConfig(form="lockstep", block=2, numerics="invariant")
+    assert set(running_in(config, pair("qwen3")).values()) == {"fastest"}
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+    made = pair("qwen3")
+    assert running_in(config, replace(made, target=made.target.half())) == {
+        "target": "invariant", "exact": "invariant", "draft": "fastest", "rejection": "fastest", "smc": "fastest",
+    }  # fmt: skip

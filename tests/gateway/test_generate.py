@@ -8,8 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from services.client import Message, ServiceError
+from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.pb import generation_pb2 as pb
 from smc.demo.problems import generate
+from smc.scheduler.stats import EngineStats
+from smc.types import ModelRole, Numerics
 from tests.gateway.harness import LONG, local_answer, serving
 
 QUESTIONS = [problem.question for problem in generate(1, 8, "test")]
@@ -219,6 +222,17 @@ def test_what_is_served(service, pair):
     assert server.default_max_tokens == 8192
     assert (server.max_queue, server.max_calls, server.max_message_bytes) == (0, 1024, (64 << 10) + 16 * 512)
     assert server.serving and server.incarnation == 3 and server.uptime_seconds > 0 and server.version
+
+
+def test_the_order_of_sums_is_that_of_all_models_as_they_run():
+    def status(*models: tuple[Numerics, Numerics]) -> ServiceStatus:
+        stats = [EngineStats(numerics=dict(zip(ModelRole, both))) for both in models]
+        return ServiceStatus((WorkerGroupStatus(1), *(WorkerGroupStatus(1, one) for one in stats)))
+
+    invariant, fastest = (Numerics.INVARIANT,) * 2, (Numerics.FASTEST, Numerics.INVARIANT)
+    assert status().numerics is None, "no worker group has reported it"
+    assert status(invariant, invariant).numerics is Numerics.INVARIANT
+    assert status(invariant, fastest).numerics is Numerics.FASTEST
 
 
 def test_an_id_is_free_again_at_once(service):

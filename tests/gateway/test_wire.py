@@ -29,6 +29,7 @@ from smc.api.request import Answer, FinishReason, Output, Particle, PromptToken,
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.stats import EngineStats, ExactStats, PotentialStats
+from smc.types import ModelRole, Numerics
 
 POPULATIONS = SETTINGS["population"].check.names
 positive = st.floats(1e-6, 1e6)
@@ -295,7 +296,13 @@ PLAIN = [f for f in fields(EngineStats) if "list" not in f.type and f.name not i
 by_side = st.dictionaries(st.sampled_from(("draft", "target")), count)
 
 
-@given(st.builds(EngineStats, **{f.name: by_side if f.type.startswith("dict") else int32 for f in PLAIN}))
+@given(
+    st.builds(
+        EngineStats,
+        **{f.name: by_side if f.type.startswith("dict") else int32 for f in PLAIN if f.name != "numerics"},
+        numerics=st.dictionaries(st.sampled_from(ModelRole), st.sampled_from(Numerics)),
+    )
+)
 def test_the_state_of_the_engine_round_trips(stats):
     """Engine statistics round-trip. Entries that a model lacks stay absent: leaked pages are unknown while requests
     run."""

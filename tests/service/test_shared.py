@@ -46,7 +46,8 @@ def test_the_placement_is_named(shared):
     shared.until(lambda: bool(shared.supervisor.stats.pages_total), 20, "no pages were reported")
     with shared.client() as client:
         info = client.server_info()
-    assert (info.placement, info.form) == ("shared", "lockstep")
+    assert (info.placement, info.form, info.numerics) == ("shared", "lockstep", "fastest")
+    assert set(shared.supervisor.stats.numerics) == {"draft", "target"}
     assert info.draft_pages == info.target_pages > 0
     page = f"http://127.0.0.1:{shared.service.gateway.metrics_port}/metrics"
     with urllib.request.urlopen(page, timeout=20) as response:
