@@ -14,7 +14,6 @@ the kernel, and `check` raises an error."""
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime.cache import get_cache_manager
 
+from smc.kernels.nvrtc import compiled, done, nvrtc_version
 from smc.memory.kv_cache import KVPool
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, Layer, RopeTable
@@ -289,42 +288,11 @@ def _layer(layer: Layer, pool: KVPool, rope: RopeTable) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [pool.windows[layer.index] or 0]
 
 
-def compiled(given: dict[str, Any]) -> bytes:
-    """Return the kernel's machine code for these constants, from Triton's cache on disk if it is there."""
-    source = Path(__file__).with_suffix(".cu").read_bytes()
+def machine_code(given: dict[str, Any]) -> bytes:
+    """Return the kernel's machine code for these constants."""
     options = [f"-arch=sm_{CAPABILITY[0]}{CAPABILITY[1]}a", "--std=c++17", "-default-device"]
     options += [f"-D{name}={value}" for name, value in sorted(given.items())]
-    key = hashlib.sha256(b"\0".join((source, nvrtc_version().encode(), *map(str.encode, options)))).hexdigest()
-    cache, name = get_cache_manager(key), "megakernel.cubin"
-    if (path := cache.get_file(name)) is not None:
-        return Path(path).read_bytes()
-    cubin = compile_source(source, options)
-    cache.put(cubin, name, binary=True)
-    return cubin
-
-
-def nvrtc_version() -> str:
-    from cuda.bindings import nvrtc
-
-    return ".".join(map(str, _done(nvrtc.nvrtcVersion())))
-
-
-def compile_source(source: bytes, options: list[str]) -> bytes:
-    """Compile CUDA C++ by NVRTC. Returns machine code. Raises RuntimeError with the compiler's words."""
-    from cuda.bindings import nvrtc
-
-    program = _done(nvrtc.nvrtcCreateProgram(source, b"megakernel.cu", 0, [], []))
-    try:
-        (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        if code:
-            log = b" " * _done(nvrtc.nvrtcGetProgramLogSize(program))
-            _done(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(f"megakernel.cu does not compile: {log.decode(errors='replace')}")
-        cubin = b" " * _done(nvrtc.nvrtcGetCUBINSize(program))
-        _done(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin
-    finally:
-        _done(nvrtc.nvrtcDestroyProgram(program))
+    return compiled("megakernel", Path(__file__).with_suffix(".cu").read_bytes(), options)
 
 
 def _load(given: dict[str, Any], device: torch.device) -> Callable[[_Params], None]:
@@ -333,10 +301,10 @@ def _load(given: dict[str, Any], device: torch.device) -> Callable[[_Params], No
 
     with torch.cuda.device(device):
         torch.cuda.current_stream()
-        module = _done(driver.cuModuleLoadData(compiled(given)))
-        kernel = _done(driver.cuModuleGetFunction(module, b"step"))
+        module = done(driver.cuModuleLoadData(machine_code(given)))
+        kernel = done(driver.cuModuleGetFunction(module, b"step"))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _done(driver.cuFuncSetAttribute(kernel, attribute, ROOM_BYTES))
+        done(driver.cuFuncSetAttribute(kernel, attribute, ROOM_BYTES))
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = given["GRID"], 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = 32 * given["WARPS"], 1, 1
@@ -349,15 +317,6 @@ def _load(given: dict[str, Any], device: torch.device) -> Callable[[_Params], No
     def launch(params: _Params) -> None:
         config.hStream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _done(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(arguments), 0))
+        done(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(arguments), 0))
 
     return launch
-
-
-def _done(answer: tuple[Any, ...]) -> Any:
-    """Return what a call of the driver or of NVRTC returns besides its code. Raises RuntimeError with the code if it
-    is not success."""
-    code, *values = answer
-    if code:
-        raise RuntimeError(f"CUDA: {code!r}")
-    return values[0] if len(values) == 1 else values
