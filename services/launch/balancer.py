@@ -196,13 +196,17 @@ class Balancer:
 
     @contextmanager
     def _sending(self, number: int, request: Request, keys: Sequence[bytes]) -> Iterator[None]:
-        """Count a request as load of a worker group, and its prompt as held there."""
-        slots = _slots(request)
+        """Count a request as load of a worker group, and its prompt as held there unless the worker group refuses
+        it."""
+        slots, new = _slots(request), self._indexes[number].missing(keys)
         self._loads[number] += slots
         self.last_sent[number] = next(self._numbers)
         self._hold(number, keys)
         try:
             yield
+        except (QueueFull, DraftUnavailable):
+            self._indexes[number].remove(new)
+            raise
         finally:
             self._loads[number] -= slots
 
@@ -246,10 +250,13 @@ class Balancer:
         self._progress.pop(number, None)
         self._on_health(number, draft, target)
 
-    def _starting(self, number: int, progress: StartProgress) -> None:
-        """Report the progress of the worker group that will serve first."""
-        self._progress[number] = progress
-        if self._on_start is not None and not self.serving:
+    def _starting(self, number: int, progress: StartProgress | None) -> None:
+        """Report the progress of the worker group that will serve first. None: a start has failed."""
+        if progress is None:
+            self._progress.pop(number, None)
+        else:
+            self._progress[number] = progress
+        if self._on_start is not None and self._progress and not self.serving:
             self._on_start(max(self._progress.values(), key=_advance))
 
     def _give_up(self) -> bool:

@@ -45,5 +45,14 @@ class PrefixIndex:
         while len(self._keys) > pages // BLOCK:
             self._keys.popitem(last=False)
 
+    def missing(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the blocks that are not there."""
+        return [key for key in keys if key not in self._keys]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove blocks of a text that was sent but not taken."""
+        for key in keys:
+            self._keys.pop(key, None)
+
     def clear(self) -> None:
         self._keys.clear()

@@ -109,14 +109,15 @@ class Supervisor:
         name: str = "",
         on_health: Callable[[bool, bool], None] = lambda draft, target: None,
         on_step: Callable[[EngineStep], None] = lambda step: None,
-        on_start: Callable[[StartProgress], None] | None = None,
+        on_start: Callable[[StartProgress | None], None] | None = None,
         may_give_up: Callable[[], bool] = lambda: True,
     ) -> None:
         """`quarantine`: shared by all worker groups of a service. `name`: of the worker group, for the log and the
         names of its processes; empty if there is only one. `on_health` is called whenever the draft or the target comes
         or goes, with two flags: whether there is a draft, and whether there is a target. With a target, the worker
-        group decodes. `on_step` is called with every engine step, `on_start` with the progress of a start.
-        `may_give_up`: asked after `max_failed_starts` failed starts in a row, and after each further one."""
+        group decodes. `on_step` is called with every engine step, `on_start` with the progress of a start, and with
+        None when one has failed. `may_give_up`: asked after `max_failed_starts` failed starts in a row, and after each
+        further one."""
         self._config, self.pair, self.name = config, pair, name
         self._on_health, self._on_step, self._on_start = on_health, on_step, on_start
         self._may_give_up = may_give_up
@@ -210,18 +211,27 @@ class Supervisor:
         looking = asyncio.create_task(self._follow_start(self.group))
         try:
             await self._in_thread(self.group.start)
+            client = await self._attach(self.group)
+        except Exception:
+            if self._on_start is not None:
+                self._on_start(None)
+            raise
         finally:
             looking.cancel()
-        client = CoordinatorClient(self.group.address, self.group.secret, self._step, self._lost)
+        self._client, self._heard = client, time.monotonic()
+        self._draft_incarnation, self._in_flight = self.incarnation, None
+        self._log.info("serving: incarnation %d", self.incarnation)
+        self._on_health(True, True)
+
+    async def _attach(self, group: WorkerGroup) -> CoordinatorClient:
+        """Return a client of the coordinator of a worker group that has started."""
+        client = CoordinatorClient(group.address, group.secret, self._step, self._lost)
         try:
             await client.attached(self._config.link_timeout)
         except Unavailable as error:
             await client.close()
             raise WorkerGroupError(f"the worker group did not start: {error}") from error
-        self._client, self._heard = client, time.monotonic()
-        self._draft_incarnation, self._in_flight = self.incarnation, None
-        self._log.info("serving: incarnation %d", self.incarnation)
-        self._on_health(True, True)
+        return client
 
     async def _follow_start(self, group: WorkerGroup) -> None:
         """Report the progress of a start, until this task is cancelled."""

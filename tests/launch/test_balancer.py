@@ -52,7 +52,7 @@ class Client:
         self.held = asyncio.Event()
         """Not set: running requests make no progress."""
         self.held.set()
-        self.has_draft = True
+        self.has_draft, self.full = True, False
         Client.all.append(self)
 
     async def attached(self, timeout: float) -> None:
@@ -61,6 +61,8 @@ class Client:
     async def generate(self, request: Request):
         waiting = max(0, len(self.requests) - PAIR.engine.max_slots // request.params.rows)
         full = len(self.requests) >= PAIR.engine.max_slots // request.params.rows
+        if self.full:
+            raise QueueFull("the queue is full")
         if full:
             check_waiting(self.config, waiting)
         if not self.has_draft and request.params.method is Method.SMC:
@@ -207,6 +209,19 @@ def test_the_limit_of_the_queue_holds_over_all_worker_groups(fakes):
         return sizes
 
     assert serving(work) == [5, 4]
+
+
+def test_a_prompt_that_was_refused_is_not_held(fakes):
+    """A worker group that refuses a request holds no more of its prompt than before."""
+
+    async def work(balancer: Balancer) -> list[int]:
+        for prompt in (PROMPT[: 2 * BLOCK], (1, 2, 3)):
+            await answer_of(balancer, asked(prompt))
+        Client.all[0].full = True
+        await answer_of(balancer, asked(PROMPT))
+        return [index.leading(index_keys(PROMPT, "")) for index in balancer._indexes]
+
+    assert serving(work) == [2, 8]
 
 
 def test_exact_requests_of_a_lost_worker_group_go_on_at_another_one(fakes):
@@ -423,3 +438,26 @@ def test_progress_is_told_until_one_worker_group_serves(fakes, monkeypatch):
     asyncio.run(work())
     before, after = told[: told.index((0, True, True))], told[told.index((0, True, True)) :]
     assert before and all(one == LOADING for one in before) and LOADING not in after and (1, True, True) in after
+
+
+def test_no_progress_of_a_failed_start_is_told(fakes, monkeypatch):
+    """While no worker group serves, the progress is that of one that is starting."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    told: list = []
+    balancer = Balancer(CONFIG, PAIR, 2, on_start=told.append)
+    far = StartProgress("prepare")
+    balancer._starting(0, far)
+    balancer._starting(1, LOADING)
+    assert told == [far, far]
+    balancer._starting(0, None)
+    assert told[2:] == [LOADING]
+    monkeypatch.setattr(FakeWorkerGroup, "stillborn", (("worker group 0", 1), ("worker group 1", 1)))
+    monkeypatch.setattr(Group, "progress", lambda self: time.sleep(0.02) or far)
+
+    async def work() -> None:
+        with pytest.raises(WorkerGroupError):
+            await balancer.start()
+        await balancer.stop()
+
+    asyncio.run(work())
+    assert not balancer._progress
