@@ -208,7 +208,7 @@ def log_sum(logits_RV: Tensor) -> Tensor:
     """Return the log of each row's sum of exponentials [R, 1]. On a CPU its bits do not depend on the other rows: torch
     divides the sum of a lone row among its threads, so a lone row gets company."""
     rows = len(logits_RV)
-    return logits_RV.expand(max(rows, 2), -1).logsumexp(-1, keepdim=True)[:rows]
+    return logits_RV.expand(2 if rows == 1 else rows, -1).logsumexp(-1, keepdim=True)[:rows]
 
 
 def draw(log_dist_RV: Tensor, exponential_RFV: Tensor) -> Tensor:

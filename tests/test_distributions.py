@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from smc.distributions import Distributions, DistributionSpec, Processors
+from smc.distributions import Distributions, DistributionSpec, Processors, log_sum
 
 # Logits are multiples of 1/8, so that float64 and float32 have the same ties.
 logit = st.integers(-64, 64).map(lambda k: k / 8)
@@ -262,3 +262,10 @@ def test_logits_that_give_no_law_stay_nan_in_every_path(spec, bad):
         if log_z_R is not None and spec.alpha != 1:
             assert log_z_R.isnan().tolist() == [True, False]
         assert_same_law(target_RV[1:], laws(spec).target(logits_RV[1:]))
+
+
+def test_the_sum_of_a_row_has_the_same_bits_alone_and_of_no_rows_there_are_none():
+    logits_RV = torch.randn(3, 151_936, generator=torch.Generator().manual_seed(0))
+    sum_R1 = log_sum(logits_RV)
+    assert all(torch.equal(log_sum(logits_RV[r : r + 1]), sum_R1[r : r + 1]) for r in range(3))
+    assert log_sum(logits_RV[:0]).shape == (0, 1)
