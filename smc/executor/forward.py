@@ -5,6 +5,7 @@ Local axes: U segments of rows with a common prefix, Y rows that have tokens, Z 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +38,11 @@ class Reader(Protocol):
 
     @property
     def attention(self) -> AttentionBackend: ...
+
+    @property
+    def sharing(self) -> Callable[[Tensor], Tensor]:
+        """Replaces a tensor's values by those of the leader, if several ranks run the model, and returns it."""
+        ...
 
 
 class StaticForward:

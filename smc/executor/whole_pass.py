@@ -34,13 +34,15 @@ class PassKind(NamedTuple):
 
 class WholePassForward(TritonForward):
     """`TritonForward` that runs passes of few tokens in one launch where it measures that this is faster: each kind of
-    pass once, when it first runs. A model that the kernel cannot run has none."""
+    pass once, when it first runs. Where every rank has the whole model, the leader's measurement decides for all: the
+    two ways round differently, and ranks must draft the same rows. A model that the kernel cannot run has none."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__(reader)
         why = obstacle(self.model, self.pool, reader.width)
         self._whole = None if why else Megakernel(self.model, self.pool, self.rope, reader.width)
         self._is_faster: dict[PassKind, bool] = {}
+        self._sharing = reader.sharing
         if why:
             logger.info("no pass of the draft runs in one launch: the kernel %s", why)
 
@@ -62,7 +64,8 @@ class WholePassForward(TritonForward):
         if kind not in self._is_faster:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            self._is_faster[kind] = self._measure(kind, rows)
+            is_faster_1 = torch.tensor([int(self._measure(kind, rows))], device=tokens_T.device)
+            self._is_faster[kind] = bool(self._sharing(is_faster_1))
         return self._is_faster[kind]
 
     def _measure(self, kind: PassKind, like: Rows) -> bool:
