@@ -65,6 +65,8 @@ class Task:
     """Exponent of coupled drafting."""
     alpha: float = 1.0
     ess_threshold: float = 0.5
+    redrafted: int = 0
+    """R: tokens that a round of look-ahead first drafts after a block of one token, which is what a miss leaves."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Reference(ABC):
     def round(self) -> tuple[list[Row], list[Row], Any]:
         """Run a round. Returns the blocks, the rows and what verification found."""
         self.rounds += 1
+        self.redraft()
         self.particles = [replace(row, start=len(row.tokens)) for row in self.particles]
         rows = self.draft()
         blocks = self.particles if self.lookahead else rows
@@ -114,6 +117,10 @@ class Reference(ABC):
     @abstractmethod
     def first(self) -> list[Row]:
         """Return the first particles: the prompt and a token of the target."""
+
+    def redraft(self) -> None:
+        """Draft again before the round, if the method does so."""
+        return
 
     @abstractmethod
     def draft(self) -> list[Row]: ...
@@ -199,14 +206,27 @@ class ExactWalk(Reference):
         return len(row.tokens) == self.known
 
     def draft(self) -> list[Row]:
-        """Grow a tree: each level keeps the likeliest tokens after all rows of the level before. Choose the rows to
-        verify among its paths."""
-        levels = [likeliest(self.outcomes(), self.width)]
-        for _ in range(self.task.block - 1):
+        """Grow a tree from the outcomes of the blocks that are verified."""
+        return self.tree(likeliest(self.outcomes(), self.width), self.task.block - 1, self.width)
+
+    def tree(self, first: list[Row], steps: int, width: int) -> list[Row]:
+        """Grow a tree from its first level: each further level keeps the likeliest tokens after all rows of the level
+        before. Choose the rows to verify among its paths."""
+        levels = [first]
+        for _ in range(steps):
             offers = [offer for row in levels[-1] for offer in self.offers(row)]
-            levels.append(likeliest(self.useful(offers, levels[-1]), self.width))
+            levels.append(likeliest(self.useful(offers, levels[-1], width), width))
         self.node_mass = {row.tokens: row.mass for rows in levels for row in rows}
-        return self.paths(levels)
+        return self.paths(levels, width)
+
+    def redraft(self) -> None:
+        """Let the particle grow a tree of its own if its block is a single token, as after a miss: its rows are the
+        blocks that this round verifies."""
+        block, *others = self.particles
+        if self.task.redrafted and not others and self.is_scored(block) and not self.ended(block.tokens):
+            root = replace(block, mass=0.0, start=self.known - 1)
+            rows = self.tree([root], self.task.redrafted, self.task.particles)
+            self.particles = [replace(row, slot=slot) for slot, row in enumerate(rows)]
 
     def outcomes(self) -> list[Row]:
         """How the walk may go on: from a node of the block where it may end, by a token that the block does not have
@@ -233,9 +253,9 @@ class ExactWalk(Reference):
         wins, tokens = torch.log_softmax(self.task.exponent * logq + noise, -1).topk(min(most, len(logq)))
         return [row.add(token, win) for token, win in zip(tokens.tolist(), wins.tolist())]
 
-    def useful(self, offers: list[Row], rows: list[Row]) -> list[Row]:
+    def useful(self, offers: list[Row], rows: list[Row], width: int) -> list[Row]:
         """After an outcome, at most N rows can become the next block: leave out further ones."""
-        if not self.grows_ahead:
+        if not self.grows_ahead or width == self.task.particles:
             return offers
         ended = {row.tokens for row in rows if self.ended(row.tokens)}
         count = Counter(tokens[: row.start + 1] for row in rows if (tokens := row.tokens) in ended)
@@ -252,7 +272,7 @@ class ExactWalk(Reference):
         """Whether rows have tokens after their outcome, which is their first token in look-ahead."""
         return self.lookahead and self.task.block > 1
 
-    def paths(self, levels: list[list[Row]]) -> list[Row]:
+    def paths(self, levels: list[list[Row]], width: int) -> list[Row]:
         """Choose those paths from an outcome to a leaf that hold the most of the tree together."""
         gain: dict[Tokens, float] = defaultdict(float)
         rows: dict[tuple[Tokens, ...], Row] = {}
@@ -269,7 +289,7 @@ class ExactWalk(Reference):
             gain[of_level[0].tokens] += LEAD_GAIN
         if self.grows_ahead:
             rows = {path: row for path, row in rows.items() if len(path) > 1 or self.ended(row.tokens) or gain[path[0]]}
-        taken = heaviest_paths(list(rows), gain, self.width, self.task.particles)
+        taken = heaviest_paths(list(rows), gain, width, self.task.particles)
         outcomes = [row.tokens[: row.start + 1] for row in levels[0]]
         return [rows[path] for path in sorted(taken, key=lambda path: outcomes.index(path[0]))]
 

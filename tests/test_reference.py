@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -79,7 +80,8 @@ def assert_same_rounds(
     end, branches = next(iter(pair.tokenizer.eos_ids)), config.branches if config.lookahead else None
     for n, seed in itertools.product(sizes, seeds):
         shape = (PROMPT, end, max_tokens, seed, n, config.block, branches, coupling.FIRST_EXPONENT)
-        made, answer = decoding(Task(target, draft, *shape, **settings)), found[f"{n} {seed}"]
+        again = {"redrafted": config.redrafted}
+        made, answer = decoding(Task(target, draft, *shape, **again, **settings)), found[f"{n} {seed}"]
         name = f"N = {n}, seed {seed}"
         assert answer.tokens == made.run(), name
         assert answer.statistics.rounds == made.rounds, name
@@ -104,6 +106,11 @@ def fixed_exponent(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("decoding", METHODS)
 def test_the_engine_decodes_as_the_reference(decoding, config):
     assert_same_rounds(decoding, config, tiny_pair(), range(6))
+
+
+@pytest.mark.parametrize("config", [LOOKAHEAD[0], *slow(*LOOKAHEAD[1:2], *LOOKAHEAD[3:])], ids=config_id)
+def test_drafting_again_after_a_miss_is_that_of_the_reference(config):
+    assert_same_rounds(ExactWalk, replace(config, redrafting="always"), tiny_pair(), range(6))
 
 
 @each_population

@@ -169,6 +169,16 @@ class EngineConfig:
             has_flag=False,
         ),
     )
+    redrafting: str = setting(
+        "never",
+        OneOf(("always", "never")),
+        option=Option(
+            "Whether the draft drafts a block again after a miss in look-ahead, before the target goes on (exact "
+            "decoding). Answers are the same.",
+            panel=ENGINE,
+            has_flag=False,
+        ),
+    )
     prefix_cache: bool = setting(
         True,
         flag(),
@@ -252,6 +262,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.form == "lockstep" and self.branches not in (None, 1):
             raise ValueError(f"branches={self.branches} has no effect with form='lockstep'; leave it out")
+        if self.redrafting == "always" and (self.form == "lockstep" or self.block == 1):
+            raise ValueError(
+                f"redrafting='always' has no effect with form={self.form!r} and block={self.block}; leave it out"
+            )
         if self.branches is None:
             object.__setattr__(self, "branches", 4 if self.form == "lookahead" else 1)
         check_settings(self)
@@ -298,6 +312,12 @@ class EngineConfig:
         while levels[-1] > least:
             levels.append(-(-levels[-1] // 2))
         return tuple(levels)
+
+    @property
+    def redrafted(self) -> int:
+        """R: number of tokens that a round drafts again after a miss; 0: it never does. The block's first token is
+        known."""
+        return self.block - 1 if self.redrafting == "always" else 0
 
     def chains(self, vocab: int) -> int:
         """Return `max_chains`, or its default for a vocabulary of this size."""

@@ -24,7 +24,7 @@ from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow
-from smc.scheduler.round_plan import NODE_SHARES, bucket, room
+from smc.scheduler.round_plan import NODE_SHARES, DraftSize, bucket, room
 from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,10 @@ def warm_up_plans(
             given = (decodings, shape, batch_size, config.max_slots, contexts)
             queries = min(shape.target, config.scored(steps or config.block))
             nodes = int(share * batch_size * queries)
-            plan = padding_plan(*given, processors=processors, steps=steps, queries=queries, nodes=nodes)
+            redrafted = config.redrafted if decodings == {Decoding.WALK} else 0
+            size = DraftSize(shape.branches, steps, nodes, redrafted)
+            queries = max(queries, redrafted + 1) if redrafted else queries
+            plan = padding_plan(*given, processors=processors, queries=queries, size=size)
             yield from [plan] * REPEATS
 
 
@@ -155,12 +158,12 @@ def padding_plan(
     contexts: Contexts,
     *,
     processors: Processors = NO_PROCESSORS,
-    steps: int | None = None,
     queries: int | None = None,
-    nodes: int = 0,
+    size: DraftSize | None = None,
 ) -> RoundPlan[np.ndarray]:
     """Return the plan of a round whose rows are all padding. `queries`: tokens of a block that the target runs; by
-    default all."""
+    default all. `size`: how much is drafted, by default a block on all branches of the shape."""
+    _, steps, nodes, redrafted = size or DraftSize(shape.branches, None)
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
     one = np.ones(batch_size, dtype=np.float32)
     distribution = DistributionSpec.plain(batch_size).canonical()
@@ -189,9 +192,9 @@ def padding_plan(
         branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )
     columns = 1 + max(shape.target, shape.begin + shape.branch)
-    return RoundPlan(
-        RoundKind(contexts, decodings, steps, nodes=nodes), columns, arrays, distribution, distribution
-    ).sized()
+    kind = RoundKind(contexts, decodings, steps, nodes=nodes, redrafted=redrafted)
+    pages_AB = np.zeros((batch_size, shape.branch), dtype=np.int32) if redrafted else None
+    return RoundPlan(kind, columns, arrays, distribution, distribution, redraft_pages_AB=pages_AB).sized()
 
 
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:

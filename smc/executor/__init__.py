@@ -14,10 +14,14 @@ Draft and verify run at the same time, each on the ranks of its model. The host 
 (`services.link.remote_worker.RemotePair.round`), and a rank (`services.workers.rank`) passes it to its runner; in one
 process `round_executor.LocalRoundExecutor` does. "Sent" is `Channel.send`, from rank to rank. The target receives the
 drafted rows after its pass, the draft the selection after its steps. What is drafted in one round is verified in the
-next: selected rows are the target's pending tokens until then (`smc.round.slot_state.SlotState.pending_SQ`).
+next, but for what is drafted again: selected rows are the target's pending tokens until then
+(`smc.round.slot_state.SlotState.pending_SQ`).
 
   plan    `smc.scheduler.decode.RoundScheduler._launch`: groups, pages, keys of random numbers -> `RoundPlan`
           `smc.scheduler.preemption.Preemption.allocate`, `smc.scheduler.round_plan.RoundPlanner.plan`
+  redraft if the plan says so: after a miss, a tree from the target's draw; its rows become the particles
+          -> `DraftedRows`, sent to the target before its pass, and `RedraftReport`
+          `redraft.begin_redraft`, `DraftStage.redraft`, `VerifyStage.redrafted`
   draft   `model_runner.DraftRunner.draft`, `DraftStage.draft`
           1. run the last token of each particle, and rank outcomes by coupled drafting -> `CandidateTokens`
           `draft.begin_draft`, `DraftStage.run_pending`, `sampling.Sampling.propose_candidates`,

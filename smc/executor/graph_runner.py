@@ -119,6 +119,12 @@ class StageRunner:
         differ."""
         return stage()
 
+    def run_if(self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]]) -> None:
+        """Run a stage that changes nothing unless `wanted`, bool [1] on this device, is true. It is left out if that
+        is false and the host can tell without waiting."""
+        if wanted_1.item():
+            self.run(key, name, stage)
+
     def keep(self, key: Hashable, name: str, make: Callable[[], Made]) -> Made:
         """Return an object that the rounds of one key share. `make` makes it once for as long as the key is kept."""
         made = self._of(key).made
@@ -221,6 +227,9 @@ class GraphRunner(StageRunner):
         graph, outputs = recorded.graphs[name]
         graph.replay()
         return outputs
+
+    def run_if(self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]]) -> None:
+        self.run(key, name, stage)
 
     def event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

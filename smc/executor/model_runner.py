@@ -1,6 +1,7 @@
 """Runners of the two models in a round: each runs the stages of its model in order, on the memory of one worker, and
 exchanges messages with the other. Both may be in one process or in two (`smc.executor.round_executor`).
 
+draft -> target   blocks          those that were drafted again after a miss, in rounds that do so
 draft -> target   rows            the drafted rows
 draft -> target   distributions   that the tokens of chains were drawn from, if there are chains
 target -> draft   selection       the rows that continue, and how
@@ -31,6 +32,7 @@ from smc.executor.graph_runner import AsyncResult, Event, StageRunner, TimeSpans
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import TokenMasks
 from smc.executor.ops import RoundOps
+from smc.executor.redraft import begin_redraft, report_of
 from smc.executor.round_stages import DraftStage, SelectStage, VerifyStage
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.state import LogitBiases, PageTokens, join, reweigh
@@ -43,6 +45,7 @@ from smc.round.tensors import (
     DraftReport,
     DraftShape,
     GrownRows,
+    RedraftReport,
     RoundResult,
     RoundSelection,
     VerifyInputs,
@@ -248,6 +251,8 @@ class DraftRunner(ModelRunner):
             dists_YKV=self._dists_YKV,
         )
         self._round: tuple[RoundPlan[Tensor], GrownRows, tuple] | None = None
+        self._redrafted: RedraftReport[Tensor] | None = None
+        """What the round that `draft` began has drafted again."""
 
     def round(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue the draft's part of a round. The result is a `DraftReport` for a round of both models, otherwise a
@@ -270,6 +275,7 @@ class DraftRunner(ModelRunner):
                 stages.run(key, "distributions", lambda: self._pick_distributions(kept_SKV, index_P))
                 self._channel.send("distributions", self._sent_PKV[:chains])
             began = stages.event()
+            self._redrafted = self._redraft(here) if key.redrafted else None
             if plan.constraints is None:
                 drafted, grown = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
             else:
@@ -280,6 +286,16 @@ class DraftRunner(ModelRunner):
             self._channel.send("rows", drafted.memory)
         self._round = (here, grown, (began, ended))
 
+    def _redraft(self, plan: RoundPlan[Tensor]) -> RedraftReport[Tensor]:
+        """Draft again for groups after a miss, and send their blocks."""
+        stages, drafter, key = self.stages, self._drafter, plan.kind
+        nodes = drafter.nodes
+        assert nodes is not None, "a round of look-ahead with blocks of several tokens"
+        start = stages.run(key, "begin again", lambda: begin_redraft(self.state, nodes, plan))
+        stages.run_if(start.any_1, key, "draft again", lambda: drafter.redraft(plan, start))
+        self._channel.send("blocks", start.message.memory)
+        return report_of(start)
+
     @torch.inference_mode()
     def remap(self) -> AsyncResult:
         """Queue the rest of the round that `draft` began: the selected rows become the particles."""
@@ -289,7 +305,7 @@ class DraftRunner(ModelRunner):
             memory = RoundSelection.memory(plan.kind.batch_size)
             message = self._channel.receive(plan.kind, "selection", (memory.nbytes,), torch.uint8)
             report = self.stages.run(plan.kind, "remap", lambda: self._remap(plan, grown, memory.views(message)))
-            return self._read(plan.kind, report, {ModelRole.DRAFT: span})
+            return self._read(plan.kind, report._replace(redrafted=self._redrafted), {ModelRole.DRAFT: span})
 
     def _remap(
         self, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
@@ -382,7 +398,10 @@ class TargetRunner(ModelRunner):
                 self._channel.settle()
             here = self._load(plan) if queued is None else queued.plan
             self._receive_distributions(key, here)
-            drafted = None if self.config.lookahead else self._receive(key)
+            if key.redrafted:
+                blocks = self._receive(key, "blocks", key.batch_size)
+                stages.run(key, "blocks", lambda: verify.redrafted(here, blocks()))
+            drafted = None if self.config.lookahead else self._receive_rows(key)
             if queued is None and plan.constraints is not None:
                 queued = self._queue_pass(plan, here, drafted)
             if queued is None:
@@ -394,7 +413,7 @@ class TargetRunner(ModelRunner):
                 scored = stages.run(key, "read logits", lambda: verify.read_logits(here, inputs, after, mask_TW))
             if scored.nodes is not None:
                 here = here.with_target_pages(scored.nodes.pages_AQ)
-            rows = self._receive(key) if drafted is None else drafted
+            rows = self._receive_rows(key) if drafted is None else drafted
             heard = stages.event()
             applied = stages.run(key, "select", lambda: self._select.select(here, scored, rows()))
             selected = stages.event()
@@ -422,9 +441,12 @@ class TargetRunner(ModelRunner):
         if here_PKV.numel():
             self._channel.receive(key, "distributions", tuple(here_PKV.shape), here_PKV.dtype, here_PKV)
 
-    def _receive(self, kind: RoundKind) -> Callable[[], DraftedRows]:
-        """Receive the drafted rows. Returns a function that finds them in the message: stages that are replayed do not
-        ask for them."""
-        memory = DraftedRows.memory(kind.batch_size * kind.branches, self.config.block)
-        message = self._channel.receive(kind, "rows", (memory.nbytes,), torch.uint8)
+    def _receive_rows(self, kind: RoundKind) -> Callable[[], DraftedRows]:
+        return self._receive(kind, "rows", kind.batch_size * kind.branches)
+
+    def _receive(self, kind: RoundKind, name: str, rows: int) -> Callable[[], DraftedRows]:
+        """Receive drafted rows. Returns a function that finds them in the message: stages that are replayed do not ask
+        for them."""
+        memory = DraftedRows.memory(rows, self.config.block)
+        message = self._channel.receive(kind, name, (memory.nbytes,), torch.uint8)
         return cache(lambda: memory.views(message))

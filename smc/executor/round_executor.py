@@ -16,7 +16,7 @@ from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.ops import RoundOps
 from smc.executor.worker import ModelWorker
 from smc.round.plan import RoundPlan, SequenceHandoff
-from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RoundResult
+from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RedraftReport, RoundResult
 from smc.types import BOTH_MODELS, ModelRole
 
 
@@ -29,6 +29,8 @@ class RoundReports:
     """Changes of pages, by model."""
     observed: ObservedDraws[np.ndarray] | None = None
     """None: the draft took no part."""
+    redrafted: RedraftReport[np.ndarray] | None = None
+    """What was drafted again before the round. None: nothing can have been."""
 
 
 class RoundExecutor(Protocol):
@@ -109,8 +111,11 @@ class RequestedRound:
         # Each result takes the time at which its own wait ends, from which `spans` counts back.
         values = {role: reading.result() for role, reading in self.readings.items()}
         result = next(value for value in values.values() if isinstance(value, RoundResult))
-        observed = next((value.observed for value in values.values() if isinstance(value, DraftReport)), None)
-        return RoundReports(result, {role: value.lineage for role, value in values.items()}, observed)
+        report = next((value for value in values.values() if isinstance(value, DraftReport)), None)
+        lineage = {role: value.lineage for role, value in values.items()}
+        if report is None:
+            return RoundReports(result, lineage)
+        return RoundReports(result, lineage, report.observed, report.redrafted)
 
     def failures(self) -> Mapping[int, str]:
         """See `Pending.failures`."""

@@ -22,6 +22,7 @@ from smc.executor.draft import assign_chains
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.masks import given_constraint
 from smc.executor.ops import RoundOps
+from smc.executor.redraft import RedraftStart, known_step, plan_again, selected_again, with_slots_of
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import LEAST_SHARE, target_outputs
 from smc.executor.verify import chain_groups
@@ -60,8 +61,8 @@ class GrownStep(NamedTuple):
     """Rows after a step of the draft."""
 
     tree: TokenTree
-    chosen: ChosenTokens | None
-    """None: the step chose nothing."""
+    kept: DraftStep | None
+    """The step as one of a draft tree. None: the step chose nothing."""
     raw_logp_X: Tensor | None = None
     """As `GrownRows.raw_logp_XK`, of this step's tokens."""
 
@@ -178,7 +179,8 @@ class DraftStage:
             chains = self._drawn(plan, layout, logits_RV, tree, step, inputs.chains, width)
         more = Continuation(chosen, own, chains)
         grown = self.ops.reparent(nodes, more, plan, self.state, step=step)
-        return GrownStep(grown, chosen, raw_logp_X)
+        kept = None if chosen is None else DraftStep(grown, chosen.expansion.parent_X, chosen.candidates)
+        return GrownStep(grown, kept, raw_logp_X)
 
     def finish(
         self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: tuple[GrownStep, ...]
@@ -189,16 +191,30 @@ class DraftStage:
             steps.append(self.extend(plan, inputs, self.run_rows(plan, inputs, steps[-1].tree), step, steps[-1]))
         tree, kept = steps[-1].tree, []
         if Decoding.WALK in plan.kind.decodings:
-            kept = [
-                DraftStep(step.tree, step.chosen.expansion.parent_X, step.chosen.candidates)
-                for step in steps
-                if step.chosen
-            ]
+            kept = [step.kept for step in steps if step.kept]
         raw_logp = [step.raw_logp_X for step in steps if step.raw_logp_X is not None]
         rows = GrownRows(tree, tuple(kept), raw_logp_XK=torch.stack(raw_logp, 1) if raw_logp else None)
         if kept:
             rows = self.ops.prune_tree(plan, rows, self.nodes is not None)
         return self.ops.pack_rows(self.state, plan, rows.tree), rows
+
+    def redraft(self, plan: RoundPlan[Tensor], start: RedraftStart) -> tuple[()]:
+        """Draft again after a miss, and make the rows the particles. Writes the message and the lineage of `start`."""
+        assert self.nodes is not None, "a drafter of look-ahead"
+        state, again = self.state, plan_again(plan, start)
+        inputs = self.begin(again, again.draft_distribution)
+        first = known_step(state, again, inputs, start.root_A)
+        _, grown = self.finish(again, inputs, (GrownStep(first.tree, first),))
+        rows = self.ops.pack_rows(state, again, grown.tree).fields
+        is_again_A = start.slot_A != state.dummy
+        start.message.write(rows._replace(count_X=torch.where(is_again_A, rows.count_X, 0)))
+        selection = selected_again(state, again, start.message.fields)
+        self.ops.store_inner_nodes(self.nodes, state, again, grown, selection)
+        lineage, next_ = self.ops.remap_draft(state, again, grown.tree, selection, plan.kind.redrafted + 1)
+        self.ops.advance(state, again.arrays.slot_A, selection, next_)
+        start.lineage.path_AB.copy_(lineage.path_AB)
+        start.lineage.kept_A.copy_(torch.where(is_again_A, lineage.kept_A, 0))
+        return ()
 
     def remap(
         self, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
@@ -398,6 +414,12 @@ class VerifyStage:
             # If a distribution has a NaN, every entry of it is NaN.
             log_z_T.index_copy(0, token_P, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
         )
+
+    def redrafted(self, plan: RoundPlan[Tensor], rows: DraftedRows) -> Tensor:
+        """Make the rows that were drafted again the particles, before their blocks are verified. Returns as
+        `remap`."""
+        again = with_slots_of(self.state, plan, rows)
+        return self.remap(again, rows, selected_again(self.state, again, rows))
 
     def remap(self, plan: RoundPlan[Tensor], drafted: DraftedRows, selection: RoundSelection[Tensor]) -> Tensor:
         """Make the selected candidates the particles. Returns the number of pending tokens of each [A]."""

@@ -161,6 +161,8 @@ class RoundKind:
     (`smc.executor.verify`): only in rounds in which all groups have draft trees. 0: it runs every block by itself."""
     raw_logprobs: bool = False
     """The target also reports log-probabilities under the softmax of its own logits."""
+    redrafted: int = 0
+    """R: tokens that the draft first drafts for groups whose last round was a miss (`smc.executor.redraft`)."""
     batch_size: int = 0
     """A."""
     branches: int = 0
@@ -284,6 +286,9 @@ class RoundPlan(Generic[Array]):
     weights_A: Array | None = None
     """float64 log-weights that the host has set since the last round by applying potentials; NaN: the models' own
     weights stay. None: no request has a potential."""
+    redraft_pages_AB: Array | None = None
+    """int32 pages at the draft for tokens that are run to draft again; 0 for groups that never do. None: the round does
+    not draft again."""
 
     def sized(self) -> RoundPlan[Array]:
         """Return the plan with the sizes of its arrays, and the parts that it has, noted in its kind."""

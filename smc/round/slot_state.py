@@ -129,5 +129,6 @@ class InnerNodes(NamedTuple):
         return self.mass_SK.shape[1] + 1
 
     def forget(self, slots_N: Tensor) -> None:
-        """Remove the outcomes of slots that new particles take."""
+        """Remove the outcomes of slots that new particles take, each with a block of one token."""
         self.share_SKC[slots_N] = -torch.inf
+        self.count_S[slots_N] = 0

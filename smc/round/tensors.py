@@ -380,12 +380,32 @@ class ObservedDraws(NamedTuple, Generic[Array]):
     """float32 number of tokens that the draft considered more likely to be drawn."""
 
 
+class RedraftReport(NamedTuple, Generic[Array]):
+    """What was drafted again before a round, by batch index; row and lineage as after a selection. Only batch indices
+    with a count above 0 have changed."""
+
+    root_A: Array
+    """int32 batch index whose particle the row continues; the last token of that particle is the row's first one."""
+    tokens_AK: Array
+    """int32 tokens of the row."""
+    count_A: Array
+    """int32 number of tokens that exist; 0: the group kept its blocks."""
+    ended_A: Array
+    """bool: the last token is terminal."""
+    share_A: Array
+    """float32 log mass of the row; -inf: the batch index holds no particle any more."""
+    lineage: Lineage[Array]
+    """Pages at the draft."""
+
+
 class DraftReport(NamedTuple, Generic[Array]):
     """The draft's report to the host about a round of both models."""
 
     lineage: Lineage[Array]
     """Pages at the draft."""
     observed: ObservedDraws[Array]
+    redrafted: RedraftReport[Array] | None = None
+    """What was drafted again at first. None: the round does not draft again."""
 
 
 class RoundResult(NamedTuple, Generic[Array]):

@@ -27,11 +27,11 @@ import numpy as np
 from smc.algorithm.coupling import DrawObservation
 from smc.api.engine_config import EngineConfig
 from smc.arrays import map_tensors
-from smc.executor.messages import Pending, Stream
+from smc.executor.messages import REDRAFTED, Pending, Stream
 from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.memory.kv_cache import KVCacheManager
 from smc.round.plan import RoundKind
-from smc.round.tensors import Lineage, ObservedDraws, RoundResult
+from smc.round.tensors import Lineage, ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts
 from smc.scheduler.round_plan import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
@@ -195,7 +195,8 @@ class RoundScheduler:
         for group in population.groups:
             if group.rules.coupled and group.exponent is None:
                 group.exponent = self.exponents.begin(group.params.temperature)
-        plan = self._planner.plan(population, pages)
+        size = self._with_redraft_pages(population, pages, self._planner.size(population))
+        plan = self._planner.plan(population, pages, size)
         depths = [self._depth(group, plan.kind) for group in population.groups]
         for group, granted in given:
             group.begin_round(granted, plan.kind.steps or self.config.block)
@@ -209,12 +210,26 @@ class RoundScheduler:
             resized,
             pages,
             exponents,
-            DraftSize(plan.kind.branches, plan.kind.steps),
+            size,
             depths,
             round_,
         )
         self.queued += time.perf_counter() - begin
         return step
+
+    def _with_redraft_pages(self, population: Population, pages: list[RoundPages], size: DraftSize) -> DraftSize:
+        """Allocate pages for what the round drafts again. Only pages that no next round needs are taken: without enough
+        of them, nothing is drafted again."""
+        if not size.redrafted:
+            return size
+        allocator = self.memory.allocators[ModelRole.DRAFT]
+        each_G = [group.rules.redrafts * len(group.slots) * (self.config.block - 1) for group in population.groups]
+        if allocator.num_free < sum(each_G) + self.memory.next_round[ModelRole.DRAFT]:
+            return size._replace(redrafted=0)
+        for given, each in zip(pages, each_G):
+            if each:
+                given[REDRAFTED] = allocator.allocate(each)
+        return size
 
     def _depth(self, group: SequenceGroup, kind: RoundKind) -> int:
         """Maximum number of drafted tokens of a row that a round verifies; it has not been launched yet."""
@@ -248,7 +263,8 @@ class RoundScheduler:
             population = launched.take(current_G)
         source_A = launched.slot_A[result.selection.particles.ancestor_A[index_A]]
         pages = [step.pages[g] for g in current_G]
-        self._count_work(population, step.size)
+        redrafted_A = self._redraft(outcome.redrafted, launched, population, index_A, pages)
+        self._count_work(population, step.size, redrafted_A)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
         self._remap_pages(outcome, population, source_A, index_A, pages)
         self._write_tokens(population, result, source_A, index_A)
@@ -258,11 +274,48 @@ class RoundScheduler:
         for group, launched_g in zip(population.groups, current_G.tolist()):
             if launched_g in failures:
                 group.fail_constraint(failures[launched_g])
-        self._count(population, [step.depths[g] for g in current_G], result, index_A, current_G, more_G)
+        again_G = redrafted_A[population.first_G].tolist()
+        depths = [step.size.redrafted + 1 if again else step.depths[g] for g, again in zip(current_G, again_G)]
+        self._count(population, depths, result, index_A, current_G, more_G)
         if outcome.observed is not None:
             observed = map_tensors(lambda values_A: values_A[index_A], outcome.observed)
             self._observe_draws(population, observed, [step.exponents[g] for g in current_G])
         self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
+
+    def _redraft(
+        self,
+        report: RedraftReport[np.ndarray] | None,
+        launched: Population,
+        population: Population,
+        index_A: np.ndarray,
+        pages: list[RoundPages],
+    ) -> np.ndarray:
+        """Record what was drafted again before the round: rows that continue a group's only particle, whose block was
+        its last token. Returns which particles have such a row [A]."""
+        slots, slot_A, redrafted_A = self.slots, population.slot_A, np.zeros(len(population.slot_A), dtype=bool)
+        if report is None:
+            return redrafted_A
+        given_B = np.concatenate([given.get(REDRAFTED, np.zeros(0, np.int32)) for given in pages])
+        redrafted_A = report.count_A[index_A] > 0
+        if not redrafted_A.any():
+            self.memory.allocators[ModelRole.DRAFT].free(given_B)
+            return redrafted_A
+        source_A = np.where(redrafted_A, launched.slot_A[report.root_A[index_A]], slot_A)
+        kept_A = np.where(redrafted_A, report.lineage.kept_A[index_A], 0)
+        path_AB, none_A = report.lineage.path_AB[index_A], np.zeros_like(kept_A)
+        own = {ModelRole.DRAFT: (path_AB, kept_A, given_B), ModelRole.TARGET: (path_AB[:, :0], none_A, given_B[:0])}
+        for role, (own_AB, count_A, own_B) in own.items():
+            lineage = Lineage(own_AB, count_A, none_A)
+            slots.descend(role, self.memory.allocators[role], slot_A, source_A, lineage, own_B)
+        moved_A = source_A != slot_A
+        slots.copy(slot_A[moved_A], source_A[moved_A])
+        at, index = slot_A[redrafted_A], index_A[redrafted_A]
+        before = slots.length_S[at] - 1
+        self._write(slots.tokens_SL, at, before, report.tokens_AK[index])
+        slots.length_S[at] = before + report.count_A[index]
+        slots.logw_S[at] = report.share_A[index]
+        slots.ended_S[at] = report.ended_A[index] | (report.share_A[index] == -np.inf)
+        return redrafted_A
 
     def _remap_pages(
         self,
@@ -343,8 +396,9 @@ class RoundScheduler:
             self.slots.release_pages(dropped, self.memory.allocators)
             self.slots.release(dropped)
 
-    def _count_work(self, population: Population, size: DraftSize) -> None:
-        """Count the tokens that the models run in this round, for the particles that were open when it began."""
+    def _count_work(self, population: Population, size: DraftSize, redrafted_A: np.ndarray) -> None:
+        """Count the tokens that the models run in this round, for the particles that were open when it began.
+        `redrafted`: those that continue what was drafted again at first."""
         slot_A, config, roles = population.slot_A, self.config, self.rules.roles
         open_A, steps = ~self.slots.ended_S[slot_A], size.steps or config.block
         if roles == BOTH_MODELS:
@@ -353,7 +407,8 @@ class RoundScheduler:
             drafting_A = np.zeros(len(slot_A), dtype=bool)
             for rules, at in population.by_rules():
                 drafting_A[at] = rules.drafting(open_A[at], any_A[at])
-            work = {ModelRole.DRAFT: drafting_A * size.branches * steps, ModelRole.TARGET: target_A}
+            drafted_A = drafting_A * size.branches * steps + redrafted_A * size.redrafted
+            work = {ModelRole.DRAFT: drafted_A, ModelRole.TARGET: target_A}
         else:
             work = {roles[0]: open_A * config.block}
         for role, tokens_A in work.items():

@@ -95,6 +95,8 @@ class DecodingRules(ABC):
     """The model whose distribution the first token is drawn from."""
     coupled = False
     """Whether drafted rows are coupled to the target's draws (`smc.algorithm.coupling`)."""
+    redrafts = False
+    """Whether the draft may draft again after a miss (`smc.executor.redraft`)."""
     needs_every_mask = True
     """Whether the draft, for a constrained request, must propose allowed tokens at every step."""
     resizable = False
@@ -401,6 +403,7 @@ class Walk(Exact):
 
     decoding = Decoding.WALK
     coupled = True
+    redrafts = True
 
     def adaptive(self, params: SamplingParams) -> bool:
         # A guided request runs two positions for each token, which the latency model does not cover.

@@ -18,7 +18,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Stream
+from smc.executor.messages import REDRAFTED, Stream
 from smc.executor.state import width_of
 from smc.memory.pages import PageAllocator
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
@@ -144,6 +144,8 @@ class DraftSize(NamedTuple):
     """Tokens that are drafted for each row; None: all K of a block."""
     nodes: int = 0
     """Maximum number of different tokens that the target runs; 0: it runs every row by itself."""
+    redrafted: int = 0
+    """R: tokens that are drafted again for requests whose last round was a miss."""
 
 
 DecideSize = Callable[[Sequence[SequenceGroup], int, int], DraftSize]
@@ -168,7 +170,27 @@ class RoundPlanner:
         self.shape, self.width = rules.shape(config), width
         self._decide = decide
 
-    def plan(self, population: Population, pages: list[RoundPages]) -> RoundPlan[np.ndarray]:
+    def size(self, population: Population) -> DraftSize:
+        """Return how much a round drafts. Rounds that are guided or have masks do not draft again: they have further
+        work between the steps of the draft."""
+        groups, config, params = population.groups, self.config, population.params
+        chosen = DraftSize(self.shape.branches, None, redrafted=config.redrafted)
+        if self._decide and all(g.adaptive for g in groups):
+            context = int(self._shared(population, self.slots.length_S[population.slot_A]).sum())
+            chosen = self._decide(groups, bucket(len(population.slot_A)), context)
+        may_redraft = self.rules.ahead(config) and any(g.rules.redrafts for g in groups)
+        if not may_redraft or any(p.guided or p.masked for p in params):
+            return chosen._replace(redrafted=0)
+        return chosen
+
+    def _shared(self, population: Population, length_A: np.ndarray) -> np.ndarray:
+        """Number of leading positions that all particles of each group share [G]. Particles of rounds in flight are
+        copies of those that the host knows, so they share the same positions."""
+        prompt_G = np.array([g.prompt_size for g in population.groups], dtype=np.int64)
+        return prompt_G + np.minimum([g.committed for g in population.groups], population.least(length_A) - 1)
+
+    def plan(self, population: Population, pages: list[RoundPages], chosen: DraftSize) -> RoundPlan[np.ndarray]:
+        """`chosen`: from `size`. If it drafts again, `pages` has pages for that."""
         groups, slots, shape = population.groups, self.slots, self.shape
         total, size = len(population.slot_A), bucket(len(population.slot_A))
         stride = self.rules.stride(self.config)
@@ -176,25 +198,23 @@ class RoundPlanner:
         prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
         length_A = slots.length_S[population.slot_A]
         flying_G = np.array([len(g.in_flight) for g in groups], dtype=np.int64)
-        # Particles of rounds in flight are copies of those that the host knows, so they share the same positions.
-        shared_G = prompt_G + np.minimum([g.committed for g in groups], population.least(length_A) - 1)
+        shared_G = self._shared(population, length_A)
         longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
-        columns = (
-            int((longest_G + population.largest(length_A) + stride * (flying_G + 1)).max()) + self.config.block + 2
-        )
+        # A round that drafts again grows an answer by that block, too.
+        again_G = np.array([sum(REDRAFTED in each for each in (*g.in_flight, own)) for g, own in zip(groups, pages)])
+        grown_G = stride * (flying_G + 1) + self.shape.branch * again_G
+        columns = int((longest_G + population.largest(length_A) + grown_G).max()) + self.config.block + 2
         columns = min(columns, self.width)
         own = {
             role: np.concatenate([given[Stream(role)] for given in pages]).reshape(total, -1)
             for role in self.rules.roles
         }
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
-        decide = self._decide if all(g.adaptive for g in groups) else None
-        chosen = decide(groups, size, int(shared_G.sum())) if decide else DraftSize(shape.branches, None)
-        branches, steps, nodes = chosen
+        branches, steps, nodes, redrafted = chosen
         # The target runs no more tokens than were drafted. Unused pages, and those of branches beyond `branches`, are
         # freed together with those of branches that are not selected.
         target_pages_AQ = own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32)
-        target_pages_AQ = target_pages_AQ[:, : self._queries(groups, steps, adaptive=decide is not None)]
+        target_pages_AQ = target_pages_AQ[:, : self._queries(groups, chosen)]
         drafted = max(target_pages_AQ.shape[1], steps or self.config.block)
         nodes_G = shared_nodes(nodes, population.size_G, drafted) if nodes else np.zeros(len(groups))
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
@@ -244,6 +264,7 @@ class RoundPlanner:
             nodes=nodes,
             every_step=any(g.rules.needs_every_mask for g in constrained),
             raw_logprobs=reports_raw(self.config, params),
+            redrafted=redrafted,
             has_answers=any(g.params.constraint_scope == "answer" for g in constrained),
         )
         return RoundPlan(
@@ -258,16 +279,26 @@ class RoundPlanner:
             penalties=_penalties(population, size),
             constraints=_constraints(population, size),
             weights_A=self._weights(population, size),
+            redraft_pages_AB=padded(self._redraft_pages(population, pages), size, 0) if redrafted else None,
         ).sized()
 
-    def _queries(self, groups: Sequence[SequenceGroup], steps: int | None, *, adaptive: bool) -> int:
+    def _redraft_pages(self, population: Population, pages: list[RoundPages]) -> np.ndarray:
+        """Pages for tokens that are drafted again [A, K - 1]; 0 for requests that never do."""
+        has_G = np.array([REDRAFTED in given for given in pages])
+        pages_AB = np.zeros((len(population.slot_A), self.shape.branch), dtype=np.int32)
+        given_B = np.concatenate([given[REDRAFTED] for given in pages if REDRAFTED in given])
+        pages_AB[has_G[population.group_A]] = given_B.reshape(-1, pages_AB.shape[1])
+        return pages_AB
+
+    def _queries(self, groups: Sequence[SequenceGroup], size: DraftSize) -> int:
         """Tokens of a block that the target runs. In look-ahead blocks were drafted in earlier rounds; those that are
         shorter than the rows of this one are padded, which leaves fewer kinds of rounds."""
-        config, most = self.config, self.shape.target
-        if not adaptive or not self.rules.ahead(config):
+        config, most, steps = self.config, self.shape.target, size.steps
+        if not (self._decide and all(g.adaptive for g in groups)) or not self.rules.ahead(config):
             return most if steps is None else min(most, config.scored(steps))
         needed = max(group.drafted if group.in_flight else self._pending(group) for group in groups)
-        return min(level for level in config.block_levels if level >= max(needed, steps or config.block))
+        least = max(needed, steps or config.block, size.redrafted + 1)
+        return min(level for level in config.block_levels if level >= least)
 
     def _pending(self, group: SequenceGroup) -> int:
         """Maximum number of tokens of a row that the target has not run. No round of the request is in flight."""

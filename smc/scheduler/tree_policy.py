@@ -134,11 +134,11 @@ class LatencyTreePolicy:
         of their contexts together. Called for every round; `trees` is iterable so that it costs nothing if it is not
         used."""
         if latency is None:
-            return DraftSize(self._config.branches, None)
+            return DraftSize(self._config.branches, None, redrafted=self._config.redrafted)
         forecast, trees = self._forecast(latency), list(trees)
         rows, steps = sum(max(1, tree.rows) for tree in trees), forecast.steps(trees, batch_size, context)
         size = forecast.size(TreeRows(rows, len(trees), batch_size), context, steps)
-        return size._replace(steps=None if steps == self._config.block else steps)
+        return size._replace(steps=None if steps == self._config.block else steps, redrafted=self._config.redrafted)
 
     def _forecast(self, latency: LatencyModel) -> ThroughputForecast:
         if self._known is None or self._known[0] is not latency:

@@ -59,6 +59,35 @@ def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form, placem
         assert one.statistics.log_z == pytest.approx(same.statistics.log_z, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("link", "draft_tp", "target_tp"),
+    [("grpc", 1, 2), ("nccl", 1, 1), pytest.param("nccl", 2, 3, marks=pytest.mark.slow)],
+)
+def test_over_every_link_after_misses(link, draft_tp, target_tp):
+    """Where the draft drafts again after a miss, exact answers are those of the target, in the rounds of an engine in
+    this process."""
+    config = EngineConfig(block=4, branches=2, drafting="always", redrafting="always")
+    law = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.2}
+    exact, plain = (
+        [
+            Request(f"{method} {i}", tuple(range(5, 9 + i)), SamplingParams(method=method, seed=i, **law, **rows))
+            for i in range(4)
+        ]
+        for method, rows in (("exact", {"particles": 4}), ("target", {}))
+    )
+    engines = [local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), one) for one in (config, EngineConfig(block=4))]
+    here, expected = (
+        {output.request_id: output.answer for output in engine.run(asked) if output.answer}
+        for engine, asked in zip(engines, (exact, plain))
+    )
+    with coordinator(config, link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
+        found = asyncio.run(_answers(made.address, spec.rendezvous.secret, exact))
+    for one in found:
+        assert one.tokens == expected[one.request_id.replace("exact", "target")].tokens
+        assert one.statistics.rounds == here[one.request_id].statistics.rounds
+    assert any(one.statistics.misses for one in found)
+
+
 def test_one_process_with_little_memory():
     """Requests that are preempted have the answers that they have with ample memory."""
     smc = {"population": "independent", "ess_threshold": 0.0}

@@ -137,6 +137,39 @@ def test_rounds_that_draft_fewer_tokens_are_those_of_the_reference(config, monke
     assert set(before) == set(drafted) == set(levels)
 
 
+@pytest.mark.parametrize(
+    "beside", [{"method": "exact", "particles": 3}, pytest.param({"particles": 2}, marks=pytest.mark.slow)]
+)
+def test_rounds_that_draft_again_are_those_of_the_reference(beside, monkeypatch):
+    """One, two and three tokens after a miss. The rows of another request, decoded exactly or by SMC, stay."""
+    config, levels = EngineConfig(block=4, branches=2), []
+
+    class InTurn(LatencyTreePolicy):
+        def draft_size(self, *_given):
+            levels.append(len(levels) % 3 + 1)
+            return DraftSize(config.branches, None, 0, levels[-1])
+
+    law = {"max_tokens": 8, "ignore_eos": True}
+    asked = [
+        request([0, 1, 2], "0", method="exact", particles=2, seed=4, **law),
+        request([5, 1], "1", seed=7, **beside, **law),
+    ]
+    if beside.get("method") != "exact":
+        config = replace(config, redrafting="always")
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
+    expected = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
+    levels.clear()
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+    found = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
+    for name, one in expected.items():
+        assert_same(one, found[name])
+        assert (one.statistics.rounds, one.statistics.misses) == (
+            found[name].statistics.rounds,
+            found[name].statistics.misses,
+        )
+    assert sum(one.statistics.misses for one in expected.values()) > 0
+
+
 @pytest.mark.parametrize("form", ["lockstep", "lookahead"])
 def test_rounds_that_run_common_tokens_once_are_those_of_the_reference(form, monkeypatch):
     """With few and with many nodes, after short and after long prompts."""

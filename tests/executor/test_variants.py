@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -35,7 +36,10 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled there: tests/gpu/test_warm_up.py"
 )
 VOCAB, CONTEXT = 300, 1024
-FORMS = [EngineConfig(form=form, block=3, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")]
+LOOKAHEAD, LOCKSTEP = (
+    EngineConfig(form=form, block=3, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")
+)
+FORMS = {"lookahead": LOOKAHEAD, "lockstep": LOCKSTEP, "redrafting": replace(LOOKAHEAD, redrafting="always")}
 TOGETHER = [1, 2, 4]
 """Numbers of requests that are submitted at once; the requests differ between the two forms."""
 Call = tuple[str, tuple]
@@ -121,7 +125,7 @@ def _constants_of(kernel: Callable) -> dict[str, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", FORMS, ids=[config.form for config in FORMS])
+@pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 def test_warm_up_compiles_every_variant(config, monkeypatch):
     # The first round of a request compiles. Those after it are there for captures, of which a CPU has none.
     monkeypatch.setattr("smc.calibration.warm_up.ROUNDS", 2)

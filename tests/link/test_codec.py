@@ -41,7 +41,7 @@ from smc.round.plan import (
     SequenceHandoff,
     UnconditionalRows,
 )
-from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RoundResult, RoundSelection
+from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RedraftReport, RoundResult, RoundSelection
 from smc.stops import StopMachine
 from smc.types import Decoding, ModelRole
 
@@ -302,6 +302,16 @@ def test_round_result(drawn, w, raw):
     )
     assert equal(received(result), result)
     report = DraftReport(result.lineage, ObservedDraws(*rng.random((3, a), dtype=np.float32)))
+    assert equal(received(report), report)
+    again = RedraftReport(
+        root_A=rng.integers(0, a, a, dtype=np.int32),
+        tokens_AK=rng.integers(0, 2**17, (a, q), dtype=np.int32),
+        count_A=rng.integers(0, q, a, dtype=np.int32),
+        ended_A=rng.random(a) < 0.5,
+        share_A=logp[:, 0].copy(),
+        lineage=result.lineage,
+    )
+    report = report._replace(redrafted=again)
     assert equal(received(report), report)
 
 

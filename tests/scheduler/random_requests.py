@@ -82,4 +82,5 @@ class AnySize(LatencyTreePolicy):
         config, steps = self._config, self._draw.choice(self._config.block_levels)
         tokens = batch_size * config.scored(steps)
         nodes = int(self._draw.choice((0.0, *NODE_SHARES)) * tokens) if batch_size > len(list(trees)) else 0
-        return DraftSize(self._draw.choice(config.branch_levels), None if steps == config.block else steps, nodes)
+        branches = self._draw.choice(config.branch_levels)
+        return DraftSize(branches, None if steps == config.block else steps, nodes, config.redrafted)

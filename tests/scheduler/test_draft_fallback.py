@@ -67,6 +67,7 @@ class AnyRows:
 
     def __init__(self, rng: random.Random, config: EngineConfig) -> None:
         self.rng, self.config = rng, config
+        self._again = random.Random(0)
 
     def begin(
         self, tree: TreeRequest, others: Sequence[TreeRequest], beside: OtherLoad, latency: LatencyModel | None
@@ -92,7 +93,8 @@ class AnyRows:
         steps = self.rng.choice((None, *(config.block_levels[1:] if config.lookahead else range(1, config.block))))
         tokens = batch_size * config.scored(steps or config.block)
         nodes = self.rng.choice((0, self.rng.randint(min(2 * len(list(trees)), tokens), tokens)))
-        return DraftSize(self.rng.randint(1, config.branches), steps, nodes)
+        redrafted = self._again.choice(range(config.block))
+        return DraftSize(self.rng.randint(1, config.branches), steps, nodes, redrafted)
 
 
 class Turns:

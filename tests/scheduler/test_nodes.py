@@ -41,13 +41,14 @@ class AnyNodes(LatencyTreePolicy):
 
     def __init__(self, config: EngineConfig, seed: int = 0) -> None:
         super().__init__(config)
-        self.config, self.rng = config, random.Random(seed)
+        self.config, self.rng, self._again = config, random.Random(seed), random.Random(seed)
 
     def draft_size(self, trees, batch_size, context, latency) -> DraftSize:
         steps = self.rng.choice(self.config.block_levels)
         tokens = batch_size * self.config.scored(steps)
         nodes = self.rng.choice((0, len(list(trees)), self.rng.randint(min(20, tokens), tokens), tokens))
-        return DraftSize(self.config.branches, None if steps == self.config.block else steps, nodes)
+        redrafted = self._again.choice(range(self.config.block))
+        return DraftSize(self.config.branches, None if steps == self.config.block else steps, nodes, redrafted)
 
 
 def requests_of(method: str, seeds: int) -> list[Request]:
