@@ -16,6 +16,7 @@ from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
 from tests.scheduler.random_requests import AnySize, some_request
 
+pytestmark = pytest.mark.timeout(600)
 CONTEXT = 1024
 FORMS = {
     "look-ahead": EngineConfig(block=5, max_slots=16, max_context=CONTEXT),

@@ -68,4 +68,4 @@ def test_streams_go_on_at_once_after_a_kill(running):
         found = [call.result(300) for call in calls]
     assert found == alone
     assert groups[0].incarnation == 1
-    running.until(lambda: groups[1].serving and groups[1].incarnation == 2, 200, "the worker group did not come back")
+    running.until(lambda: groups[1].serving and groups[1].incarnation == 2, START, "the worker group did not come back")
