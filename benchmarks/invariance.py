@@ -37,7 +37,7 @@ from smc.executor.worker import ModelWorker
 from smc.local_engine import ops_for
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.config import ModelConfig
-from smc.model.decoder import Addend, LayerOps, TorchLayerOps
+from smc.model.decoder import Addend, Decoder, LayerOps, TorchLayerOps
 from smc.model.linear import DTYPES, QuantisedRows
 from smc.model.loader import load_model, random_model
 from smc.model.presets import NoText, preset
@@ -99,9 +99,11 @@ class Subject:
         return self.worker.device
 
     @staticmethod
-    def load(given: argparse.Namespace) -> Subject:
+    def load(given: argparse.Namespace, model: Decoder | None = None) -> Subject:
         dtype, device = DTYPES[given.dtype], torch.device(given.device)
-        if Path(given.model).is_dir():
+        if model is not None:
+            model = model.to(device=device, dtype=dtype)
+        elif Path(given.model).is_dir():
             model = load_model(given.model, dtype=dtype, device=device)
         else:
             config = SMALL if given.model == "small" else preset(given.model)
@@ -131,7 +133,8 @@ OWN = 24
 """Positions of each other sequence."""
 
 
-def main(argv: Sequence[str] | None = None) -> list[Finding]:
+def main(argv: Sequence[str] | None = None, model: Decoder | None = None) -> list[Finding]:
+    """`model`: takes the place of MODEL."""
     given = _parser().parse_args(argv)
     torch.manual_seed(0)
     found: list[Finding] = []
@@ -139,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> list[Finding]:
         if "instructions" in given.parts and (given.device != "cpu" or given.kernels):
             found += _printed("Products of tiles (first x second operand, warps)", _instructions(given))
         if {"operations", "passes", "products"} & set(given.parts):
-            subject = Subject.load(given)
+            subject = Subject.load(given, model)
             if "products" in given.parts:
                 found += _printed("Products of the library [its us, its us in parts, ours]", _products(subject))
             if "operations" in given.parts:

@@ -7,14 +7,17 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
 
 from services.coordinator.client import CoordinatorClient
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Request
 from smc.api.sampling_params import SamplingParams
+from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
 from tests.coordinator.harness import coordinator
 from tests.recorded_answers import expect_short_answers
@@ -86,6 +89,29 @@ def test_over_every_link_after_misses(link, draft_tp, target_tp):
         assert one.tokens == expected[one.request_id.replace("exact", "target")].tokens
         assert one.statistics.rounds == here[one.request_id].statistics.rounds
     assert any(one.statistics.misses for one in found)
+
+
+@pytest.mark.parametrize(("placement", "form"), [("apart", "lookahead"), ("shared", "lockstep")])
+def test_exact_answers_in_bfloat16(placement, form):
+    """Of the demo pair, for problems, whose near ties are rare: those of the target alone in one process. Half of them
+    go on after the tokens that another worker group has delivered."""
+    pair = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=torch.bfloat16)
+    questions = [problem.question for problem in generate(11, 4, "test")]
+
+    def asked(number: int, **params: Any) -> Request:
+        law = SamplingParams(seed=number, max_tokens=16, temperature=number % 2 * 0.7, **params)
+        prompt = pair.tokenizer.chat([{"role": "user", "content": questions[number]}])
+        return Request(str(number), tuple(prompt), law)
+
+    plain = [asked(number, method="target") for number in range(4)]
+    engine = local_engine(pair, _config(form))
+    expected = {output.request_id: output.answer.tokens for output in engine.run(plain) if output.answer}
+    exact = [asked(number, method="exact", particles=1 + number) for number in range(4)]
+    exact[1:3] = [replace(one, confirmed=expected[one.request_id][:5]) for one in exact[1:3]]
+    with coordinator(_config(form), placement=placement, dtype="bfloat16") as (made, spec):
+        found = asyncio.run(_answers(made.address, spec.rendezvous.secret, exact))
+    assert {one.request_id: one.tokens for one in found} == expected
+    assert {one.statistics.numerics for one in found} == {"fastest"}
 
 
 def test_one_process_with_little_memory():

@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.invariance import main as invariance
 from smc.api.engine_config import EngineConfig
 from smc.executor.invariant_forward import InvariantForward
 from smc.local_engine import ModelPair, local_engine
 from tests.executor.test_kernels import KERNELS, pair
+from tests.model.tiny import OF_FAMILY, random_decoder, tiny_config
 from tests.scheduler.harness import answers, request
 
 
@@ -78,3 +80,20 @@ def test_answers_name_the_order_of_sums_that_ran(monkeypatch):
     assert running_in(config, replace(made, target=made.target.half())) == {
         "target": "invariant", "exact": "invariant", "draft": "fastest", "rejection": "fastest", "smc": "fastest",
     }  # fmt: skip
+
+
+QUICK = ("olmo2", "gemma3_text")
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 64, "head_dim": 16, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in OF_FAMILY]
+)
+def test_logits_of_every_family(family):
+    """Every operation of a layer, and the logits of a position in every way, in the kernels."""
+    sizes = ["--rows", "1,17,65", "--prompts", "1,65", "--sequences", "1,3,20", "--context", "40"]
+    options = ["--device", "cpu", "--kernels", "--dtype", "bfloat16", "--parts", "operations,passes", *sizes]
+    found = invariance(options, random_decoder(tiny_config(family, **SHAPE)))
+    assert len(found) > 50 and not [finding for finding in found if finding.differ]

@@ -1,0 +1,202 @@
+"""In bfloat16, an exact answer is that of the target alone and an SMC answer that of the request alone, in every way in
+which an engine may come to it. With torch, whose rounding depends on the number of rows, near ties are rare enough;
+with the kernels of one order of sums (numerics=invariant), in Triton's interpreter, log-probabilities have the same
+bits, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+pytest.importorskip("triton")
+
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Answer, Request
+from smc.local_engine import ModelPair, local_engine
+from smc.scheduler.engine import Engine
+from tests.executor.test_kernels import KERNELS, pair
+from tests.scheduler.harness import answers, assert_empty, request, running
+
+PROMPT = [1, 2, 3, 0, 4, 6, 5, 1, 2, 7, 3, 3, 0, 2, 5, 1, 4, 2, 6, 0, 3]
+LAW = {"seed": 4, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
+LOCKSTEP = EngineConfig(form="lockstep", block=3, drafting="always", max_context=64)
+LOOKAHEAD = EngineConfig(block=2, branches=2, drafting="always", max_context=64)
+SHAPES = [
+    (LOCKSTEP, 3),
+    (LOOKAHEAD, 2),
+    (replace(LOCKSTEP, block=5), 1),
+    (replace(LOOKAHEAD, block=3, branches=4), 4),
+]
+"""Forms with K and F, and N."""
+ALSO = [
+    request([5, 6, 7, 4], "1", method="target", seed=5, max_tokens=9, top_p=0.8),
+    request([2], "2", particles=2, seed=6, max_tokens=7, alpha=1.7, temperature=0.6),
+    request(PROMPT[:9], "3", method="exact", particles=2, seed=7, max_tokens=11, repetition_penalty=1.3),
+    request([3, 1], "4", particles=3, seed=8, max_tokens=8, population="distinct", top_k=5, logit_bias={2: 1.5}),
+    request([4, 4], "5", method="exact", particles=2, seed=9, max_tokens=8, constraint={"regex": "[ab]{3}c[abc]*"}),
+    replace(
+        request([6, 1], "6", method="exact", particles=2, seed=3, max_tokens=6, guidance_scale=1.5),
+        negative_prompt=(7, 7, 2),
+    ),
+]
+
+
+def stepped(engine: Engine, one: Request, act: Callable[[Engine, int], None]) -> Answer:
+    """Run a request; call `act` with the number of steps so far after each one."""
+    engine.submit(one)
+    outputs, steps = [], 0
+    while not engine.idle:
+        outputs += engine.step()
+        steps += 1
+        act(engine, steps)
+    assert_empty(engine)
+    answer = outputs[-1].answer
+    assert answer is not None and answer.error is None
+    return answer
+
+
+def preempt(engine: Engine, steps: int) -> None:
+    if steps in (2, 5) and running(engine):
+        engine.registry.preempt(engine.registry.groups["0"])
+
+
+def lose_draft(engine: Engine, steps: int) -> None:
+    if steps == 4:
+        assert engine.detach_draft() == []
+
+
+class Ways:
+    """Ways to an answer."""
+
+    def __init__(self, made: ModelPair, config: EngineConfig, one: Request) -> None:
+        self._made, self._config, self.one = made, config, one
+
+    def engine(self, **changes: object) -> Engine:
+        return local_engine(self._made, replace(self._config, **changes))
+
+    def alone(self) -> Answer:
+        return answers(self.engine(), [self.one])["0"]
+
+    def in_company(self) -> Answer:
+        return answers(self.engine(), [*ALSO[:3], self.one, *ALSO[3:]])["0"]
+
+    def in_chunks(self) -> Answer:
+        return answers(self.engine(prefill_chunk=5), [self.one, ALSO[2]])["0"]
+
+    def after_a_cached_prefix(self) -> Answer:
+        engine = self.engine()
+        answers_to_it = [output.answer for output in engine.run([replace(self.one, request_id="before")])]
+        assert answers_to_it[-1] is not None
+        found = [output.answer for output in engine.run([self.one])][-1]
+        assert found is not None and found.cached_tokens > 0
+        return found
+
+    def preempted(self) -> Answer:
+        found = stepped(self.engine(), self.one, preempt)
+        assert found.statistics.preemptions > 0
+        return found
+
+    def without_draft(self) -> Answer:
+        return stepped(self.engine(), self.one, lose_draft)
+
+    def resumed(self) -> Answer:
+        whole = self.alone()
+        assert whole.logprobs is not None
+        there = {"confirmed": whole.tokens[:5], "confirmed_logprobs": whole.logprobs[:5]}
+        return answers(self.engine(), [replace(self.one, **there)])["0"]
+
+
+OF_ALL = [Ways.alone, Ways.in_company, Ways.in_chunks, Ways.after_a_cached_prefix, Ways.preempted]
+EXACT = [*OF_ALL, Ways.without_draft, Ways.resumed]
+
+
+def cases(first: dict[str, tuple], ways: list[Callable], quick: Collection[tuple[str, Callable]]) -> list:
+    """Return parameters `first`, a way, and whether kernels run; with kernels they are slow unless they are `quick`."""
+    return [
+        pytest.param(
+            *values, way, kernels,
+            id=f"{name}-{way.__name__}-{'kernels' if kernels else 'torch'}",
+            marks=[pytest.mark.slow] if kernels and (name, way) not in quick else [],
+        )
+        for (name, values), way, kernels in product(first.items(), ways, (False, True))
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def engines(monkeypatch) -> Callable[[bool], None]:
+    """A function that makes engines run kernels."""
+
+    def choose(kernels: bool) -> None:
+        if kernels:
+            monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
+
+    return choose
+
+
+def in_bfloat16() -> ModelPair:
+    made = pair("qwen3")
+    return replace(made, target=made.target.bfloat16(), draft=made.draft.bfloat16())
+
+
+def in_order(config: EngineConfig, kernels: bool) -> EngineConfig:
+    return replace(config, numerics="invariant") if kernels else config
+
+
+LAWS = {
+    "independent": (LOCKSTEP, {"population": "independent", "ess_threshold": 0.6, "ignore_eos": True}),
+    "distinct": (LOOKAHEAD, {"population": "distinct", "ignore_eos": True}),
+    "given a constraint": (LOCKSTEP, {"constraint": {"regex": "[ab]{4}c[abc]{5,}"}, "constraint_scope": "answer"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "particles", "way", "kernels"),
+    cases(dict(zip(("lockstep", "lookahead"), SHAPES)), EXACT, [("lockstep", way) for way in EXACT[1:]]),
+)
+def test_exact(config, particles, way, kernels, engines):
+    engines(kernels)
+    config, made = in_order(config, kernels), in_bfloat16()
+    expected = Ways(made, config, request(PROMPT, "0", method="target", **LAW)).alone()
+    found = way(Ways(made, config, request(PROMPT, "0", method="exact", particles=particles, **LAW)))
+    assert found.tokens == expected.tokens and len(expected.tokens) == 12
+    assert found.statistics.numerics == ("invariant" if kernels else "fastest")
+    if kernels:
+        assert found.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+@pytest.mark.parametrize(
+    ("config", "particles", "way", "kernels"),
+    cases(dict(zip(("long blocks", "many branches"), SHAPES[2:])), EXACT[:2], []),
+)
+def test_exact_with_other_blocks(config, particles, way, kernels, mode, engines):
+    """N, K and F change nothing, nor does the kind of log-probabilities."""
+    engines(kernels)
+    config, made = replace(in_order(config, kernels), logprobs_mode=mode), in_bfloat16()
+    law = LAW | {"top_p": 0.9, "min_p": 0.01, "temperature": 0.8}
+    expected = Ways(made, config, request(PROMPT, "0", method="target", **law)).alone()
+    found = way(Ways(made, config, request(PROMPT, "0", method="exact", particles=particles, **law)))
+    assert found.tokens == expected.tokens
+    if kernels:
+        assert found.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize(
+    ("config", "law", "way", "kernels"),
+    cases(LAWS, OF_ALL[1:], [("given a constraint", Ways.in_company), ("distinct", Ways.preempted)]),
+)
+def test_smc(config, law, way, kernels, engines):
+    engines(kernels)
+    config, law = in_order(config, kernels), {"seed": 4, "max_tokens": 12, "logprobs": True, "particles": 3} | law
+    ways = Ways(in_bfloat16(), config, request(PROMPT, "0", **law))
+    expected, found = ways.alone(), way(ways)
+    assert found.tokens == expected.tokens
+    if kernels:
+        assert found.logprobs == expected.logprobs
+        assert found.statistics.log_z == expected.statistics.log_z
+        assert found.statistics.numerics == "invariant"
+    else:
+        assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=0.1)
