@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -20,8 +21,12 @@ from smc.scheduler.engine import Engine
 from tests.executor.test_kernels import KERNELS, pair
 from tests.scheduler.harness import answers, assert_empty, request, running
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these ways on the GPU itself")
+
 PROMPT = [1, 2, 3, 0, 4, 6, 5, 1, 2, 7, 3, 3, 0, 2, 5, 1, 4, 2, 6, 0, 3]
 LAW = {"seed": 4, "max_tokens": 12, "ignore_eos": True, "logprobs": True}
+FEW = {"seed": 4, "max_tokens": 12, "logprobs": True, "particles": 3}
+CUT = {"top_p": 0.9, "min_p": 0.01, "temperature": 0.8}
 LOCKSTEP = EngineConfig(form="lockstep", block=3, drafting="always", max_context=64)
 LOOKAHEAD = EngineConfig(block=2, branches=2, drafting="always", max_context=64)
 SHAPES = [
@@ -29,6 +34,7 @@ SHAPES = [
     (LOOKAHEAD, 2),
     (replace(LOCKSTEP, block=5), 1),
     (replace(LOOKAHEAD, block=3, branches=4), 4),
+    (replace(LOOKAHEAD, block=4, redrafting="always"), 3),
 ]
 """Forms with K and F, and N."""
 ALSO = [
@@ -141,6 +147,30 @@ def in_bfloat16() -> ModelPair:
     return replace(made, target=made.target.bfloat16(), draft=made.draft.bfloat16())
 
 
+def assert_the_target_s(way: Callable[[Ways], Answer], made: ModelPair, config: EngineConfig, **law: object) -> Answer:
+    """Assert that an exact answer is that of the target alone; with numerics=invariant bit for bit. Returns it."""
+    particles = law.pop("particles")
+    expected = Ways(made, config, request(PROMPT, "0", method="target", **law)).alone()
+    found = way(Ways(made, config, request(PROMPT, "0", method="exact", particles=particles, **law)))
+    assert found.tokens == expected.tokens and len(expected.tokens) == law["max_tokens"]
+    if config.numerics == "invariant":
+        assert found.statistics.numerics == "invariant"
+        assert found.logprobs == expected.logprobs
+    return found
+
+
+def assert_as_alone(way: Callable[[Ways], Answer], made: ModelPair, config: EngineConfig, **law: object) -> Answer:
+    """Assert that an SMC answer is that of the request alone, as `assert_the_target_s`."""
+    ways = Ways(made, config, request(PROMPT, "0", **(FEW | law)))
+    expected, found = ways.alone(), way(ways)
+    assert found.tokens == expected.tokens
+    assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=0.1)
+    if config.numerics == "invariant":
+        assert found.statistics.numerics == "invariant"
+        assert (found.logprobs, found.statistics.log_z) == (expected.logprobs, expected.statistics.log_z)
+    return found
+
+
 def in_order(config: EngineConfig, kernels: bool) -> EngineConfig:
     return replace(config, numerics="invariant") if kernels else config
 
@@ -158,30 +188,20 @@ LAWS = {
 )
 def test_exact(config, particles, way, kernels, engines):
     engines(kernels)
-    config, made = in_order(config, kernels), in_bfloat16()
-    expected = Ways(made, config, request(PROMPT, "0", method="target", **LAW)).alone()
-    found = way(Ways(made, config, request(PROMPT, "0", method="exact", particles=particles, **LAW)))
-    assert found.tokens == expected.tokens and len(expected.tokens) == 12
+    found = assert_the_target_s(way, in_bfloat16(), in_order(config, kernels), **LAW, particles=particles)
     assert found.statistics.numerics == ("invariant" if kernels else "fastest")
-    if kernels:
-        assert found.logprobs == expected.logprobs
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])
 @pytest.mark.parametrize(
     ("config", "particles", "way", "kernels"),
-    cases(dict(zip(("long blocks", "many branches"), SHAPES[2:])), EXACT[:2], []),
+    cases(dict(zip(("long blocks", "many branches", "redrafting"), SHAPES[2:])), EXACT[:2], []),
 )
 def test_exact_with_other_blocks(config, particles, way, kernels, mode, engines):
     """N, K and F change nothing, nor does the kind of log-probabilities."""
     engines(kernels)
-    config, made = replace(in_order(config, kernels), logprobs_mode=mode), in_bfloat16()
-    law = LAW | {"top_p": 0.9, "min_p": 0.01, "temperature": 0.8}
-    expected = Ways(made, config, request(PROMPT, "0", method="target", **law)).alone()
-    found = way(Ways(made, config, request(PROMPT, "0", method="exact", particles=particles, **law)))
-    assert found.tokens == expected.tokens
-    if kernels:
-        assert found.logprobs == expected.logprobs
+    config = replace(in_order(config, kernels), logprobs_mode=mode)
+    assert_the_target_s(way, in_bfloat16(), config, **LAW, **CUT, particles=particles)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +210,4 @@ def test_exact_with_other_blocks(config, particles, way, kernels, mode, engines)
 )
 def test_smc(config, law, way, kernels, engines):
     engines(kernels)
-    config, law = in_order(config, kernels), {"seed": 4, "max_tokens": 12, "logprobs": True, "particles": 3} | law
-    ways = Ways(in_bfloat16(), config, request(PROMPT, "0", **law))
-    expected, found = ways.alone(), way(ways)
-    assert found.tokens == expected.tokens
-    if kernels:
-        assert found.logprobs == expected.logprobs
-        assert found.statistics.log_z == expected.statistics.log_z
-        assert found.statistics.numerics == "invariant"
-    else:
-        assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=0.1)
+    assert_as_alone(way, in_bfloat16(), in_order(config, kernels), **law)

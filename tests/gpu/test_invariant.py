@@ -1,6 +1,11 @@
-"""numerics=invariant: nothing beside a token changes its bits, and exact decoding gives the target's answer."""
+"""numerics=invariant: nothing beside a token changes its bits, and exact decoding gives the target's answer.
+
+Local axes: P partial sums."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,12 +13,19 @@ from torch import Tensor
 
 from benchmarks.exactness import main as exactness
 from benchmarks.invariance import main as invariance
+from smc.api.engine_config import EngineConfig
 from smc.kernels.fixed_order import gate_up_fixed, linear_fixed
 from smc.kernels.int4 import gate_up_int4, linear_int4_fixed
 from smc.kernels.linear import reduce
-from smc.kernels.norm import round_rows
+from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows
+from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import Linear, QuantisedRows, pack, quantise, quantise_int4
 from smc.model.quantisation import Int4Format
+from tests.executor.test_company import CUT, EXACT, LAW, LAWS, OF_ALL, Ways, assert_as_alone, assert_the_target_s
+from tests.executor.test_company import SHAPES as WAY_SHAPES
+from tests.model.tiny import OF_FAMILY, random_decoder, tiny_config
+from tests.scheduler.harness import answers, request
+from tests.scheduler.pairs import letter_tokenizer, peaked
 
 COUNTS = [1, 2, 3, 8, 16, 17, 32, 33, 40, 63, 64, 65, 96, 128, 129, 200, 257, 320, 512, 2048]
 SHAPES = [
@@ -26,6 +38,11 @@ SHAPES = [
 ]
 """Outputs, inputs, and whether there is a bias."""
 BF16 = torch.bfloat16
+QUICK = ("olmo2", "gemma3_text", "phi3")
+SHAPE = {
+    "hidden_size": 256, "head_dim": 64, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 512,
+    "max_context": 1024,
+}  # fmt: skip
 
 
 def near_ties(tokens: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +80,7 @@ def test_products_of_1_to_512_rows(kind, outputs, inputs, biased):
 
     weight, scale = quantise(weight_OI) if kind == "fp8" else (weight_OI, None)
 
-    def product(rows: Tensor | QuantisedRows) -> tuple[Tensor, ...]:
+    def made_of(rows: Tensor | QuantisedRows) -> tuple[Tensor, ...]:
         if kind == "int4":
             return total(linear_int4_fixed(rows, matrix)), gate_up_int4(rows, matrix)
         return (
@@ -71,12 +88,12 @@ def test_products_of_1_to_512_rows(kind, outputs, inputs, biased):
             gate_up_fixed(rows, weight, scale=scale, dtype=BF16),
         )
 
-    alone = product(first_rows(x, torch.zeros(1, dtype=torch.int64, device="cuda")))
+    alone = made_of(first_rows(x, torch.zeros(1, dtype=torch.int64, device="cuda")))
     for count in COUNTS:
         for place in {0, count // 2, count - 1}:
             at = torch.randint(1, max(COUNTS), (count,), device="cuda")
             at[place] = 0
-            for made, expected in zip(product(first_rows(x, at)), alone):
+            for made, expected in zip(made_of(first_rows(x, at)), alone):
                 assert torch.equal(made[place], expected[0]), (count, place)
 
 
@@ -96,6 +113,62 @@ def test_logits_of_a_position(shape, dtype):
     sizes = ["--rows", "1,17,64,65,200", "--prompts", "1,65,300", "--context", "1200"]
     found = invariance([shape, "--dtype", dtype, "--parts", "operations,passes", *sizes])
     assert not [finding for finding in found if finding.differ], "nothing beside the row changes its bits"
+
+
+@pytest.mark.parametrize(
+    "family", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in OF_FAMILY]
+)
+def test_logits_of_every_family(family):
+    model = random_decoder(tiny_config(family, **SHAPE, vocab_size=4096))
+    sizes = ["--rows", "1,17,65,200", "--prompts", "1,65,300", "--context", "700"]
+    found = invariance(["--device", "cuda", "--dtype", "bfloat16", "--parts", "operations,passes", *sizes], model)
+    assert not [finding for finding in found if finding.differ], "nothing beside the row changes its bits"
+
+
+@pytest.mark.parametrize("features", [896, 4096, 5120, 8192])
+def test_norms_after_products_of_few_and_of_many_tokens(features):
+    """A row's norm is the same whether the product before it left partial sums or their rounded sum, with and without
+    a norm of the product, in bfloat16 and rounded to FP8."""
+    x_TE, weight_E = torch.randn(300, features, device="cuda").to(BF16), torch.rand(features, device="cuda").to(BF16)
+    parts_PTE = torch.randn(4, 300, features, device="cuda")
+    sum_TE = reduce(parts_PTE, torch.empty_like(x_TE))
+    for take_in, residual in product((add_norm, add_norm_rounded), (Residual(), Residual(weight_E))):
+        few_TE, many_TE = x_TE.clone(), x_TE.clone()
+        few = take_in(few_TE, parts_PTE, weight_E, 1e-5, residual=residual)
+        many = take_in(many_TE, sum_TE, weight_E, 1e-5, residual=residual)
+        assert torch.equal(few_TE, many_TE)
+        for one, other in zip(*((made,) if isinstance(made, Tensor) else made for made in (few, many))):
+            assert torch.equal(one.float(), other.float())
+
+
+def on_gpu() -> ModelPair:
+    target, draft = (
+        peaked(random_decoder(tiny_config("qwen3", **SHAPE, vocab_size=8, num_layers=layers), layers), 0.4)
+        for layers in (2, 1)
+    )
+    return ModelPair(target.to("cuda", BF16), draft.to("cuda", BF16), letter_tokenizer(8), 64)
+
+
+@pytest.mark.parametrize("way", [way for way in EXACT if way is not Ways.without_draft], ids=lambda way: way.__name__)
+@pytest.mark.parametrize(("config", "particles"), WAY_SHAPES)
+@pytest.mark.parametrize("more", [{}, CUT], ids=["whole", "cut"])
+def test_exact_answers_in_every_way(way, config, particles, more):
+    config = replace(config, numerics="invariant")
+    assert_the_target_s(way, on_gpu(), config, **LAW, **more, particles=particles)
+
+
+@pytest.mark.parametrize("way", OF_ALL[1:], ids=lambda way: way.__name__)
+@pytest.mark.parametrize(("config", "law"), LAWS.values(), ids=LAWS)
+def test_smc_answers_in_every_way(way, config, law):
+    assert_as_alone(way, on_gpu(), replace(config, numerics="invariant"), **law)
+
+
+def test_float32_weights_name_fastest():
+    made = on_gpu()
+    made = replace(made, target=made.target.float(), draft=made.draft.float())
+    one = request([1, 2, 3], "0", method="exact", particles=2, max_tokens=4)
+    engine = local_engine(made, EngineConfig(form="lockstep", block=2, numerics="invariant"))
+    assert answers(engine, [one])["0"].statistics.numerics == "fastest"
 
 
 @pytest.mark.slow
