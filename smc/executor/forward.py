@@ -63,9 +63,13 @@ class StaticForward:
             return hidden_TE
         batch, tokens_Z = _without_padding(rows, live_R)
         index_Z, position_Z = (to_device(array, tokens_T.device) for array in (tokens_Z, batch.positions_T))
-        attend = self._attention.plan(self.pool, batch).attend
-        hidden_TE[index_Z] = self.model(tokens_T[index_Z], self.rope.at(position_Z), attend)
+        hidden_TE[index_Z] = self.run_packed(tokens_T[index_Z], position_Z, batch)
         return hidden_TE
+
+    def run_packed(self, tokens_Z: Tensor, position_Z: Tensor, batch: ForwardBatch) -> Tensor:
+        """Run the tokens of a batch without padding. Returns hidden states [Z, E]."""
+        attend = self._attention.plan(self.pool, batch).attend
+        return self.model(tokens_Z, self.rope.at(position_Z), attend)
 
     def check(self) -> None:
         """Raise RuntimeError if an earlier pass has failed in a way that only its device knows."""
