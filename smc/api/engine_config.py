@@ -59,6 +59,8 @@ class PrefillSettings(TypedDict):
 GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
 """Defaults for models on GPUs: large matrix products, and rounds that prompts lengthen by less than half."""
 NODES, PATHS = "nodes", "paths"
+BLOCK_LEVELS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
+"""Numbers of drafted tokens for which kernels are compiled, unless K is smaller."""
 
 
 @dataclass(frozen=True)
@@ -305,13 +307,10 @@ class EngineConfig:
 
     @property
     def block_levels(self) -> tuple[int, ...]:
-        """Numbers of drafted tokens from which the latency model chooses for rounds of exact decoding, largest first.
-        K, then repeatedly half of the number before, rounded up: in lockstep down to one; in look-ahead down to two,
-        because one token is no more than a miss brings."""
-        levels, least = [self.block], 2 if self.lookahead else 1
-        while levels[-1] > least:
-            levels.append(-(-levels[-1] // 2))
-        return tuple(levels)
+        """Numbers of drafted tokens from which the latency model chooses for rounds of exact decoding, largest first:
+        K, and those of `BLOCK_LEVELS` below; in look-ahead not one, because one token is no more than a miss brings."""
+        least = 2 if self.lookahead else 1
+        return (self.block, *(level for level in BLOCK_LEVELS if least <= level < self.block))
 
     @property
     def redrafted(self) -> int:

@@ -266,6 +266,7 @@ class RoundScheduler:
         redrafted_A = self._redraft(outcome.redrafted, launched, population, index_A, pages)
         self._count_work(population, step.size, redrafted_A)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
+        restarts_G = population.largest(slots.unscored(population.slot_A)) == 0
         self._remap_pages(outcome, population, source_A, index_A, pages)
         self._write_tokens(population, result, source_A, index_A)
         commit_tokens(slots, population)
@@ -276,7 +277,7 @@ class RoundScheduler:
                 group.fail_constraint(failures[launched_g])
         again_G = redrafted_A[population.first_G].tolist()
         depths = [step.size.redrafted + 1 if again else step.depths[g] for g, again in zip(current_G, again_G)]
-        self._count(population, depths, result, index_A, current_G, more_G)
+        self._count(population, depths, step.size.branches, result, current_G, more_G, restarts_G)
         if outcome.observed is not None:
             observed = map_tensors(lambda values_A: values_A[index_A], outcome.observed)
             self._observe_draws(population, observed, [step.exponents[g] for g in current_G])
@@ -419,19 +420,20 @@ class RoundScheduler:
         self,
         population: Population,
         depths: list[int],
+        branches: int,
         result: RoundResult[np.ndarray],
-        index_A: np.ndarray,
         current_G: np.ndarray,
         confirmed_G: np.ndarray,
+        restarts_G: np.ndarray,
     ) -> None:
         """Fail requests for which a model returned NaN, and count what the round did to each request. `depths`: of the
-        blocks that were verified; `confirmed_G`: answer tokens that became certain."""
+        blocks that were verified; `confirmed_G`: answer tokens that became certain; `restarts_G`: whether one token was
+        verified alone."""
         for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
             for g in np.flatnonzero(nan_G[current_G]):
                 population.groups[g].fail(role)
         ahead = self.rules.ahead(self.config)
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
-        cut_A = np.where(result.selection.particles.alive_A[index_A], result.selection.cut_A[index_A], 0)
         # In the order of the fields of `RoundFacts`.
         of_groups = (
             result.statistics.ess_G[current_G],
@@ -441,7 +443,7 @@ class RoundScheduler:
             confirmed_G,
             population.size_G,
             result.hit_G[current_G].astype(bool) & ahead,
-            population.largest(cut_A) == 0,
+            restarts_G,
             open_G,
         )
         # Converting whole arrays is cheaper than converting each element.
@@ -449,5 +451,5 @@ class RoundScheduler:
         for group, depth, *values in zip(population.groups, depths, *columns):
             group.end_round()
             self._stats.exact_alone_rounds += group.alone
-            facts = RoundFacts._make((*values, depth, ahead))
+            facts = RoundFacts._make((*values, depth, branches, ahead))
             group.rules.count_round(group, facts, self._stats, self.acceptance)

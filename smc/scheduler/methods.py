@@ -17,7 +17,7 @@ from smc.algorithm.selection import final_weights
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.slots import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
-from smc.scheduler.speculation import Acceptance
+from smc.scheduler.speculation import Acceptance, Miss
 from smc.scheduler.stats import EngineStats, RequestCounters
 from smc.types import Decoding, ModelRole
 
@@ -77,12 +77,14 @@ class RoundFacts(NamedTuple):
     rows: int
     hit: bool
     """Whether tokens drafted ahead continued what the target drew."""
-    whole: bool
-    """Whether a block was accepted to its end."""
+    restarts: bool
+    """Whether the round verified one token alone, since no rows drafted ahead had continued."""
     open: bool
     """Whether a row of the request has not ended."""
     block: int
     """Maximum number of tokens that were drafted for a row."""
+    branches: int
+    """Rows that continued each row."""
     ahead: bool
     """Whether the round drafted the next block while the target scored the current one."""
 
@@ -380,10 +382,7 @@ class Exact(Competing):
         group.counters.count_tree(confirmed, facts.rows, ahead, hit)
         if self.adaptive(group.params) and facts.open:
             for counted in (group.acceptance, acceptance):
-                missed = not (hit and facts.whole) if ahead else confirmed <= block
-                counted.count(min(confirmed, block), missed, facts.rows)
-                if ahead and not facts.whole:
-                    counted.count_broken(hit)
+                _count_misses(counted, facts)
         # The last confirmed token is a draw of the target that was not drafted, unless rows drafted ahead begin with
         # it.
         accepted = confirmed if hit else max(confirmed - 1, 0)
@@ -396,6 +395,20 @@ class Exact(Competing):
         checkpoint["ended_S"][:] &= checkpoint["length_S"] == confirmed_N
         checkpoint["length_S"][:] = confirmed_N
         checkpoint["logw_S"][:] = 0.0
+
+
+def _count_misses(acceptance: Acceptance, facts: RoundFacts) -> None:
+    """Count what a round of a tree missed."""
+    confirmed, block, width = facts.confirmed, facts.block, (facts.rows, facts.branches)
+    if not facts.ahead:
+        acceptance.count(min(confirmed, block), confirmed <= block, *width)
+    elif facts.restarts:
+        acceptance.count_outcome(Miss.RESTART, not facts.hit, *width)
+    else:
+        # The first token of a block is known.
+        is_whole = confirmed >= block
+        acceptance.count(min(confirmed, block - 1), not is_whole, *width)
+        acceptance.count_outcome(Miss.WHOLE if is_whole else Miss.PART, not facts.hit, *width)
 
 
 class Walk(Exact):

@@ -10,7 +10,11 @@ how often the draft's first token is wrong, and how often its first four are. Ex
 (`smc.algorithm.coupling`) are learnt from the same draws: one for each temperature, fitted to all requests, and one for
 each request, which starts from that of its temperature.
 
-In rates and numbers of tokens, F are numbers of rows and K depths of a tree."""
+In look-ahead there are two kinds of rounds. One verifies a block, as above. Unless rows ahead begin with the outcome,
+the next one verifies a single token, which is known: it *restarts*. The outcome has a miss rate of its own after a
+restart, after a whole block, and after a part of one. All of them fall with N and with F (`Falls`).
+
+Local axes: Y pairs of a number of rows and a number of branches. K are depths of a tree."""
 
 from __future__ import annotations
 
@@ -18,9 +22,10 @@ import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,9 +58,45 @@ UNTRIED = 0.1
 rarely tried: their miss rates are then remembered for many rounds, but not for ever."""
 FORGOTTEN = 1e-3
 """Number of tried tokens for a width of trees below which the width is dropped."""
-PRIOR_RECOVERY = 0.3
-"""Recovery before anything was observed: the share of rounds with a missed token after which rows drafted ahead from an
-inner node continue."""
+
+
+class Falls(NamedTuple):
+    """How a miss rate falls: it is proportional to rows^-rows and to branches^-branches."""
+
+    rows: float
+    branches: float = 0.0
+
+    def share(self, rows: Any, branches: Any) -> Any:
+        """Return the miss rate of this many rows and branches, as a share of that of one row and one branch."""
+        return rows**-self.rows * branches**-self.branches
+
+
+class Miss(StrEnum):
+    """What a round may miss."""
+
+    TOKEN = "token"
+    """The next token of a block, after a number of accepted ones."""
+    RESTART = "restart"
+    """The target's draw after the only token of a restart, among the rows ahead (look-ahead)."""
+    WHOLE = "whole"
+    """The target's draw after a whole block, among the rows ahead."""
+    PART = "part"
+    """The outcome of a block of which a part is accepted, among the rows ahead."""
+
+
+AHEAD_FALLS = {
+    Miss.TOKEN: Falls(0.15, 0.05),
+    Miss.RESTART: Falls(0.25, 0.25),
+    Miss.WHOLE: Falls(0.0, 0.4),
+    Miss.PART: Falls(0.1, 0.35),
+}
+"""How rates fall in look-ahead (benchmarks/notes/policy.md). Blocks have fewer rows than N there, so that more rows
+bring less than in lockstep."""
+OUTCOMES = (Miss.RESTART, Miss.WHOLE, Miss.PART)
+MOST_MISSED = 0.9
+"""Maximum miss rate of a number of rows in forecasts."""
+PRIORS = {Miss.TOKEN: PRIOR_MISS_RATE, Miss.RESTART: 0.1, Miss.WHOLE: PRIOR_MISS_RATE, Miss.PART: 0.7}
+"""Miss rates of one row and one branch before anything was observed."""
 SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99
 """Weight that earlier draws keep after each draw, in the fit of all requests and in that of one request."""
 INHERITED = 16.0
@@ -176,44 +217,86 @@ class LatencyModel:
         return f"{NAMES[name]} {points}, and {1e9 * part.read:.0f} ns a token of context"
 
 
+def falls_of(lookahead: bool, gain: Any = WIDTH_GAIN) -> Mapping[Miss, Falls]:
+    """Return how each rate falls in this form of rounds. `gain`: that of a tree's rows in lockstep."""
+    return AHEAD_FALLS if lookahead else dict.fromkeys(Miss, Falls(gain))
+
+
+@dataclass
+class MissCounts:
+    """How often something was missed, as moving sums."""
+
+    missed: float = 0.0
+    tried: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Tries by rows and branches, both rounded up to powers of two."""
+
+    def keep(self, share: float) -> None:
+        """Keep only this share of all counts."""
+        self.missed *= share
+        self.tried = {width: left for width, tries in self.tried.items() if (left := share * tries) > FORGOTTEN}
+
+    def count(self, missed: bool, rows: int, branches: int) -> None:
+        width = 1 << (rows - 1).bit_length(), 1 << (branches - 1).bit_length()
+        self.missed += missed
+        self.tried[width] = self.tried.get(width, 0.0) + 1
+
+    def rate(self, prior: float, falls: Falls) -> float:
+        """Return the miss rate of one row and one branch. `prior`: its value where little was observed."""
+        # Number of tries of one row and one branch with the same expected number of misses.
+        exposure = sum(tries * falls.share(rows, branches) for (rows, branches), tries in self.tried.items())
+        return (self.missed + prior * PRIOR_WEIGHT) / (exposure + PRIOR_WEIGHT)
+
+
+@dataclass(frozen=True)
+class MissRates:
+    """Probabilities that what the target draws is missing, with one row and one branch: see `Miss`."""
+
+    token: tuple[float, ...]
+    """By depth; at greater depths the last one applies."""
+    restart: float = PRIORS[Miss.RESTART]
+    whole: float = PRIORS[Miss.WHOLE]
+    part: float = PRIORS[Miss.PART]
+    gain: float = WIDTH_GAIN
+    """Exponent by which they fall with the number of rows in lockstep."""
+
+    def to(self, depth: int) -> tuple[float, ...]:
+        """Return the rates of the first `depth` tokens."""
+        return (*self.token, *self.token[-1:] * depth)[:depth]
+
+
+PRIOR_RATES = MissRates((PRIOR_MISS_RATE,))
+"""Rates before anything was observed."""
+
+
 @dataclass
 class Acceptance:
     """How often drafted tokens are accepted, as moving averages over rounds."""
 
     memory: float
     """Weight that earlier rounds keep after every round."""
-    misses_K: list[float] = field(default_factory=list)
-    """Missing tokens at each depth that was tried."""
-    tried_K: list[dict[int, float]] = field(default_factory=list)
-    """Tried tokens at each depth, by the number of rows of their tree, rounded up to a power of two."""
+    tokens_K: list[MissCounts] = field(default_factory=list)
+    """Counts of `Miss.TOKEN` at each depth that was tried."""
+    outcomes: dict[Miss, MissCounts] = field(default_factory=lambda: {miss: MissCounts() for miss in OUTCOMES})
+    """Counts of the others (look-ahead)."""
     missed_first: float = 0.0
     """Draws of the target that were not the draft's first token."""
     missed_wide: float = 0.0
     """Draws of the target that were none of the draft's first `WIDE_TOKENS` tokens."""
-    broken: float = 0.0
-    """Rounds in which a block missed a token (look-ahead)."""
-    recovered: float = 0.0
-    """Rounds in which a block missed a token and rows drafted ahead from an inner node continue."""
 
-    def count(self, tried: int, missed: bool, rows: int) -> None:
-        """Count a round whose tree had `rows` rows and in which `tried` tokens were tried. `missed`: whether the last
-        of them was missing; the ones before were not."""
-        width = 1 << (rows - 1).bit_length()
-        for depth in range(max(tried, len(self.misses_K))):
-            if depth == len(self.misses_K):
-                self.misses_K.append(0.0)
-                self.tried_K.append({})
-            kept, of_depth = self.memory if depth < tried else self.memory**UNTRIED, self.tried_K[depth]
-            self.misses_K[depth] *= kept
-            for each, weight in list(of_depth.items()):
-                if weight * kept > FORGOTTEN:
-                    of_depth[each] = weight * kept
-                else:
-                    del of_depth[each]
+    def count(self, tried: int, missed: bool, rows: int, branches: int = 1) -> None:
+        """Count a round in which `tried` tokens were looked up in a tree. `missed`: whether the last of them was
+        missing; the ones before were not."""
+        self.tokens_K += [MissCounts() for _ in range(tried - len(self.tokens_K))]
+        for depth, counts in enumerate(self.tokens_K):
+            counts.keep(self.memory if depth < tried else self.memory**UNTRIED)
             if depth < tried:
-                of_depth[width] = of_depth.get(width, 0.0) + 1
-        if tried:
-            self.misses_K[tried - 1] += missed
+                counts.count(missed and depth == tried - 1, rows, branches)
+
+    def count_outcome(self, kind: Miss, missed: bool, rows: int, branches: int) -> None:
+        """Count the outcome of a round in look-ahead."""
+        for each, counts in self.outcomes.items():
+            counts.keep(self.memory if each is kind else self.memory**UNTRIED)
+        self.outcomes[kind].count(missed, rows, branches)
 
     def count_rank(self, rank: float) -> None:
         """Count a draw of the target. `rank`: number of tokens that the draft ranked above it."""
@@ -226,65 +309,53 @@ class Acceptance:
         still_missed = self.missed_wide + PRIOR_MISSES * WIDE**-WIDTH_GAIN
         return min(math.log(missed / still_missed) / math.log(WIDE), MOST_GAIN)
 
-    def count_broken(self, recovered: bool) -> None:
-        """Count a look-ahead round in which the block missed a token. `recovered`: whether rows drafted ahead
-        continue."""
-        self.broken, self.recovered = self.memory * self.broken + 1, self.memory * self.recovered + recovered
-
     def fade(self, share: float) -> None:
         """Keep only this share of all counts."""
-        self.misses_K = [share * value for value in self.misses_K] if share else []
-        self.tried_K = (
-            [{rows: share * tried for rows, tried in of_depth.items()} for of_depth in self.tried_K] if share else []
-        )
+        for counts in (*self.tokens_K, *self.outcomes.values()):
+            counts.keep(share)
+        if not share:
+            self.tokens_K.clear()
         self.missed_first *= share
         self.missed_wide *= share
-        self.broken *= share
-        self.recovered *= share
 
-    def miss_rates(self, prior_K: Sequence[float] = (PRIOR_MISS_RATE,), gain: float = WIDTH_GAIN) -> tuple[float, ...]:
-        """Return the probabilities, by depth, that a token is missing from one row; at greater depths the last one
-        applies. `prior_K`: likewise, the values where little was observed. If a depth is better or worse than its
-        prior, so are greater depths until they are observed. `gain`: that of trees with more rows."""
-        rates: list[float] = []
-        ratio, share = 1.0, cache(lambda rows: rows**-gain)
-        for depth in range(max(len(self.misses_K), len(prior_K))):
-            is_known = depth < len(self.misses_K)
-            misses, of_depth = (self.misses_K[depth], self.tried_K[depth]) if is_known else (0.0, {})
-            # Number of tokens of one row with the same expected number of misses.
-            exposure = sum(tried * share(rows) for rows, tried in of_depth.items())
-            prior = prior_K[min(depth, len(prior_K) - 1)]
-            rate = (misses + ratio * prior * PRIOR_WEIGHT) / (exposure + PRIOR_WEIGHT)
-            rates.append(rate)
-            ratio = rate / prior if prior else 1.0
-        return tuple(rates)
-
-    def recovery(self, prior: float = PRIOR_RECOVERY) -> float:
-        """Return the probability that rows drafted ahead continue after a block that missed a token."""
-        return (self.recovered + prior * PRIOR_WEIGHT) / (self.broken + PRIOR_WEIGHT)
+    def rates(self, lookahead: bool, prior: MissRates = PRIOR_RATES, gain: float | None = None) -> MissRates:
+        """Return the miss rates. `prior`: the values where little was observed. If a depth is better or worse than its
+        prior, so are greater depths until they are observed. `gain`: that of all requests; default: its own."""
+        gain = self.gain() if gain is None else gain
+        falls = falls_of(lookahead, gain)
+        token: list[float] = []
+        ratio = 1.0
+        for depth, before in enumerate(prior.to(max(len(self.tokens_K), len(prior.token)))):
+            counts = self.tokens_K[depth] if depth < len(self.tokens_K) else MissCounts()
+            token.append(counts.rate(ratio * before, falls[Miss.TOKEN]))
+            ratio = token[-1] / before if before else 1.0
+        return MissRates(
+            tuple(token),
+            **{miss: counts.rate(getattr(prior, miss), falls[miss]) for miss, counts in self.outcomes.items()},
+            gain=gain,
+        )
 
 
 def tokens_a_round(
-    miss_rate_GK: np.ndarray,
-    rows_GF: np.ndarray,
-    block: int,
-    lookahead: bool,
-    recovery_G: np.ndarray | float = 0.0,
-    gain_G: np.ndarray | float = WIDTH_GAIN,
+    rates: Sequence[MissRates], rows_GY: np.ndarray, branches_Y: np.ndarray | int, block: int, lookahead: bool
 ) -> np.ndarray:
-    """Return the average number of tokens that a round confirms [G, F]. `miss_rate_GK`: miss rates of each request by
-    depth; `rows_GF`: rows of its tree; `block`: drafted tokens of a row; recoveries and gains as in `Acceptance`."""
-    gain_G1 = np.broadcast_to(gain_G, len(miss_rate_GK))[:, None]
-    right_GFK = 1 - np.minimum(miss_rate_GK[:, None, :block] / (rows_GF**gain_G1)[:, :, None], 1.0)
-    all_right_GFK = np.cumprod(right_GFK, axis=2)
+    """Return the average number of tokens that a round confirms if it drafts 1, 2, .. `block` tokens: [G, Y, K]. Each
+    of the G requests has its rates, and Y numbers of rows and branches."""
+    falls = falls_of(lookahead, np.array([[each.gain] for each in rates]))
+
+    def missed(kind: Miss, rate_G: Sequence[float] | np.ndarray) -> np.ndarray:
+        return np.minimum(np.array(rate_G)[:, None] * falls[kind].share(rows_GY, branches_Y), MOST_MISSED)
+
+    token_KG = zip(*(each.to(block) for each in rates))
+    right_GYK = np.stack([1 - missed(Miss.TOKEN, token_G) for token_G in token_KG], -1)
     if not lookahead:
-        return 1 + all_right_GFK.sum(2)
-    # After a miss, rounds confirm one token each until the target's next token is among the drafted ones.
-    recovery_G1 = np.broadcast_to(recovery_G, len(miss_rate_GK))[:, None]
-    before_last_GF = all_right_GFK[:, :, -2] if block > 1 else 1.0
-    hits_GF = all_right_GFK[:, :, -1] + (1 - before_last_GF) * recovery_G1
-    restarts_GF = (1 - hits_GF) / np.maximum(right_GFK[:, :, 0], 1e-9)
-    return (1 + all_right_GFK[:, :, :-1].sum(2) + restarts_GF) / (1 + restarts_GF)
+        return 1 + np.cumprod(right_GYK, -1).cumsum(-1)
+    # The first token of a block is known to be right. After a miss, rounds confirm one token each until the target's
+    # next token is among the drafted ones.
+    whole_GYK = np.cumprod(np.concatenate((np.ones_like(right_GYK[..., :1]), right_GYK[..., :-1]), -1), -1)
+    restart, whole, part = (missed(kind, [getattr(each, kind) for each in rates])[..., None] for kind in OUTCOMES)
+    restarts_GYK = (whole_GYK * whole + (1 - whole_GYK) * part) / (1 - restart)
+    return (whole_GYK.cumsum(-1) + restarts_GYK) / (1 + restarts_GYK)
 
 
 class DraftExponents:

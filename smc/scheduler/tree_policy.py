@@ -4,7 +4,8 @@ The policy compares the latency model with the miss rate of the draft and choose
 drafting. It is a pure function of its arguments; it knows nothing about slots, rounds or answers. `TreeController`
 calls the policy, and `DraftFallback` carries out the switches between the draft-target pair and the target alone.
 
-Local axes: Y rows that are added one after another. F are numbers of rows."""
+Local axes: Y numbers of branches, U pairs of a number of rows and one of branches, Z rows that are added one after
+another. F are numbers of rows."""
 
 from __future__ import annotations
 
@@ -22,11 +23,9 @@ from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.round_plan import DraftSize, bucket, node_room
 from smc.scheduler.sequence_group import SequenceGroup
-from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyModel, tokens_a_round
+from smc.scheduler.speculation import Acceptance, LatencyModel, MissRates, tokens_a_round
 from smc.types import BOTH_MODELS, ModelRole
 
-FREE = 1.01
-"""A round drafts as many branches as lengthen it by no more than this factor."""
 MARGIN = 1.1
 """Throughput that new trees must promise, as a multiple of the throughput that is expected without a change."""
 SURE = 1.05
@@ -49,16 +48,12 @@ class TreeRequest:
 
     most: int
     """Maximum number of rows of the tree."""
-    miss_rates: tuple[float, ...]
-    """Probabilities, by depth, that the target's draw is missing from one row: `Acceptance.miss_rates`."""
+    rates: MissRates
+    """How often the draft misses what the target draws in this request."""
     context: int
     """Tokens of the prompt and of the answer so far."""
     rows: int = 0
     """Current number of rows of the tree; 0: the target decodes the request alone."""
-    recovery: float = 0.0
-    """Probability that rows drafted ahead continue after a block that missed a token: `Acceptance.recovery`."""
-    gain: float = WIDTH_GAIN
-    """How much more rows lower the miss rate: `Acceptance.gain`."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,7 @@ class LatencyTreePolicy:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self.lookahead = config.lookahead
         self._known: tuple[LatencyModel, ThroughputForecast] | None = None
 
     def begin(
@@ -135,10 +131,9 @@ class LatencyTreePolicy:
         used."""
         if latency is None:
             return DraftSize(self._config.branches, None, redrafted=self._config.redrafted)
-        forecast, trees = self._forecast(latency), list(trees)
-        rows, steps = sum(max(1, tree.rows) for tree in trees), forecast.steps(trees, batch_size, context)
-        size = forecast.size(TreeRows(rows, len(trees), batch_size), context, steps)
-        return size._replace(steps=None if steps == self._config.block else steps, redrafted=self._config.redrafted)
+        size = self._forecast(latency).size(list(trees), batch_size, context)
+        steps = None if size.steps == self._config.block else size.steps
+        return size._replace(steps=steps, redrafted=self._config.redrafted)
 
     def _forecast(self, latency: LatencyModel) -> ThroughputForecast:
         if self._known is None or self._known[0] is not latency:
@@ -157,10 +152,14 @@ class TreeRows(NamedTuple):
 
 
 class ThroughputForecast:
-    """Forecasts how long rounds take and how many tokens they bring."""
+    """Forecasts how long rounds take and how many tokens they bring.
+
+    Every forecast is for the best number of drafted tokens and of branches of a round, among the levels of the config
+    (axes K and Y below)."""
 
     def __init__(self, config: EngineConfig, latency: LatencyModel) -> None:
         self._config, self._latency = config, latency
+        self._branches = config.branch_levels
         # The caches have at most as many entries as a round can have rows.
         self._padded, self._models = cache(bucket), cache(self._models_of)
 
@@ -177,108 +176,100 @@ class ThroughputForecast:
         if not batch_size:
             return tokens / by_itself
         of = TreeRows(int(rows_G.sum()) + beside.pair_rows, 0 if beside.pair else len(drafted), batch_size)
+        tokens_YK = tokens + self._confirmed(drafted, rows_G[drafted_G][:, None]).sum(0)[0]
         return max(
-            (tokens + float(self._confirmed(drafted, rows_G[drafted_G][:, None], steps).sum()))
-            / self._seconds(of, context, by_itself, steps)
-            for steps in self._depths(beside)
+            tokens_YK[index] / self.seconds_of_round(batch_size, context, by_itself, size)
+            for index, size in self._sizes(of)
         )
 
-    def steps(self, trees: Iterable[TreeRequest], batch_size: int, context: int) -> int:
-        """Return the number of tokens that a round of the pair should draft for each row: the one with the highest
-        throughput."""
-        levels = self._config.block_levels
-        if len(levels) == 1:
-            return levels[0]
-        trees = list(trees)
-        rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
-        of = TreeRows(int(rows_G1.sum()), len(trees), batch_size)
-        return max(
-            levels,
-            key=lambda steps: (
-                float(self._confirmed(trees, rows_G1, steps).sum()) / self._seconds(of, context, 0.0, steps)
-            ),
-        )
+    def _sizes(self, of: TreeRows) -> Iterator[tuple[tuple[int, int], DraftSize]]:
+        """Yield the sizes that a round may have, each with its index [Y, K]. Methods other than exact decoding need all
+        branches, and all of a block."""
+        config = self._config
+        if not of.groups:
+            yield (0, config.block - 1), DraftSize(config.branches, config.block)
+            return
+        for steps in config.block_levels:
+            nodes = 0
+            if config.verified != PATHS:
+                nodes = node_room(of.rows, of.groups, config.scored(steps), of.batch_size)
+            for y, branches in enumerate(self._branches):
+                yield (y, steps - 1), DraftSize(branches, steps, nodes)
 
-    def _depths(self, beside: OtherLoad) -> tuple[int, ...]:
-        """Numbers of tokens that rounds may draft for each row: methods other than exact decoding need all of a
-        block."""
-        return self._config.block_levels[:1] if beside.pair else self._config.block_levels
-
-    def _confirmed(self, trees: Sequence[TreeRequest], rows_GF: np.ndarray, steps: int) -> np.ndarray:
-        """Tokens that a round confirms for each request [G, F], with trees of `rows_GF` rows and `steps` tokens."""
+    def _confirmed(self, trees: Sequence[TreeRequest], rows_GF: np.ndarray) -> np.ndarray:
+        """Tokens that a round confirms for each request [G, F, Y, K], with trees of `rows_GF` rows, by branches and
+        drafted tokens."""
+        config, (count, levels) = self._config, rows_GF.shape
         if not trees:
-            return np.zeros(rows_GF.shape)
-        rates = [(*tree.miss_rates, *tree.miss_rates[-1:] * steps)[:steps] for tree in trees]
-        recovery_G, gain_G = np.array([(tree.recovery, tree.gain) for tree in trees]).T
-        return tokens_a_round(np.array(rates), rows_GF, steps, self._config.lookahead, recovery_G, gain_G)
+            return np.zeros((0, levels, len(self._branches), config.block))
+        rows_GU, branches_U = np.repeat(rows_GF, len(self._branches), 1), np.tile(self._branches, levels)
+        tokens_GUK = tokens_a_round([t.rates for t in trees], rows_GU, branches_U, config.block, config.lookahead)
+        return tokens_GUK.reshape(count, levels, len(self._branches), config.block)
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
         """Return the rows of each tree: at least one, and together at most as many as there are slots. Rows are given
         to the trees for which they bring most tokens, as long as the throughput of all requests grows."""
-        return max(
-            (self._best(trees, beside, slots, steps) for steps in self._depths(beside)), key=lambda best: best[0]
-        )[1]
-
-    def _best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int, steps: int) -> tuple[float, list[int]]:
-        """Tokens per second and the rows of each tree, if `steps` tokens are drafted for each row."""
-        config, level_F = self._config, np.array(_levels(max(tree.most for tree in trees)))
-        most_G1 = np.array([[tree.most] for tree in trees])
+        level_F, most_G1 = np.array(_levels(max(tree.most for tree in trees))), np.array([[t.most] for t in trees])
         rows_GF = np.minimum(level_F, most_G1)
-        tokens_GF = self._confirmed(trees, rows_GF, steps)
+        tokens_GFYK = self._confirmed(trees, rows_GF)
+        sizes = self._sizes(TreeRows(len(trees), 0 if beside.pair else len(trees), self._padded(len(trees))))
+        found = (self._best(trees, beside, slots, rows_GF, tokens_GFYK[:, :, *index], size) for index, size in sizes)
+        return max(found, key=lambda best: best[0])[1]
+
+    def _best(
+        self,
+        trees: Sequence[TreeRequest],
+        beside: OtherLoad,
+        slots: int,
+        rows_GF: np.ndarray,
+        tokens_GF: np.ndarray,
+        size: DraftSize,
+    ) -> tuple[float, list[int]]:
+        """Tokens per second and the rows of each tree, if rounds have this size."""
+        config = self._config
         added_GF, gain_GF = np.diff(rows_GF), np.diff(tokens_GF)
         # A tree grows level by level.
         worth_GF = np.minimum.accumulate(gain_GF / np.maximum(added_GF, 1), axis=1)
-        order_Y = np.argsort(-np.where(added_GF > 0, worth_GF, 0.0), axis=None, kind="stable")
-        order_Y = order_Y[added_GF.flat[order_Y] > 0]
-        rows_Y = len(trees) + np.concatenate(([0], np.cumsum(added_GF.flat[order_Y])))
-        rows_Y = rows_Y[: max(1, np.searchsorted(rows_Y, slots, side="right"))]
-        tokens_Y = tokens_GF[:, 0].sum() + np.concatenate(([0.0], np.cumsum(gain_GF.flat[order_Y])))[: len(rows_Y)]
-        tokens_Y += beside.pair * config.target_tokens + beside.target * config.block
-        speed_Y = tokens_Y / self._seconds_of_pair(rows_Y + beside.pair_rows, trees, beside, steps)
+        order_Z = np.argsort(-np.where(added_GF > 0, worth_GF, 0.0), axis=None, kind="stable")
+        order_Z = order_Z[added_GF.flat[order_Z] > 0]
+        rows_Z = len(trees) + np.concatenate(([0], np.cumsum(added_GF.flat[order_Z])))
+        rows_Z = rows_Z[: max(1, np.searchsorted(rows_Z, slots, side="right"))]
+        tokens_Z = tokens_GF[:, 0].sum() + np.concatenate(([0.0], np.cumsum(gain_GF.flat[order_Z])))[: len(rows_Z)]
+        tokens_Z += beside.pair * config.target_tokens + beside.target * config.block
+        speed_Z = tokens_Z / self._seconds_of_pair(rows_Z + beside.pair_rows, trees, beside, size)
         taken_GF = np.zeros(added_GF.shape, dtype=bool)
-        taken_GF.flat[order_Y[: int(speed_Y.argmax())]] = True
-        return float(speed_Y.max()), (rows_GF[:, 0] + (added_GF * taken_GF).sum(1)).tolist()
+        taken_GF.flat[order_Z[: int(speed_Z.argmax())]] = True
+        return float(speed_Z.max()), (rows_GF[:, 0] + (added_GF * taken_GF).sum(1)).tolist()
 
     def _seconds_of_pair(
-        self, rows_Y: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, steps: int
+        self, rows_Z: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, size: DraftSize
     ) -> np.ndarray:
-        """Seconds of a round that drafts for all trees, by the pair's number of rows [Y]."""
-        by_itself = self._by_itself(beside.target, beside.target_context)
+        """Seconds of a round that drafts for all trees, by the pair's number of rows [Z]."""
+        config, by_itself = self._config, self._by_itself(beside.target, beside.target_context)
         context, groups = sum(tree.context for tree in trees) + beside.pair_context, 0 if beside.pair else len(trees)
-        of_Y = [TreeRows(rows, groups, self._padded(rows)) for rows in rows_Y.tolist()]
-        return np.array([self._seconds(of, context, by_itself, steps) for of in of_Y])
+        steps = size.steps or config.block
+
+        def seconds(rows: int) -> float:
+            batch_size, nodes = self._padded(rows), 0
+            if groups and config.verified != PATHS:
+                nodes = node_room(rows, groups, config.scored(steps), batch_size)
+            return self.seconds_of_round(batch_size, context, by_itself, size._replace(nodes=nodes))
+
+        return np.array([seconds(rows) for rows in rows_Z.tolist()])
 
     def _by_itself(self, sequences: int, context: int) -> float:
         """Seconds of the target's passes over sequences that it decodes alone, one pass for each token of a block."""
         return self._config.block * self._latency.alone.at(self._padded(sequences), context) if sequences else 0.0
 
-    def size(self, of: TreeRows, context: int, steps: int) -> DraftSize:
-        """Return how much a round drafts and verifies."""
-        if not of.groups:
-            return DraftSize(self._config.branches, steps)
-        nodes = 0
-        if self._config.verified != PATHS:
-            nodes = node_room(of.rows, of.groups, self._config.scored(steps), of.batch_size)
-        return DraftSize(self.branches(of.batch_size, context, steps, nodes), steps, nodes)
-
-    def branches(self, batch_size: int, context: int, steps: int, nodes: int) -> int:
-        """Return the largest number of branches that does not lengthen the round, because the target takes longer
-        anyway. More branches hit more often, which matters if the target is uncertain. On the shipped pair, whose
-        target is certain, rounds with F=1 confirm 0 to 2% fewer tokens than with F=4 (temperatures 1 to 2, N from 1 to
-        8; `benchmarks.exactness`)."""
-        *levels, least = self._config.branch_levels
-        if not levels:
-            return least
-
-        def seconds(branches: int) -> float:
-            return self.seconds_of_round(batch_size, context, 0.0, DraftSize(branches, steps, nodes))
-
-        most = FREE * seconds(least)
-        return next((n for n in levels if seconds(n) <= most), least)
-
-    def _seconds(self, of: TreeRows, context: int, by_itself: float, steps: int) -> float:
-        """Seconds from one round of the pair to the next."""
-        return self.seconds_of_round(of.batch_size, context, by_itself, self.size(of, context, steps))
+    def size(self, trees: Sequence[TreeRequest], batch_size: int, context: int) -> DraftSize:
+        """Return how much a round of these requests drafts and verifies: what brings most tokens per second."""
+        rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
+        tokens_YK = self._confirmed(trees, rows_G1).sum(0)[0]
+        of = TreeRows(int(rows_G1.sum()), len(trees), batch_size)
+        return max(
+            self._sizes(of),
+            key=lambda each: tokens_YK[each[0]] / self.seconds_of_round(batch_size, context, 0.0, each[1]),
+        )[1]
 
     def seconds_of_round(self, batch_size: int, context: int, by_itself: float, size: DraftSize) -> float:
         """Return the seconds of a round of the pair. `batch_size`: rows; `context`: tokens of their contexts together;
@@ -434,16 +425,14 @@ class TreeController:
             self._fallback.fall_back(group)
 
     def _trees(self, groups: Sequence[SequenceGroup]) -> Iterator[TreeRequest]:
-        gain, recovery = self._acceptance.gain(), self._acceptance.recovery()
-        miss_rates = self._acceptance.miss_rates(gain=gain)
+        lookahead = self._policy.lookahead
+        of_all = self._acceptance.rates(lookahead)
         for group in groups:
             yield TreeRequest(
                 most=group.most_rows,
-                miss_rates=group.acceptance.miss_rates(miss_rates, gain),
+                rates=group.acceptance.rates(lookahead, of_all, of_all.gain),
                 context=group.context,
                 rows=group.tree_rows,
-                recovery=group.acceptance.recovery(recovery),
-                gain=gain,
             )
 
 

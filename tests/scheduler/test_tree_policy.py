@@ -16,9 +16,20 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
-from smc.scheduler.decode import MEMORY
 from smc.scheduler.round_plan import tree_nodes
-from smc.scheduler.speculation import WIDTH_GAIN, Acceptance, LatencyCurve, LatencyModel, ModelLatency, tokens_a_round
+from smc.scheduler.speculation import (
+    PRIOR_RATES,
+    WIDTH_GAIN,
+    Acceptance,
+    LatencyCurve,
+    LatencyModel,
+    Miss,
+    MissCounts,
+    MissRates,
+    ModelLatency,
+    falls_of,
+    tokens_a_round,
+)
 from smc.scheduler.tree_policy import (
     FADE,
     MARGIN,
@@ -85,8 +96,13 @@ ONE_H200 = LatencyModel(
 """The same pair on a single GPU."""
 
 
+def rates(*token: float, gain: float = WIDTH_GAIN) -> MissRates:
+    """Rates of a draft that misses outcomes as often as tokens, and begins again after every missing token."""
+    return MissRates(token, restart=token[0], whole=token[-1], part=1.0, gain=gain)
+
+
 def tree(miss_rate: float, rows: int = 0, context: int = SHORT, most: int = 8) -> TreeRequest:
-    return TreeRequest(most, (miss_rate,), context, rows)
+    return TreeRequest(most, rates(miss_rate), context, rows)
 
 
 def settled(
@@ -158,7 +174,7 @@ def test_unknown_drafts_are_tried(rows):
     """An unknown draft is tried, as nothing can be learnt from a draft that never runs. When it was assumed to miss one
     token in ten, 128 requests were decoded without it for good, at 165 tokens a second each, though the pair makes a
     third more."""
-    config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), Acceptance(MEMORY).miss_rates()[0]
+    config, unknown = EngineConfig(form="lockstep", block=8, max_slots=256), PRIOR_RATES.token[0]
     assert all(settled(config, [unknown] * 128, latency=ONE_H200, rows=rows))
     assert all(settled(config, [EASY] * 128, latency=ONE_H200, rows=rows))
     assert not any(settled(config, [12 * HARD] * 128, latency=ONE_H200, rows=rows))
@@ -267,50 +283,50 @@ def test_a_round_in_lockstep_drafts_as_deep_as_pays():
     policy, latency = LatencyTreePolicy(config), made(round_overhead=0.0)
 
     def steps(*miss_rates: float, latency: LatencyModel = latency, rows: int = 8) -> int | None:
-        return policy.draft_size([TreeRequest(8, miss_rates, SHORT, rows)], rows, SHORT, latency).steps
+        return policy.draft_size([TreeRequest(8, rates(*miss_rates), SHORT, rows)], rows, SHORT, latency).steps
 
-    assert config.block_levels == (8, 4, 2, 1)
+    assert config.block_levels == (8, 6, 5, 4, 3, 2, 1)
     assert steps(EASY) is None and steps(8 * HARD) == 4 and steps(HOPELESS) == 1
-    assert steps(EASY, EASY, 8 * HARD) == 4 and steps(EASY, EASY, HOPELESS) == 2
+    assert steps(EASY, EASY, 8 * HARD) == 5 and steps(EASY, EASY, HOPELESS) == 2
     assert steps(8 * HARD, latency=made(draft=(5e-3, 0.0))) == 1
     # Without a latency model: a whole block.
     assert policy.draft_size([tree(HOPELESS, 8)], 8, SHORT, None).steps is None
     # Requests share a round: the depth maximises the gain of all together.
-    crowd = [TreeRequest(8, (EASY,), SHORT, 2)] * 9 + [TreeRequest(8, (HOPELESS,), SHORT, 2)]
+    crowd = [tree(EASY, 2)] * 9 + [tree(HOPELESS, 2)]
     assert policy.draft_size(crowd, 20, SHORT, latency).steps is None
 
 
 def test_a_round_in_look_ahead_drafts_as_deep_as_the_draft_keeps_pace():
     """As many tokens as the draft grows while the target works, if it is good; fewer if it is slow or often wrong."""
     config = EngineConfig(block=12, max_slots=256)
-    assert config.block_levels == (12, 6, 3, 2) and EngineConfig(block=1).block_levels == (1,)
+    assert config.block_levels == (12, 8, 6, 5, 4, 3, 2) and EngineConfig(block=1).block_levels == (1,)
     policy = LatencyTreePolicy(config)
 
     def steps(miss_rate: float, draft: float) -> int | None:
         latency = made(draft=(draft, 0.0), target=(4e-3, 0.0))
-        return policy.draft_size([TreeRequest(8, (miss_rate,), SHORT, 8, 0.3)], 8, SHORT, latency).steps
+        return policy.draft_size([tree(miss_rate, 8)], 8, SHORT, latency).steps
 
-    assert [steps(EASY, each) for each in (0.3e-3, 1e-3, 1.4e-3)] == [None, None, 6]
-    assert [steps(4 * HARD, each) for each in (0.3e-3, 0.5e-3, 1.4e-3, 2e-3)] == [None, 6, 3, 2]
-    assert [steps(HOPELESS, each) for each in (0.3e-3, 0.5e-3, 1e-3, 1.4e-3)] == [None, 6, 3, 2]
+    assert [steps(EASY, each) for each in (0.3e-3, 0.8e-3, 1.4e-3)] == [None, 8, 5]
+    assert [steps(4 * HARD, each) for each in (0.3e-3, 0.5e-3, 1.4e-3, 2e-3)] == [None, 8, 3, 2]
+    assert [steps(HOPELESS, each) for each in (0.3e-3, 0.5e-3, 1e-3, 1.4e-3)] == [None, 8, 4, 2]
 
 
 def test_depths_that_are_no_use_are_learnt_one_by_one():
     """Miss rates are estimated for each depth. The estimate of a depth that was never tried deviates from the prior by
     the same factor as the depth above it."""
     rng, acceptance = random.Random(4), Acceptance(0.999)
-    rates = (0.1, 0.5, 0.9)
+    found = (0.1, 0.5, 0.9)
     for _ in range(4000):
         rows = rng.choice((1, 4))
-        first = next((i for i, rate in enumerate(rates) if rng.random() < rate / rows**WIDTH_GAIN), 3)
+        first = next((i for i, rate in enumerate(found) if rng.random() < rate / rows**WIDTH_GAIN), 3)
         acceptance.count(min(first + 1, 3), first < 3, rows)
-    assert acceptance.miss_rates() == pytest.approx(rates, rel=0.15)
+    assert acceptance.rates(False).token == pytest.approx(found, rel=0.15)
     lone = Acceptance(0.9)
     for _ in range(100):
         lone.count(1, True, 1)
-    first, second, third = lone.miss_rates(rates)
+    first, second, third = lone.rates(False, MissRates(found)).token
     assert first == pytest.approx(0.74, abs=0.05)
-    assert second / rates[1] == third / rates[2] == pytest.approx(first / rates[0])
+    assert second / found[1] == third / found[2] == pytest.approx(first / found[0])
 
 
 def ranked(first: float, wide: float, draws: int = 4000) -> Acceptance:
@@ -330,7 +346,7 @@ def test_what_more_rows_bring_is_learnt_from_ranks():
     # Trees of eight rows miss .27 of the tokens: so one row is known to miss .57 without having been tried.
     for number in range(1000):
         real.count(1, number % 100 < 27, 8)
-    assert real.miss_rates(gain=real.gain())[0] == pytest.approx(0.57, abs=0.05)
+    assert real.rates(False).token[0] == pytest.approx(0.57, abs=0.05)
     assert ranked(0.5, 0.5).gain() == pytest.approx(0.0, abs=0.02)
     real.fade(0.0)
     assert real.gain() == pytest.approx(WIDTH_GAIN)
@@ -353,7 +369,7 @@ def test_where_rows_bring_little_many_requests_have_few():
     forecast = ThroughputForecast(config, H200_CHAT)
 
     def best(count: int, gain: float) -> tuple[list[int], float]:
-        trees = [TreeRequest(8, (0.27 * 8**gain,), SHORT, 8, gain=gain)] * count
+        trees = [TreeRequest(8, rates(0.27 * 8**gain, gain=gain), SHORT, 8)] * count
         rows = forecast.best(trees, NOBODY, 512)
         return rows, forecast.speed(trees, rows, NOBODY) / forecast.speed(trees, [0] * count, NOBODY)
 
@@ -416,18 +432,27 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
 def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
     """Compared with a simulation of 10,000 dependent rounds: the formula must be within ten standard errors of as many
     independent rounds."""
-    rng, block = np.random.default_rng(1), 5
-    for miss_rate, rows, recovery in ((0.3, 1, 0.0), (0.3, 4, 0.5), (2.0, 8, 0.3), (0.01, 8, 1.0)):
-        found = []
-        whole = True
+    rng, falls = np.random.default_rng(1), falls_of(lookahead)
+    for token, part, rows, branches, block in ((0.3, 0.9, 1, 1, 5), (0.3, 0.5, 4, 2, 5), (2.0, 0.7, 8, 4, 3)):
+        given = MissRates((token,), restart=0.4, whole=0.2, part=part)
+        missed = {
+            miss: min(rate, 1.0) * falls[miss].share(rows, branches)
+            for miss, rate in zip(Miss, (token, 0.4, 0.2, part))
+        }
+        if token > 1:
+            missed[Miss.TOKEN] = min(token * falls[Miss.TOKEN].share(rows, branches), 0.9)
+        found, restarts = [], False
         for _ in range(10_000):
-            tries = block if whole or not lookahead else 1
-            right = rng.random(tries) > miss_rate / rows**WIDTH_GAIN
-            first = tries if right.all() else int(right.argmin())
-            found.append(min(first + 1, tries) if lookahead else first + 1)
-            is_broken = tries > 1 and first < tries - 1
-            whole = bool(right.all()) or (is_broken and rng.random() < recovery)
-        (mean,) = tokens_a_round(np.full((1, block), miss_rate), np.array([[rows]]), block, lookahead, recovery)[0]
+            right = rng.random(block) > missed[Miss.TOKEN]
+            accepted = block if right.all() else int(right.argmin())
+            if not lookahead:
+                found.append(accepted + 1)
+                continue
+            confirmed = 1 if restarts else min(accepted + 1, block)
+            kind = Miss.RESTART if restarts else Miss.WHOLE if confirmed == block else Miss.PART
+            restarts = bool(rng.random() < missed[kind])
+            found.append(confirmed)
+        mean = tokens_a_round([given], np.array([[rows]]), branches, block, lookahead)[0, 0, -1]
         assert mean == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
 
 
@@ -435,17 +460,24 @@ def test_miss_rates_are_estimated_for_any_tree_size():
     """A miss rate of 0.2 is estimated from rounds of trees of 1 to 8 rows. Before any round the estimate is the given
     prior."""
     rng = random.Random(2)
-    acceptance = Acceptance(0.999)
-    assert acceptance.miss_rates((0.7, 0.6)) == (0.7, 0.6)
+    acceptance, prior = Acceptance(0.999), MissRates((0.7, 0.6), 0.5, 0.4, 0.3)
+    assert acceptance.rates(False, prior) == prior
     for _ in range(4000):
         rows = rng.choice((1, 2, 8))
         first = next((i for i in range(6) if rng.random() < 0.2 / rows**WIDTH_GAIN), 6)
         acceptance.count(min(first + 1, 6), first < 6, rows)
-    assert acceptance.miss_rates() == pytest.approx([0.2] * 6, rel=0.2)
-    assert acceptance.recovery(0.4) == 0.4
-    for _ in range(4000):
-        acceptance.count_broken(rng.random() < 0.6)
-    assert acceptance.recovery() == pytest.approx(0.6, rel=0.1)
+    assert acceptance.rates(False).token == pytest.approx([0.2] * 6, rel=0.2)
+
+
+def test_rates_of_outcomes_are_estimated_for_any_number_of_rows_and_branches():
+    rng, falls, acceptance = random.Random(3), falls_of(True), Acceptance(0.999)
+    given = {Miss.RESTART: 0.5, Miss.WHOLE: 0.1, Miss.PART: 0.8}
+    for _ in range(9000):
+        kind, rows, branches = rng.choice(list(given)), rng.choice((1, 4)), rng.choice((1, 2, 8))
+        missed = rng.random() < given[kind] * falls[kind].share(rows, branches)
+        acceptance.count_outcome(kind, missed, rows, branches)
+    found = acceptance.rates(True)
+    assert {kind: getattr(found, kind) for kind in given} == pytest.approx(given, rel=0.15)
 
 
 @pytest.mark.parametrize("form", one_of("lookahead", "lockstep"))
@@ -493,11 +525,11 @@ def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     """Acceptance counts decay while nothing is drafted (faster than usual in this test). Otherwise the draft would
     never be tried again."""
-    monkeypatch.setattr("smc.scheduler.tree_policy.FADE", 0.94)
+    monkeypatch.setattr("smc.scheduler.tree_policy.FADE", 0.9)
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.latency = made()
     acceptance, alone = engine.rounds_of(Decoding.WALK).acceptance, []
-    acceptance.misses_K, acceptance.tried_K = [900.0], [{1: 300.0}]
+    acceptance.tokens_K = [MissCounts(900.0, {(1, 1): 300.0})]
     for seed in range(5):
         engine.submit(
             Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True))
@@ -523,14 +555,14 @@ def test_acceptance_decays_per_step(tokens):
     config = EngineConfig(block=3, max_slots=64)
     engine = local_engine(pair(), config, trees=Never(config))
     acceptance = engine.rounds_of(Decoding.WALK).acceptance
-    acceptance.misses_K, acceptance.tried_K = [900.0], [{1: 300.0}]
+    acceptance.tokens_K = [MissCounts(900.0, {(1, 1): 300.0})]
     for step in range(45):
         if step % 3 == 0 and len(running(engine)) < 3:
             engine.submit(
                 Request(f"{step}", (0, 1), SamplingParams(method="exact", max_tokens=tokens, ignore_eos=True))
             )
         engine.step()
-    assert acceptance.tried_K[0][1] == pytest.approx(300 * FADE**45, rel=0.02)
+    assert acceptance.tokens_K[0].tried[1, 1] == pytest.approx(300 * FADE**45, rel=0.02)
 
 
 def test_an_engine_says_how_much_is_read():
