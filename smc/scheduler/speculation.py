@@ -85,10 +85,10 @@ class Miss(StrEnum):
 
 
 AHEAD_FALLS = {
-    Miss.TOKEN: Falls(0.15, 0.05),
-    Miss.RESTART: Falls(0.25, 0.25),
-    Miss.WHOLE: Falls(0.0, 0.4),
-    Miss.PART: Falls(0.1, 0.35),
+    Miss.TOKEN: Falls(0.2, 0.05),
+    Miss.RESTART: Falls(0.2, 0.2),
+    Miss.WHOLE: Falls(0.3, 0.6),
+    Miss.PART: Falls(0.15, 0.4),
 }
 """How rates fall in look-ahead (benchmarks/notes/policy.md). Blocks have fewer rows than N there, so that more rows
 bring less than in lockstep."""

@@ -27,7 +27,10 @@ from smc.scheduler.speculation import Acceptance, LatencyModel, MissRates, token
 from smc.types import BOTH_MODELS, ModelRole
 
 MARGIN = 1.1
-"""Throughput that new trees must promise, as a multiple of the throughput that is expected without a change."""
+"""Throughput that new trees must promise, as a multiple of plain decoding's."""
+CHANGE = 1.03
+"""Throughput that new trees must promise, as a multiple of that of the present trees. A change costs a request about a
+round."""
 SURE = 1.05
 """Throughput that trees must keep promising, as a multiple of plain decoding's. Forecasts err by some per cent, and
 drafting must not be slower than plain decoding."""
@@ -118,7 +121,7 @@ class LatencyTreePolicy:
         alone, best = [0] * len(served), forecast.best(served, beside, slots)
         speed = forecast.speed(trees, [tree.rows for tree in trees], beside)
         speed_alone, speed_of_best = (forecast.speed(served, rows, beside) for rows in (alone, best))
-        if speed_of_best > MARGIN * max(speed, speed_alone):
+        if speed_of_best > max(CHANGE * speed, MARGIN * speed_alone):
             return best[: len(trees)]
         drafts = any(tree.rows for tree in trees)
         return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
