@@ -30,7 +30,7 @@ from benchmarks.traces import DraftReader, TraceLibrary, load, replay_engine, re
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.executor.messages import Pending
-from smc.executor.model_runner import RoundExecutor, RoundOutcome
+from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.local_engine import ModelPair
 from smc.model.linear import DTYPES
 from smc.round.plan import RoundPlan, SequenceHandoff
@@ -40,7 +40,7 @@ from smc.scheduler.speculation import LatencyModel
 from smc.types import BOTH_MODELS, ModelRole
 
 TURNS = 2
-"""Minimum number of requests for each that runs at the same time."""
+"""Minimum number of answers for each request that runs at the same time."""
 
 
 class TreeSize(NamedTuple):
@@ -60,15 +60,21 @@ class VirtualClock:
         self._rounds, self._latency, self._config = rounds, latency, config
         self._spans: list[tuple[float, float]] = []
         """Seconds of draft and target in each round of the present step."""
+        self._before = 0.0
+        """Seconds for which the draft drafts again in this step, while the target waits."""
         self.sizes = Counter[TreeSize]()
         """Rounds by rows of the batch, drafted tokens and branches."""
 
     def join(self, role: ModelRole, group: SequenceHandoff) -> None:
         self._rounds.join(role, group)
 
-    def round(self, plan: RoundPlan[np.ndarray]) -> Pending[RoundOutcome]:
+    def round(self, plan: RoundPlan[np.ndarray]) -> Pending[RoundReports]:
         kind, latency, block = plan.kind, self._latency, self._config.block
+        pending = self._rounds.round(plan)
         if kind.roles == BOTH_MODELS:
+            again = pending.result().redrafted if kind.redrafted else None
+            if again is not None and (again.count_A > 0).any():
+                self._before += kind.redrafted * latency.draft.at(kind.batch_size, 0)
             steps = kind.steps or block
             drafting = latency.draft.at(kind.batch_size, 0) + (steps - 1) * latency.draft.at(
                 kind.batch_size * kind.branches, 0
@@ -77,16 +83,18 @@ class VirtualClock:
             self.sizes[TreeSize(int(plan.arrays.size_G.sum()), steps, kind.branches)] += 1
         else:
             self._spans.append((0.0, block * latency.alone.at(kind.batch_size, 0)))
-        return self._rounds.round(plan)
+        return pending
 
     def advance(self) -> float:
         """Return the seconds of the rounds since the last call: those of a step of the engine. In look-ahead the models
         work at the same time."""
         if not self._spans:
             return 0.0
-        draft, target = map(sum, zip(*self._spans))
+        (draft, target), before = map(sum, zip(*self._spans)), self._before
         self._spans.clear()
-        return (max(draft, target) if self._config.lookahead else draft + target) + self._latency.round_overhead
+        self._before = 0.0
+        longest = max(draft, target) if self._config.lookahead else draft + target
+        return before + longest + self._latency.round_overhead
 
 
 @dataclass(frozen=True)
@@ -120,10 +128,16 @@ class Replay:
 
 
 def replay(
-    library: TraceLibrary, latency: LatencyModel, config: EngineConfig, particles: int, requests: int, turns: int = 1
+    library: TraceLibrary,
+    latency: LatencyModel,
+    config: EngineConfig,
+    particles: int,
+    requests: int,
+    answers: int,
+    learning: int = 0,
 ) -> Replay:
-    """Replay every trace `turns` times, `requests` at a time, and at least `TURNS` times as many requests. Steps count
-    in which all of them run."""
+    """Replay traces in turn, `requests` at a time: `learning` answers from which the policy learns about the pair, and
+    then `answers`. Only steps after the first ones count, and only while all requests run."""
     clocks: list[VirtualClock] = []
 
     def timed(rounds: RoundExecutor) -> VirtualClock:
@@ -132,18 +146,19 @@ def replay(
 
     engine = replay_engine(library, replace(config, max_slots=requests * particles), timed)
     engine.latency = latency if config.drafting == "adaptive" else None
-    count = max(turns * len(library.traces), TURNS * requests if requests > 1 else 0)
-    loop = ClosedLoop(engine, (replayed_request(library, n, particles) for n in range(count)), requests)
-    tokens, seconds, rounds, alone = 0, 0.0, 0, 0
+    waiting = (replayed_request(library, n, particles) for n in range(learning + answers))
+    loop = ClosedLoop(engine, waiting, requests)
+    tokens, seconds, rounds, alone, ended = 0, 0.0, 0, 0, 0
     while loop.running:
         running, before = engine.num_running, _rounds_of(engine)
         outputs, spent = loop.step(), clocks[0].advance()
-        if running == requests and spent:
+        done = [output.answer.statistics for output in outputs if output.answer is not None]
+        if ended >= learning and running == requests and spent:
             tokens, seconds = tokens + sum(len(output.tokens) for output in outputs), seconds + spent
-            ended = [output.answer.statistics for output in outputs if output.answer is not None]
-            after = np.array([[each.rounds, each.alone_rounds] for each in ended]).reshape(-1, 2).sum(0)
+            after = np.array([[each.rounds, each.alone_rounds] for each in done]).reshape(-1, 2).sum(0)
             change = _rounds_of(engine) + after - before
             rounds, alone = rounds + int(change[0]), alone + int(change[1])
+        ended += len(done)
     return Replay(tokens, seconds, rounds, alone, dict(clocks[0].sizes))
 
 
@@ -224,7 +239,16 @@ def compare(
     speeds = {size: requests * each / seconds_of_round(latency, form, size, requests) for size, each in tokens.items()}
     best, largest = max(speeds, key=speeds.__getitem__), TreeSize(*map(max, zip(*tokens)))
     config = config_of(form, largest, "adaptive")
-    chosen = replay(library, latency, config, largest.particles, requests, turns)
+    count = len(library.traces)
+    chosen = replay(
+        library,
+        latency,
+        config,
+        largest.particles,
+        requests,
+        answers=max(turns * count, TURNS * requests if requests > 1 else 0),
+        learning=max(count, requests),
+    )
     plain = requests / (latency.alone.at(bucket(requests), 0) + latency.round_overhead / config.block)
     return Comparison(form, requests, best, tokens[best], speeds[best], plain, chosen)
 

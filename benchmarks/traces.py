@@ -33,8 +33,8 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.attention.backend import ForwardBatch, TorchAttention
 from smc.distill.measure import target_noise
 from smc.executor.forward import Reader, StaticForward
-from smc.executor.model_runner import LocalRoundExecutor, RoundExecutor
 from smc.executor.ops import RoundOps
+from smc.executor.round_executor import LocalRoundExecutor, RoundExecutor
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import KVPool

@@ -93,8 +93,9 @@ AHEAD_FALLS = {
 """How rates fall in look-ahead (benchmarks/notes/policy.md). Blocks have fewer rows than N there, so that more rows
 bring less than in lockstep."""
 OUTCOMES = (Miss.RESTART, Miss.WHOLE, Miss.PART)
-MOST_MISSED = 0.9
-"""Maximum miss rate of a number of rows in forecasts."""
+LEAST_FOUND = 0.1
+"""Minimum probability of a forecast that a restart is followed by a block: the miss rate of few rows, taken from that of
+many, may be above 1."""
 PRIORS = {Miss.TOKEN: PRIOR_MISS_RATE, Miss.RESTART: 0.1, Miss.WHOLE: PRIOR_MISS_RATE, Miss.PART: 0.7}
 """Miss rates of one row and one branch before anything was observed."""
 SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99
@@ -344,7 +345,7 @@ def tokens_a_round(
     falls = falls_of(lookahead, np.array([[each.gain] for each in rates]))
 
     def missed(kind: Miss, rate_G: Sequence[float] | np.ndarray) -> np.ndarray:
-        return np.minimum(np.array(rate_G)[:, None] * falls[kind].share(rows_GY, branches_Y), MOST_MISSED)
+        return np.minimum(np.array(rate_G)[:, None] * falls[kind].share(rows_GY, branches_Y), 1.0)
 
     token_KG = zip(*(each.to(block) for each in rates))
     right_GYK = np.stack([1 - missed(Miss.TOKEN, token_G) for token_G in token_KG], -1)
@@ -354,7 +355,7 @@ def tokens_a_round(
     # next token is among the drafted ones.
     whole_GYK = np.cumprod(np.concatenate((np.ones_like(right_GYK[..., :1]), right_GYK[..., :-1]), -1), -1)
     restart, whole, part = (missed(kind, [getattr(each, kind) for each in rates])[..., None] for kind in OUTCOMES)
-    restarts_GYK = (whole_GYK * whole + (1 - whole_GYK) * part) / (1 - restart)
+    restarts_GYK = (whole_GYK * whole + (1 - whole_GYK) * part) / np.maximum(1 - restart, LEAST_FOUND)
     return (whole_GYK.cumsum(-1) + restarts_GYK) / (1 + restarts_GYK)
 
 

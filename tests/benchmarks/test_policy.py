@@ -74,6 +74,6 @@ def test_traces_survive_a_file(tmp_path):
 def test_the_clock_adds_up_what_rounds_do(form):
     """Every round of a fixed size takes the same time."""
     size = TreeSize(4, 4, 2 if form == "lookahead" else 1)
-    found = replay(library(), LATENCY, config_of(form, size, "always"), size.particles, 1)
+    found = replay(library(), LATENCY, config_of(form, size, "always"), size.particles, 1, answers=2)
     assert set(found.sizes) == {size} and not found.alone_rounds
     assert found.seconds == pytest.approx(found.rounds * seconds_of_round(LATENCY, form, size, 1))
