@@ -89,7 +89,12 @@ class Engine:
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock, constraints, workers)
         self.preemption = Preemption(self.registry, self.prefill, self.results)
-        self.trees = TreeController(trees or LatencyTreePolicy(config), rounds[BOTH_MODELS].acceptance, self.fallback)
+        self.trees = TreeController(
+            trees or LatencyTreePolicy(config),
+            rounds[BOTH_MODELS].acceptance,
+            self.fallback,
+            lookahead=config.lookahead,
+        )
         self._clock = clock
         self._numbers = itertools.count()
 

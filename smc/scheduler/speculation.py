@@ -94,8 +94,8 @@ AHEAD_FALLS = {
 bring less than in lockstep."""
 OUTCOMES = (Miss.RESTART, Miss.WHOLE, Miss.PART)
 LEAST_FOUND = 0.1
-"""Minimum probability of a forecast that a restart is followed by a block: the miss rate of few rows, taken from that of
-many, may be above 1."""
+"""Minimum probability in forecasts that a block follows a restart: the miss rate of few rows, taken from that of many,
+may be above 1."""
 PRIORS = {Miss.TOKEN: PRIOR_MISS_RATE, Miss.RESTART: 0.1, Miss.WHOLE: PRIOR_MISS_RATE, Miss.PART: 0.7}
 """Miss rates of one row and one branch before anything was observed."""
 SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99

@@ -83,7 +83,6 @@ class LatencyTreePolicy:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self.lookahead = config.lookahead
         self._known: tuple[LatencyModel, ThroughputForecast] | None = None
 
     def begin(
@@ -351,9 +350,11 @@ class DraftFallback:
 class TreeController:
     """Calls a policy, and switches requests to the target alone or back to the pair."""
 
-    def __init__(self, policy: LatencyTreePolicy, acceptance: Acceptance, fallback: DraftFallback) -> None:
-        """`acceptance`: that of all requests together."""
-        self._policy, self._acceptance, self._fallback = policy, acceptance, fallback
+    def __init__(
+        self, policy: LatencyTreePolicy, acceptance: Acceptance, fallback: DraftFallback, *, lookahead: bool
+    ) -> None:
+        """`acceptance`: that of all requests together. `lookahead`: the form of rounds."""
+        self._policy, self._acceptance, self._fallback, self._lookahead = policy, acceptance, fallback, lookahead
         self._known: list[SequenceGroup] = []
         """Requests of the last call."""
         self._left = 0
@@ -428,12 +429,11 @@ class TreeController:
             self._fallback.fall_back(group)
 
     def _trees(self, groups: Sequence[SequenceGroup]) -> Iterator[TreeRequest]:
-        lookahead = self._policy.lookahead
-        of_all = self._acceptance.rates(lookahead)
+        of_all = self._acceptance.rates(self._lookahead)
         for group in groups:
             yield TreeRequest(
                 most=group.most_rows,
-                rates=group.acceptance.rates(lookahead, of_all, of_all.gain),
+                rates=group.acceptance.rates(self._lookahead, of_all, of_all.gain),
                 context=group.context,
                 rows=group.tree_rows,
             )

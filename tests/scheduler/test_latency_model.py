@@ -160,7 +160,7 @@ def test_timed_rounds_change_nothing(config):
     engine = local_engine(tiny_pair(), config)
     assert engine.latency is None and measure_latency(engine, BRIEF)
     engine.check_books()
-    assert not engine.rounds_of(Decoding.WALK).acceptance.tried_K, "what was timed decides about users"
+    assert not engine.rounds_of(Decoding.WALK).acceptance.tokens_K, "what was timed decides about users"
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
 
