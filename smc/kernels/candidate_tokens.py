@@ -74,6 +74,9 @@ def propose_candidates(
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     seed_R, round_R, stream_R, position_R, purpose = contiguous(keys._replace(stream_RF=keys.stream_RF[:, 0]))
     blocks, by_row = {"BLOCK": block, "num_warps": warps}, {"SPLITS": triton.next_power_of_2(splits)}
+    # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
+    # logarithm, and a row's candidates do not depend on whether another row has a cut or is coupled.
+    blocks["enable_fp_fusion"] = by_row["enable_fp_fusion"] = False
     parts = (largest_RZ, largest_RZ.shape[1])
     scores_RV, of_rows, kept = None, None, None
     if coupling is not None:
@@ -103,12 +106,9 @@ def propose_candidates(
         return found
     max_RP, sum_RP = room.floats(rows, splits), room.floats(rows, splits)
     won_RP, token_RP = room.floats(rows, splits), room.ints(rows, splits)
-    # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
-    # logarithm.
     race = (max_RP, sum_RP, won_RP, token_RP)
     _race_rest[(splits, rows)](
-        *distribution, vocab, seed_R, round_R, stream_R, position_R, int(purpose), summary, *race,
-        enable_fp_fusion=False, **blocks,
+        *distribution, vocab, seed_R, round_R, stream_R, position_R, int(purpose), summary, *race, **blocks,
     )  # fmt: skip
     _finish_rest[(rows,)](*distribution, *race, summary, found, splits, most, **by_row, num_warps=1)
     return found

@@ -95,7 +95,7 @@ def choose(logits_TZ: Tensor, chosen: int, normalised: bool, pdl: bool = False) 
     )
     _choose[(tokens,)](
         logits_TZ, *choice, count, P=chosen, NORMALISED=normalised, BLOCK=triton.next_power_of_2(count), num_warps=1,
-        **launch_options(pdl),
+        enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
     return choice
 
@@ -136,7 +136,8 @@ def _product(
             x, matrix.weight, matrix.scale, matrix.zero, expert_TP, weight_TP, blocks, out,
             tokens, outputs, inputs, matrix.out_features, STEPS=inputs // matrix.group,
             P=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=tiling.block_n, GROUP=matrix.group,
-            STAGES=2 if wide else tiling.stages, num_warps=tiling.warps, **launch_options(pdl),
+            STAGES=2 if wide else tiling.stages, num_warps=tiling.warps, enable_fp_fusion=False,
+            **launch_options(pdl),
         )  # fmt: skip
         return
     block_t = max(16, min(MOST_TOKENS, triton.next_power_of_2(tokens)))
@@ -146,7 +147,7 @@ def _product(
     _experts[grid](
         x, matrix.weight, matrix.scale, expert_TP, weight_TP, blocks, out, tokens, outputs, inputs,
         P=chosen, UP=UP, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=2 if wide else 3,
-        num_warps=4, **launch_options(pdl),
+        num_warps=4, enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 

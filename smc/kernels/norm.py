@@ -170,7 +170,7 @@ def whole_norm(
     block = triton.next_power_of_2(outputs)
     _whole_norm[(tokens,)](
         qkv, *weights, squares_T4, out_TO, outputs, *widths, *(float(width) for width in whole_widths), eps,
-        SPLITS=_splits(qkv), BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        SPLITS=_splits(qkv), BLOCK=block, num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -181,9 +181,11 @@ def square_sums(qkv: Tensor, widths: tuple[int, int], dtype: torch.dtype, out_T4
     out_T4 = qkv.new_empty((tokens, 4), dtype=torch.float32) if out_T4 is None else out_T4
     block = triton.next_power_of_2(outputs)
     like = qkv.new_empty(0, dtype=dtype)
+    # A square would be fused with the addition of another that the same thread holds, which depends on the type of qkv.
     _square_sums[(tokens,)](
-        qkv, like, out_T4, outputs, *widths, SPLITS=_splits(qkv), BLOCK=block, num_warps=max(1, min(16, block // 256))
-    )
+        qkv, like, out_T4, outputs, *widths, SPLITS=_splits(qkv), BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return out_T4
 
 

@@ -72,7 +72,7 @@ def draw(
     token_RF, logq_RF, lse_R = room.ints(rows, draws), room.floats(rows, draws), room.floats(rows)
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
-    # logarithm.
+    # logarithm, and a row's results do not depend on whether another row has a cut.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     shape = {"DRAWS": draws, "DRAW_BLOCK": triton.next_power_of_2(draws), "BLOCK": block}
     _race[(splits, rows)](
@@ -81,7 +81,7 @@ def draw(
     )  # fmt: skip
     _finish_race[(rows, draws)](
         *distribution, max_RP, sum_RP, key_RPF, token_RPF, token_RF, logq_RF, lse_R, splits,
-        BLOCK=triton.next_power_of_2(splits), num_warps=1,
+        BLOCK=triton.next_power_of_2(splits), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return token_RF, logq_RF, lse_R
 
@@ -113,10 +113,12 @@ def score(
     more = extra_XY if extra_XY is not None and extra else label_X
     tokens = contiguous((label_X, more, row_X))
     distribution = (logits_TV, logits_TV.stride(0), temperature_T, cut)
-    sum_block[(splits, rows)](*distribution, vocab, max_TP, sum_TP, top_TP, BLOCK=block, num_warps=warps)
+    unfused = {"enable_fp_fusion": False}  # as in `draw`
+    sum_block[(splits, rows)](*distribution, vocab, max_TP, sum_TP, top_TP, BLOCK=block, num_warps=warps, **unfused)
     _finish_sum[(requested,)](
         *distribution, max_TP, sum_TP, top_TP, *tokens, logp_X, extra_logp_XY, splits, extra,
         BLOCK=triton.next_power_of_2(splits), EXTRA_BLOCK=max(EXTRA, triton.next_power_of_2(extra)), num_warps=1,
+        **unfused,
     )  # fmt: skip
     return logp_X, extra_logp_XY if extra else None
 
@@ -386,9 +388,10 @@ def write_distribution(logits_RV: Tensor, dist_RV: Tensor, temperature_R: Tensor
     require_rows(logits_RV, vocab)
     sums = (room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits))
     given = (logits_RV, logits_RV.stride(0), temperature_R, cut, vocab, *sums)
-    sum_block[(splits, rows)](*given, BLOCK=block, num_warps=8)
+    options = {"BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
+    sum_block[(splits, rows)](*given, **options)
     _write_distribution[(splits, rows)](
-        *given, dist_RV, dist_RV.stride(0), SPLITS=triton.next_power_of_2(splits), BLOCK=block, num_warps=8
+        *given, dist_RV, dist_RV.stride(0), SPLITS=triton.next_power_of_2(splits), **options
     )
 
 
@@ -418,9 +421,12 @@ def log_mass(logp_RV: Tensor) -> Tensor:
     require_rows(logp_RV, vocab)
     sums = (room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits))
     one_R = torch.ones(rows, device=logp_RV.device)
-    sum_block[(splits, rows)](logp_RV, logp_RV.stride(0), one_R, None, vocab, *sums, BLOCK=block, num_warps=8)
+    unfused = {"enable_fp_fusion": False}
+    sum_block[(splits, rows)](
+        logp_RV, logp_RV.stride(0), one_R, None, vocab, *sums, BLOCK=block, num_warps=8, **unfused
+    )
     mass_R = room.floats(rows)
-    _finish_mass[(rows,)](*sums[:2], mass_R, splits, SPLITS=triton.next_power_of_2(splits), num_warps=1)
+    _finish_mass[(rows,)](*sums[:2], mass_R, splits, SPLITS=triton.next_power_of_2(splits), num_warps=1, **unfused)
     return mass_R
 
 

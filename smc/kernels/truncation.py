@@ -9,6 +9,9 @@ the largest value where that is enough. Sums are made in a fixed order: the same
 the logits, from which only the number of passes follows. Kernels read the index of the pass and the processors in use
 at run time, so every kernel is compiled once for each dtype.
 
+No compiler fuses multiplications and additions: it would do so in some variants of a kernel only, so that a row's bits
+would depend on whether another row is truncated.
+
 A mask reads and writes logits once. A program handles some columns of one row; it also records whether any of them is
 allowed, and whether any allowed one is possible. A second launch reads these records and writes again the rows in which
 nothing is possible, which are rare.
@@ -234,6 +237,7 @@ class _Search:
         self._distribution, self._vocab = (logits_RV, logits_RV.stride(0), temperature_R), vocab
         self._grid, self._block, self._warps, self._passes = (splits, rows), block, warps, bits // DIGIT
         self._sizes, room = {"BITS": bits, "SPLITS": triton.next_power_of_2(splits)}, Room(logits_RV.device)
+        self._sizes["enable_fp_fusion"] = False
         self._top_R, self._total_R, self._need_R, self._ties_R, self._drop_R = (room.floats(rows) for _ in range(5))
         self._floor_R, self._bound_R, self._key_R, self._last_R = (room.ints(rows) for _ in range(4))
         # The beginning of every pass's interval, and the sums that the pass finds there.
@@ -246,7 +250,7 @@ class _Search:
         """Compute every row's maximum and mass, and the aim of the first search."""
         # The memory of later measurements holds the blocks' maxima and sums for now.
         sums = RowSums(self._measured.above_RP, self._measured.mass_RP, self._best_RP)
-        options = {"BLOCK": self._block, "num_warps": self._warps}
+        options = {"BLOCK": self._block, "num_warps": self._warps, "enable_fp_fusion": False}
         sum_block[self._grid](*self._distribution, None, self._vocab, *sums, **options)
         aims = SearchAims(self._top_R, self._total_R, self._need_R, self._floor_R, self._low_UR)
         values = (distribution.top_k_R, distribution.top_p_R, distribution.min_p_R)

@@ -1,5 +1,6 @@
 """Compiles kernels for an H100, on a machine without one, and prints as JSON in which order they add: for each kernel
-and each type of its inputs, the register layouts of the sums whose order depends on which thread holds which number.
+and each kind of its inputs, the register layouts of the sums whose order depends on which thread holds which number,
+and "fused" if the compiler may fuse multiplications with additions.
 
 The compiler chooses the layout of a block by the type that it is loaded as. So two variants of a kernel may add the
 same numbers in different orders, which the interpreter cannot show. A sum of two numbers has one order.
@@ -20,11 +21,16 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from smc.distributions import DistributionSpec
 from smc.executor.triton_ops import TritonOps
-from smc.kernels.norm import Residual, add_norm, add_norm_rounded, square_sums
+from smc.kernels.experts import experts_fixed
+from smc.kernels.norm import Residual, add_norm, add_norm_rounded, square_sums, whole_norm
+from smc.kernels.sampling import log_mass
+from smc.model.decoder import Experts
 from smc.philox import DrawKeys, Purpose
 from tests.kernels.compile_rounds import accept, compile_only
+from tests.model.tiny import tiny_config
 
 VOCAB, ROWS = 151_936, 3
+FUSED = "\n// fused"
 HIDDEN = (1024, 3584, 5120, 8192)
 REDUCTION = re.compile(
     r'"tt\.reduce"\([^)]*\) <\{axis = (\d+) : i32[^}]*\}> '
@@ -40,6 +46,8 @@ def sums(module: str) -> Iterator[str]:
     for axis, operation, shape, layout in REDUCTION.findall(module):
         if "addf" in operation and int(shape.split("x")[int(axis)]) > 2:
             yield f"{shape} axis {axis} {layouts[layout]}"
+    if module.endswith(FUSED):
+        yield "fused"
 
 
 def record(modules: list[str]) -> None:
@@ -47,13 +55,13 @@ def record(modules: list[str]) -> None:
     compile_only(set())
     add_all_stages = CUDABackend.add_stages
 
-    def add_stages(self: CUDABackend, stages: dict, *how: Any) -> None:
-        add_all_stages(self, stages, *how)
+    def add_stages(self: CUDABackend, stages: dict, options: Any, *how: Any) -> None:
+        add_all_stages(self, stages, options, *how)
         lay_out = stages["ttgir"]
 
         def recorded(*args: Any) -> Any:
             made = lay_out(*args)
-            modules.append(str(made))
+            modules.append(str(made) + FUSED * options.enable_fp_fusion)
             return made
 
         stages |= {"ttgir": recorded, "llir": accept}
@@ -86,6 +94,16 @@ def norms(parts: Any, dtype: torch.dtype) -> None:
         square_sums(added, (hidden // 2, hidden // 4), torch.bfloat16)
 
 
+def others() -> None:
+    """Launch further kernels on the way from hidden states to an answer, which have one variant for a model."""
+    log_mass(torch.zeros(ROWS, VOCAB))
+    whole = torch.zeros(ROWS, 2048, dtype=torch.bfloat16)
+    weights, squares_T4 = (whole[0, :1024].clone(), whole[0, :512].clone()), torch.zeros(ROWS, 4)
+    whole_norm(whole, (1024, 512), weights, squares_T4, (1024, 512), 1e-5, torch.empty_like(whole))
+    module = Experts(tiny_config("qwen3_moe", hidden_size=64, intermediate_size=64)).bfloat16()
+    experts_fixed(module, torch.zeros(ROWS, 64, dtype=torch.bfloat16))
+
+
 def main() -> dict[str, dict[str, list[str]]]:
     """Return, by kernel and by type of its inputs, its sums."""
     modules: list[str] = []
@@ -96,6 +114,7 @@ def main() -> dict[str, dict[str, list[str]]]:
         "float32": lambda: draws(torch.float32),
         "sum": lambda: norms((), torch.bfloat16),
         "parts": lambda: norms((4,), torch.float32),
+        "others": others,
     }.items():
         modules.clear()
         launch()
