@@ -103,24 +103,24 @@ LAWS: dict[str, Settings] = {
 }
 """Settings to combine with every way of `WAYS`, except where they have no effect."""
 LETTER_LAWS: tuple[Settings, ...] = (
-    {"particles": 6, "ess_threshold": 1.0, "logprobs": True},
-    {"particles": 3, "resampling": "multinomial", "stop": ("ab", "cca"), "logprobs": True},
-    {"particles": 8, "ess_threshold": 0.9, "resampling": "residual", "alpha": 1.3, "min_particles": 2},
+    {"method": "smc", "particles": 6, "ess_threshold": 1.0, "logprobs": True},
+    {"method": "smc", "particles": 3, "resampling": "multinomial", "stop": ("ab", "cca"), "logprobs": True},
+    {"method": "smc", "particles": 8, "ess_threshold": 0.9, "resampling": "residual", "alpha": 1.3, "min_particles": 2},
     {"method": "exact", "particles": 4, "logprobs": True, "stop": ("abcab",)},
     {"method": "target", "logprobs": True, "stop": ("abab", "cb")},
     {"method": "draft", "temperature": 0.7},
-    {"particles": 5, "top_p": 0.9, "min_particles": 1, "return_particles": True},
+    {"method": "smc", "particles": 5, "top_p": 0.9, "min_particles": 1, "return_particles": True},
     {"method": "exact", "verification": "rejection", "particles": 2, "temperature": 1.5, "logprobs": True},
     {"method": "exact", "particles": 6, "temperature": 0.0},
-    {"particles": 4, "alpha": 2.0, "min_tokens": 6, "logit_bias": {1: 1.5}},
+    {"method": "smc", "particles": 4, "alpha": 2.0, "min_tokens": 6, "logit_bias": {1: 1.5}},
 )
 """Settings of requests to pairs whose vocabulary is a few letters."""
 HUNGRY_LAWS: tuple[Settings, ...] = (
-    {"particles": 2, "ess_threshold": 0.0},
-    {"particles": 3, "ess_threshold": 0.0},
-    {"particles": 3, "top_p": 0.8, "temperature": 1.3, "ess_threshold": 0.0},
+    {"method": "smc", "particles": 2, "ess_threshold": 0.0},
+    {"method": "smc", "particles": 3, "ess_threshold": 0.0},
+    {"method": "smc", "particles": 3, "top_p": 0.8, "temperature": 1.3, "ess_threshold": 0.0},
     {"method": "exact", "particles": 4},
-    {"particles": 4, "ess_threshold": 0.0, "min_particles": 2, "alpha": 1.4},
+    {"method": "smc", "particles": 4, "ess_threshold": 0.0, "min_particles": 2, "alpha": 1.4},
 )
 """Settings of requests whose rows share little memory."""
 LOCKSTEP, LOOKAHEAD = EngineConfig(form="lockstep", block=3), EngineConfig(block=3, branches=4)
@@ -433,7 +433,10 @@ def long_prompt_scenarios() -> Iterator[Scenario]:
             found += [
                 some_request(f"long {way}", long, **with_rows(way, 2), **more) for way in WAYS if way != "rejection"
             ]
-            return [*found, some_request("long guided", long, long[100:300], guidance_scale=1.5, particles=2, **more)]
+            return [
+                *found,
+                some_request("long guided", long, long[100:300], method="smc", guidance_scale=1.5, particles=2, **more),
+            ]
 
         arrivals = {"long distinct": 2, "long walk": 3}
         yield Scenario(f"long_prompt/{form}", demo_pair, replace(config, prefill_chunk=24, pages=6000), asked, arrivals)
@@ -523,7 +526,14 @@ def preemption_scenarios() -> Iterator[Scenario]:
 def resize_scenarios() -> Iterator[Scenario]:
     """Populations shrink and grow while they run."""
     for (form, config), parts in itertools.product(FORMS.items(), (None, padded_ops)):
-        law = {"particles": 8, "min_particles": 2, "max_tokens": 50, "ignore_eos": True, "return_particles": True}
+        law = {
+            "method": "smc",
+            "particles": 8,
+            "min_particles": 2,
+            "max_tokens": 50,
+            "ignore_eos": True,
+            "return_particles": True,
+        }
         asked = [
             some_request("distinct", letter_prompt(4, 7), seed=1, **law),
             some_request("independent", letter_prompt(4, 7), seed=2, ess_threshold=0.4, **law),
@@ -565,9 +575,9 @@ def lost_draft_scenarios() -> Iterator[Scenario]:
                 "rejection", letter_prompt(6, 9), seed=6, max_tokens=44, ignore_eos=True, **with_rows("rejection", 2)
             ),
             some_request("target", letter_prompt(7, 9), seed=7, max_tokens=30, method="target"),
-            some_request("dropped", letter_prompt(8, 9), seed=8, max_tokens=80, ignore_eos=True),
-            some_request("refused", letter_prompt(9, 9), seed=9, max_tokens=8),
-            some_request("late", letter_prompt(9, 9), seed=9, max_tokens=12),
+            some_request("dropped", letter_prompt(8, 9), method="smc", seed=8, max_tokens=80, ignore_eos=True),
+            some_request("refused", letter_prompt(9, 9), method="smc", seed=9, max_tokens=8),
+            some_request("late", letter_prompt(9, 9), method="smc", seed=9, max_tokens=12),
             some_request(
                 "exact meanwhile", letter_prompt(3, 30), seed=4, max_tokens=50, ignore_eos=True, method="exact"
             ),
@@ -591,7 +601,9 @@ def cost_scenarios() -> Iterator[Scenario]:
             some_request("8 rows", letter_prompt(1, 12), seed=1, particles=8, **law),
             some_request("3 rows", letter_prompt(2, 12), seed=2, particles=3, temperature=1.5, **law),
             some_request("late", letter_prompt(3, 12), seed=3, particles=8, temperature=0.7, **law),
-            some_request("beside", letter_prompt(4, 12), seed=4, particles=4, max_tokens=24, ignore_eos=True),
+            some_request(
+                "beside", letter_prompt(4, 12), method="smc", seed=4, particles=4, max_tokens=24, ignore_eos=True
+            ),
         ]
         arrivals = {"late": 7, "beside": 12}
         yield Scenario(
@@ -605,13 +617,20 @@ def budget_scenarios() -> Iterator[Scenario]:
         law = {"max_tokens": 60, "ignore_eos": True, "logprobs": True}
         asked = [
             some_request(
-                "particles", letter_prompt(1, 9), seed=1, particles=6, time_budget=7, return_particles=True, **law
+                "particles",
+                letter_prompt(1, 9),
+                method="smc",
+                seed=1,
+                particles=6,
+                time_budget=7,
+                return_particles=True,
+                **law,
             ),
             some_request(
                 "walk", letter_prompt(2, 9), seed=2, time_budget=6, top_logprobs=2, **law, **with_rows("walk", 4)
             ),
             some_request("target", letter_prompt(3, 9), seed=3, time_budget=9, method="target", **law),
-            some_request("waits", letter_prompt(4, 9), seed=4, time_budget=3, particles=8, **law),
+            some_request("waits", letter_prompt(4, 9), method="smc", seed=4, time_budget=3, particles=8, **law),
         ]
         yield Scenario(f"budgets/{form}", letters, replace(config, max_slots=12), asked)
 
@@ -620,14 +639,16 @@ def kernel_scenarios() -> Iterator[Scenario]:
     """A few short answers of each kind through the Triton kernels."""
     more = {"max_tokens": 4, "logprobs": True}
     ahead = [
-        some_request("distinct", [1, 2, 3], particles=2, seed=4, min_tokens=3, logit_bias={2: 1.5, 7: -2}, **more),
-        some_request("independent", [4], particles=2, seed=2, ess_threshold=1.0, stop=("ab",), **more),
+        some_request(
+            "distinct", [1, 2, 3], method="smc", particles=2, seed=4, min_tokens=3, logit_bias={2: 1.5, 7: -2}, **more
+        ),
+        some_request("independent", [4], method="smc", particles=2, seed=2, ess_threshold=1.0, stop=("ab",), **more),
         some_request("walk", [7], method="exact", particles=2, seed=5, **more),
         some_request("target", [5, 6], method="target", seed=3, **more),
     ]
     lockstep = [
         some_request("rejection", [3, 4], seed=6, top_p=0.95, **more, **with_rows("rejection", 2)),
-        some_request("guided", [1, 2], (3,), particles=2, seed=2, guidance_scale=2.0, **more),
+        some_request("guided", [1, 2], (3,), method="smc", particles=2, seed=2, guidance_scale=2.0, **more),
     ]
     llama, qwen = (lambda family=family: family_pair(family) for family in ("llama", "qwen2"))
     yield Scenario("kernels/look-ahead", qwen, EngineConfig(block=2, branches=2), ahead, parts=kernel_ops)

@@ -16,10 +16,10 @@ from smc.api.request import Answer, FinishReason, Request, Statistics
 
 PRINT = "smc_0"
 KINDS = [
-    {"particles": 8, "max_tokens": 30},
-    {"particles": 4, "max_tokens": 50, "ess_threshold": 1.0, "ignore_eos": True},
+    {"method": "smc", "particles": 8, "max_tokens": 30},
+    {"method": "smc", "particles": 4, "max_tokens": 50, "ess_threshold": 1.0, "ignore_eos": True},
     {"method": "target", "max_tokens": 40, "temperature": 0},
-    {"particles": 3, "max_tokens": 30, "stop": ["####"], "seed": 7},
+    {"method": "smc", "particles": 3, "max_tokens": 30, "stop": ["####"], "seed": 7},
 ]
 ENGINE = {"block": 5, "branches": 2}
 OPTIONS = ("-k", 5, "-f", 2, "--max-slots", 16, "--seed", 3)

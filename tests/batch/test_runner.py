@@ -57,12 +57,17 @@ def test_no_more_particles_than_allowed_but_one_request_at_least(pair):
     meter, sizes = Meter(), [4, 1, 60, 3, 8, 16, 2, 5] * 5
     run(
         pair,
-        [line(chat(f"{i}", particles=size), i + 1) for i, size in enumerate(sizes)],
+        [line(chat(f"{i}", method="smc", particles=size), i + 1) for i, size in enumerate(sizes)],
         meter,
         Limit(20, in_slots=True),
     )
     assert meter.most > 1 and meter.most_rows == 60
-    run(pair, [line(chat(f"{i}", particles=4), i + 1) for i in range(30)], small := Meter(), Limit(20, in_slots=True))
+    run(
+        pair,
+        [line(chat(f"{i}", method="smc", particles=4), i + 1) for i in range(30)],
+        small := Meter(),
+        Limit(20, in_slots=True),
+    )
     assert small.most_rows == 20
 
 

@@ -55,4 +55,4 @@ def test_sized_for_admits_all_requests():
         engine.submit(replace(request(request_id=str(i)), params=params))
     engine.step()
     assert engine.num_running == 3
-    assert sized_for(sized, SamplingParams(particles=4), 2).max_chains == 0
+    assert sized_for(sized, SamplingParams(method="smc", particles=4), 2).max_chains == 0

@@ -44,7 +44,8 @@ def test_one_engine_after_another_over_the_same_models_until_a_rank_dies():
     """The error names the rank that died, and the other rank ends as well."""
     demo_pair = ModelPair.load(demo.TARGET, demo.DRAFT)
     asked = [
-        Request(str(i), tuple(range(5, 12 + i)), SamplingParams(particles=4, seed=i, max_tokens=12)) for i in range(3)
+        Request(str(i), tuple(range(5, 12 + i)), SamplingParams(method="smc", particles=4, seed=i, max_tokens=12))
+        for i in range(3)
     ]
     lockstep = EngineConfig(form="lockstep", block=3, micro_batches=2, max_slots=16)
     with RankProcesses(replace(CONFIG, link="grpc")) as processes:
@@ -56,7 +57,9 @@ def test_one_engine_after_another_over_the_same_models_until_a_rank_dies():
                 assert {i: a.tokens for i, a in found.items()} == {i: a.tokens for i, a in expected.items()}
             assert all(map(psutil.pid_exists, ranks))
         with pytest.raises(WorkerGroupError, match="target0 died"), processes.engine(lockstep) as remote:
-            remote.engine.submit(replace(asked[0], params=SamplingParams(particles=4, seed=1, max_tokens=50)))
+            remote.engine.submit(
+                replace(asked[0], params=SamplingParams(method="smc", particles=4, seed=1, max_tokens=50))
+            )
             remote.engine.step()
             (target,) = [rank for rank in processes._ranks.values() if rank.name == "target0"]
             os.kill(target._process.pid, signal.SIGKILL)

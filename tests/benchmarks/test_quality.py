@@ -107,7 +107,9 @@ def test_seeds_are_all_different():
 def test_engine_fits_exactly(pair):
     """There are slots and pages for exactly `concurrency` of the largest requests, and that many run at once."""
     sizes = (3, 9, 6, 4)
-    requests = [Request(str(n), (0, 2, 40, 3), SamplingParams(particles=n, max_tokens=10, seed=n)) for n in sizes]
+    requests = [
+        Request(str(n), (0, 2, 40, 3), SamplingParams(method="smc", particles=n, max_tokens=10, seed=n)) for n in sizes
+    ]
     engine = fitted_engine(pair, EngineConfig(block=4, branches=3), requests, concurrency=2)
     # Prompt and answers of nine particles, and two rounds in flight, each with a token and three branches of three
     # tokens per particle.
@@ -123,4 +125,4 @@ def test_engine_fits_exactly(pair):
 
 def test_what_never_fits_is_refused_before_memory_is_taken(pair):
     with pytest.raises(ValueError, match="max_tokens=1000000000"):
-        fitted_engine(pair, EngineConfig(), [Request("a", (0,), SamplingParams(max_tokens=10**9))])
+        fitted_engine(pair, EngineConfig(), [Request("a", (0,), SamplingParams(method="smc", max_tokens=10**9))])

@@ -166,7 +166,9 @@ def test_words_about_an_answer():
 
     assert "0.10 drafted tokens are accepted a round; --method target is as fast" in (exact(0.1, 10) or "")
     assert exact(0.3, 10) is None and exact(0.0, 3) is None and exact(0.0, 10, alone=8) is None
-    smc = [fit_of_answer(SamplingParams(), Statistics(8, rounds=5, log_z=log_z), 20) for log_z in (-20.0, -1.0)]
+    smc = [
+        fit_of_answer(SamplingParams(method="smc"), Statistics(8, rounds=5, log_z=log_z), 20) for log_z in (-20.0, -1.0)
+    ]
     assert smc[0] is not None and "log Z is -1.00 a token" in smc[0] and smc[1] is None
     assert fit_of_answer(SamplingParams(method="target"), Statistics(1, rounds=20), 20) is None
 

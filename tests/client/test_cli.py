@@ -22,8 +22,10 @@ def client(smcserve, service):
 
 
 def test_text_on_stdout_and_statistics_on_stderr(client, pair):
-    ran = client("generate", QUESTION, "-n", 4, "--seed", 3)
-    expected = local_answer(pair, pair.tokenizer.chat([{"role": "user", "content": QUESTION}]), particles=4, seed=3)
+    ran = client("generate", QUESTION, "--method", "smc", "-n", 4, "--seed", 3)
+    expected = local_answer(
+        pair, pair.tokenizer.chat([{"role": "user", "content": QUESTION}]), method="smc", particles=4, seed=3
+    )
     assert (ran.code, ran.out) == (0, expected.text + "\n")
     for part in (r"\d+ tokens in ", r"\d+ rounds", r"mean ESS \d+% of N=4", r"log Z -?\d", "ended by eos", "seed 3"):
         assert re.search(part, ran.err), part
@@ -34,17 +36,23 @@ def test_the_same_as_in_process(client, smcserve):
     short = ("--max-tokens", 12)
     for options in (
         ("--seed", 5),
-        ("--population", "independent", "--seed", 6, "--raw"),
+        ("--method", "smc", "--population", "independent", "--seed", 6, "--raw"),
         ("--method", "target", "--temperature", 0, "--stop", "="),
     ):
-        local = engine if "--method" not in options else ("-k", PLAIN_CONFIG.block)
+        local = engine if "target" not in options else ("-k", PLAIN_CONFIG.block)
         ran = smcserve("generate", QUESTION, *options, *short, *local)
         assert client("generate", QUESTION, *options, *short).out == ran.out
 
 
 def test_json(client):
     ran = client(
-        "generate", QUESTION, "-n", 4, "--seed", 3, "--json", "--logprobs", "--top-logprobs", 2, "--request-id", "mine"
+        *("generate", QUESTION, "--method", "smc", "-n", 4, "--seed", 3),
+        "--json",
+        "--logprobs",
+        "--top-logprobs",
+        2,
+        "--request-id",
+        "mine",
     )
     answer = json.loads(ran.out)
     assert (ran.code, ran.err) == (0, "")
@@ -56,7 +64,11 @@ def test_json(client):
     )
     short = ("--max-tokens", 8)
     salted = [
-        json.loads(client("generate", QUESTION, "--json", "--cache-salt", "mine", "--min-particles", 1, *short).out)
+        json.loads(
+            client(
+                "generate", QUESTION, "--json", "--cache-salt", "mine", "--method", "smc", "--min-particles", 1, *short
+            ).out
+        )
         for _ in range(2)
     ]
     assert [each["usage"]["cached_tokens"] > 0 for each in salted] == [False, True]

@@ -20,7 +20,10 @@ QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?"
 
 
 def test_a_stream_ends_in_a_completion(service):
-    with service.client() as client, client.stream(QUESTION, seed=3, particles=4, cache_salt="new") as stream:
+    with (
+        service.client() as client,
+        client.stream(QUESTION, seed=3, method="smc", particles=4, cache_salt="new") as stream,
+    ):
         assert stream.completion is None
         chunks = list(stream)
         assert list(stream) == []
@@ -37,8 +40,8 @@ def test_a_stream_ends_in_a_completion(service):
 def test_generate_is_the_stream_at_once(service):
     """`generate` returns what a stream of the same request returns in total."""
     with service.client() as client:
-        whole = client.generate(QUESTION, seed=3, particles=4, logprobs=True)
-        with client.stream(QUESTION, seed=3, particles=4, logprobs=True) as stream:
+        whole = client.generate(QUESTION, seed=3, method="smc", particles=4, logprobs=True)
+        with client.stream(QUESTION, seed=3, method="smc", particles=4, logprobs=True) as stream:
             chunks = list(stream)
         plain = client.generate(QUESTION, method="target", temperature=0, request_id="mine")
     assert (whole.text, whole.tokens) == (stream.completion.text, stream.completion.tokens)
@@ -52,7 +55,10 @@ def test_generate_is_the_stream_at_once(service):
 def test_prompts_share_what_was_computed_within_a_salt(service):
     """Cached prompt tokens are shared between requests of the same `cache_salt` only."""
     with service.client() as client:
-        found = [client.generate(QUESTION, seed=3, min_particles=2, cache_salt=salt) for salt in ("a", "a", "b")]
+        found = [
+            client.generate(QUESTION, seed=3, method="smc", min_particles=2, cache_salt=salt)
+            for salt in ("a", "a", "b")
+        ]
     assert len({completion.tokens for completion in found}) == 1
     assert [completion.usage.cached_tokens for completion in found] == [0, found[0].usage.prompt_tokens // 16 * 16, 0]
 

@@ -25,7 +25,11 @@ from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, coordinator
 
 LAW = {"seed": 5, "max_tokens": 20, "ignore_eos": True}
-NEEDS_DRAFT = [{"particles": 3}, {"particles": 4, "population": "independent"}, {"method": "draft"}]
+NEEDS_DRAFT = [
+    {"method": "smc", "particles": 3},
+    {"method": "smc", "particles": 4, "population": "independent"},
+    {"method": "draft"},
+]
 
 
 async def ask(client: CoordinatorClient, **params) -> Answer:

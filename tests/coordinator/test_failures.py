@@ -75,7 +75,13 @@ def fails(monkeypatch, link: str, side: str, what: str) -> None:
     with pytest.raises((LinkError, ModelLost)) as failed:
         list(
             remote.engine.run(
-                [Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=20, seed=1, ignore_eos=True))]
+                [
+                    Request(
+                        "one",
+                        (1, 2, 3),
+                        SamplingParams(method="smc", particles=2, max_tokens=20, seed=1, ignore_eos=True),
+                    )
+                ]
             )
         )
     assert str(remote.cause(failed.value)) == f"the {side} model's worker failed: ValueError: out of luck"

@@ -42,7 +42,10 @@ def attached(made, spec, work: Callable[[CoordinatorClient, list[EngineStep]], C
 
 async def ask(client: CoordinatorClient, name: str, **params) -> FinishReason:
     outputs = [
-        output async for output in client.generate(Request(name, (1, 2, 3, 4), SamplingParams(seed=1, **params)))
+        output
+        async for output in client.generate(
+            Request(name, (1, 2, 3, 4), SamplingParams(**{"method": "smc", "seed": 1, **params}))
+        )
     ]
     return outputs[-1].answer.finish_reason
 

@@ -23,15 +23,21 @@ from tests.coordinator.harness import coordinator
 from tests.recorded_answers import expect_short_answers
 
 KINDS = [
-    {"particles": 6, "max_tokens": 11},
+    {"method": "smc", "particles": 6, "max_tokens": 11},
     {"method": "exact", "particles": 4, "max_tokens": 11, "guidance_scale": 1.6},
     {"method": "exact", "particles": 3, "max_tokens": 11, "constraint": {"regex": "[0-9 +=]{3,}"}},
-    {"particles": 3, "max_tokens": 9, "constraint": {"choice": ["yes", "no"]}, "constraint_scope": "answer"},
-    {"particles": 4, "max_tokens": 11, "ess_threshold": 1.0, "resampling": "residual"},
+    {
+        "method": "smc",
+        "particles": 3,
+        "max_tokens": 9,
+        "constraint": {"choice": ["yes", "no"]},
+        "constraint_scope": "answer",
+    },
+    {"method": "smc", "particles": 4, "max_tokens": 11, "ess_threshold": 1.0, "resampling": "residual"},
     {"method": "exact", "verification": "rejection", "particles": 3, "max_tokens": 11, "temperature": 1.5},
     {"method": "target", "max_tokens": 11, "logprobs": True, "top_logprobs": 3},
     {"method": "draft", "max_tokens": 11},
-    {"particles": 3, "max_tokens": 14, "alpha": 1.2, "top_p": 0.9},
+    {"method": "smc", "particles": 3, "max_tokens": 14, "alpha": 1.2, "top_p": 0.9},
 ]
 ASKED = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(seed=i, **params)) for i, params in enumerate(KINDS)]
 FORMS = {"lookahead": {"block": 4, "branches": 2, "micro_batches": 2}, "lockstep": {"form": "lockstep", "block": 4}}
@@ -116,7 +122,7 @@ def test_exact_answers_in_bfloat16(placement, form):
 
 def test_one_process_with_little_memory():
     """Requests that are preempted have the answers that they have with ample memory."""
-    smc = {"population": "independent", "ess_threshold": 0.0}
+    smc = {"method": "smc", "population": "independent", "ess_threshold": 0.0}
     law = {"particles": 4, "max_tokens": 40, "ignore_eos": True}
     asked = [
         Request(str(i), tuple(range(5 + i, 45 + i)), SamplingParams(seed=i, **law, **one))

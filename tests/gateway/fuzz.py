@@ -55,7 +55,8 @@ SERVE = ("--max-slots", "32", "--max-queue", "16")
 
 def sampling(rng: random.Random) -> pb.SamplingParams:
     """Return random sampling settings. Most fields are absent; the others have extreme or valid values."""
-    message = pb.SamplingParams(max_tokens=rng.randrange(1, 30))
+    method = rng.choice((pb.METHOD_UNSPECIFIED, pb.METHOD_SMC))
+    message = pb.SamplingParams(max_tokens=rng.randrange(1, 30), method=method)
     for each in pb.SamplingParams.DESCRIPTOR.fields:
         if rng.random() < 0.95:
             continue

@@ -32,7 +32,7 @@ from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.stats import EngineStats
 
 PLAIN_CONFIG = EngineConfig(block=4, branches=2, max_slots=64, pages=12_288)
-LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
+LONG = {"method": "smc", "particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
 """Settings of an answer that takes seconds, long enough to be interrupted."""
 
 

@@ -21,6 +21,7 @@ from services.client import Message, ServiceError
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc
 from services.protobuf import RETRY_TRAILER
+from services.protobuf.generation import sampling_message
 from tests.gateway.harness import LONG, serving, until
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))
@@ -28,7 +29,7 @@ SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))
 
 
 def long_request(**sampling) -> pb.GenerateRequest:
-    return pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**{**LONG, **sampling}))
+    return pb.GenerateRequest(text="x", sampling=sampling_message({**LONG, **sampling}))
 
 
 def test_a_client_that_cancels_frees_the_engine(service):
@@ -114,7 +115,7 @@ def test_a_time_budget_runs_from_arrival_and_may_end_in_the_queue(service):
     before = service.metric("smc_requests_total", status="OK", finish_reason="queue_time")
     with service.client() as client, client.stream("x", **{**LONG, "particles": 64, "max_tokens": 120}) as stream:
         next(stream)
-        late = client.generate("x", particles=8, max_tokens=20, time_budget=0.2)
+        late = client.generate("x", method="smc", particles=8, max_tokens=20, time_budget=0.2)
         assert (late.finish_reason, late.text, late.tokens) == ("queue_time", "", ())
     service.wait_until_free()
     assert service.metric("smc_requests_total", status="OK", finish_reason="queue_time") == before + 1
@@ -214,7 +215,7 @@ def test_draining_lets_calls_finish_and_nobody_in(pair):
     ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == 1
-        stream = client.stream("x", particles=1, max_tokens=60, ignore_eos=True, seed=1)
+        stream = client.stream("x", method="smc", particles=1, max_tokens=60, ignore_eos=True, seed=1)
         next(stream)
         states = []
         channel.subscribe(states.append)

@@ -18,6 +18,7 @@ import pytest
 from services.gateway.limits import ARRIVING, LARGE, PATIENCE, _malloc_trim
 from services.pb import generation_pb2 as pb
 from services.prompts import WAITING, PromptEncoder
+from services.protobuf.generation import sampling_message
 from smc.api.engine_config import EngineConfig
 from smc.scheduler.admission import QueueFull
 from tests.gateway.harness import LONG, serving, until
@@ -208,7 +209,7 @@ def test_callers_who_send_nothing_keep_nobody_waiting(pair):
 
 def test_calls_at_the_same_time_are_limited(pair):
     with serving(pair, max_calls=2) as service, service.stub() as stub:
-        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))
+        request = pb.GenerateRequest(text="x", sampling=sampling_message(LONG))
         calls = [stub.Generate(request) for _ in range(2)]
         for call in calls:
             next(call)
@@ -225,7 +226,7 @@ def test_a_full_queue_refuses_before_the_prompt_is_looked_at(pair):
     """With a full queue, a long prompt is refused as RESOURCE_EXHAUSTED, before it is encoded and found to be too
     long."""
     with serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1)) as service, service.stub() as stub:
-        request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))
+        request = pb.GenerateRequest(text="x", sampling=sampling_message(LONG))
         calls = [stub.Generate(request) for _ in range(2)]
         until(lambda: service.backend.stats.queued == 1)
         began = time.monotonic()

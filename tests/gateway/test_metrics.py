@@ -301,7 +301,7 @@ def test_metrics_after_requests(pair):
         question = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
         populations = ("independent", "distinct", "independent")
         answers = [
-            client.generate(question, particles=4, population=p, seed=i, max_tokens=16)
+            client.generate(question, method="smc", particles=4, population=p, seed=i, max_tokens=16)
             for i, p in enumerate(populations)
         ]
         with pytest.raises(ServiceError):
@@ -381,7 +381,7 @@ def test_the_log_has_one_line_a_request(service, caplog):
     caplog.set_level(logging.INFO, "smcserve.requests")
     prompt = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
     with service.client() as client:
-        answer = client.generate(prompt, request_id="mine", particles=4, seed=1, max_tokens=30)
+        answer = client.generate(prompt, request_id="mine", method="smc", particles=4, seed=1, max_tokens=30)
         with pytest.raises(ServiceError):
             client.generate(prompt, request_id="wrong", particles=0)
         with pytest.raises(ServiceError):

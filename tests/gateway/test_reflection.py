@@ -20,7 +20,7 @@ database = ProtoReflectionDescriptorDatabase(channel)
 pool = descriptor_pool.DescriptorPool(database)
 method = pool.FindServiceByName("smc.v1.GenerationService").methods_by_name["Generate"]
 request = message_factory.GetMessageClass(method.input_type)()
-sampling = {"seed": "5", "particles": 4, "maxTokens": 20}
+sampling = {"method": "METHOD_SMC", "seed": "5", "particles": 4, "maxTokens": 20}
 json_format.ParseDict({"tokenIds": {"ids": [7, 8, 9]}, "sampling": sampling}, request)
 call = channel.unary_stream(
     f"/{method.containing_service.full_name}/{method.name}",
@@ -38,7 +38,7 @@ def test_client_from_reflection_only(service, pair, tmp_path):
         [sys.executable, "-c", STRANGER, service.address], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     found = json.loads(ran.stdout)
-    expected = local_answer(pair, [7, 8, 9], seed=5, particles=4, max_tokens=20)
+    expected = local_answer(pair, [7, 8, 9], seed=5, method="smc", particles=4, max_tokens=20)
     assert tuple(token for response in found["responses"] for token in response.get("tokenIds", [])) == expected.tokens
     assert "".join(response.get("text", "") for response in found["responses"]) == expected.text
     finish = found["responses"][-1]["finish"]

@@ -49,7 +49,7 @@ def on_cpu() -> ModelPair:
 @pytest.mark.parametrize("config", FORMS, ids=["lockstep", "look-ahead", "micro_batches"])
 def test_float32_answers_are_the_cpu_s(on_cpu, config, devices):
     """16 concurrent requests; all but two must be equal token for token, because a near-tie may fall the other way."""
-    asked = requests(on_cpu, 16, particles=8)
+    asked = requests(on_cpu, 16, method="smc", particles=8)
     expected = answers(local_engine(on_cpu, config), asked)
     found = answers(local_engine(load(torch.float32, devices), config), asked)
     same = sum(found[i].tokens == one.tokens for i, one in expected.items())
@@ -84,10 +84,16 @@ def test_plain_decoding_is_the_cpu_s(on_cpu, method):
 
 @pytest.mark.parametrize(
     "truncation",
-    [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"alpha": 1.5}, {"resampling": "ssp", "ess_threshold": 1.0}],
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"alpha": 1.5},
+        {"resampling": "ssp", "ess_threshold": 1.0},
+    ],
 )
 def test_populations_and_schemes_on_gpu(on_cpu, truncation):
-    config, asked = EngineConfig(form="lockstep", block=8), requests(on_cpu, 4, particles=8, **truncation)
+    config, asked = EngineConfig(form="lockstep", block=8), requests(on_cpu, 4, method="smc", particles=8, **truncation)
     expected = answers(local_engine(on_cpu, config), asked)
     found = answers(local_engine(load(torch.float32, DEVICES[0]), config), asked)
     assert sum(found[i].tokens == one.tokens for i, one in expected.items()) >= 3
@@ -95,7 +101,12 @@ def test_populations_and_schemes_on_gpu(on_cpu, truncation):
 
 @pytest.mark.parametrize(
     "kind",
-    [{"method": "exact"}, {}, {"population": "independent"}, {"method": "exact", "verification": "rejection"}],
+    [
+        {"method": "exact"},
+        {"method": "smc"},
+        {"method": "smc", "population": "independent"},
+        {"method": "exact", "verification": "rejection"},
+    ],
     ids=str,
 )
 def test_guided_answers_are_the_cpu_s(on_cpu, kind):
@@ -117,7 +128,12 @@ def test_guided_answers_are_the_cpu_s(on_cpu, kind):
 def test_constrained_answers_are_the_cpu_s(on_cpu, config):
     """All methods together in the same rounds, with CUDA graphs. Exact answers equal those of the target on the same
     GPU."""
-    kinds = [{"method": "target"}, {"method": "exact"}, {}, {"population": "independent", "constraint_scope": "answer"}]
+    kinds = [
+        {"method": "target"},
+        {"method": "exact"},
+        {"method": "smc"},
+        {"method": "smc", "population": "independent", "constraint_scope": "answer"},
+    ]
     given = {"constraint": {"regex": "[A-Z][a-z ,.]{40,}[0-9]+"}}
     asked = [
         replace(one, request_id=f"{i} {one.request_id}")

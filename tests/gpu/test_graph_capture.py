@@ -30,7 +30,7 @@ def test_garbage_of_another_engine_ends_no_recording(eager_collector):
     pair = ModelPair.load(demo.TARGET, demo.DRAFT, dtype=torch.float32, device="cuda")
     prompts = [pair.tokenizer.chat([{"role": "user", "content": p.question}]) for p in generate(7, 4, "test")]
     asked = [
-        Request(str(i), tuple(prompt), SamplingParams(seed=i, particles=4, max_tokens=60))
+        Request(str(i), tuple(prompt), SamplingParams(method="smc", seed=i, particles=4, max_tokens=60))
         for i, prompt in enumerate(prompts)
     ]
     found = []

@@ -70,12 +70,17 @@ def assert_same(running: Running, expected: list[str]) -> None:
     assert len(different) <= NEAR_TIES
 
 
-LAWS = [{}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 30, "min_p": 0.02}, {"method": "target", "top_p": 0.9}]
-LAWS += [
-    {"population": "independent"},
+LAWS = [
+    {},
+    {"method": "smc"},
+    {"method": "smc", "temperature": 0.7},
+    {"method": "smc", "top_p": 0.9},
+    {"method": "smc", "top_k": 30, "min_p": 0.02},
+    {"method": "target", "top_p": 0.9},
+    {"method": "smc", "population": "independent"},
     {"method": "exact", "verification": "rejection"},
-    {"alpha": 1.5},
-    {"logit_bias": {5: 1.0}},
+    {"method": "smc", "alpha": 1.5},
+    {"method": "smc", "logit_bias": {5: 1.0}},
 ]
 
 

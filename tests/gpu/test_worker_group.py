@@ -78,7 +78,7 @@ def test_a_follower_that_dies_ends_the_worker_group(link):
     if torch.cuda.device_count() < 3:
         pytest.skip("needs 3 GPUs")
     config = WorkerGroupConfig(device="cuda", dtype="float32", link=link, target_tp=2, link_timeout=20.0)
-    asked, begin = requests(ModelPair.load(demo.TARGET, demo.DRAFT), particles=4, ignore_eos=True), 0.0
+    asked, begin = requests(ModelPair.load(demo.TARGET, demo.DRAFT), method="smc", particles=4, ignore_eos=True), 0.0
     with (
         RankProcesses(config, {"draft": [0], "target": [1, 2]}) as group,
         pytest.raises(WorkerGroupError),
@@ -116,10 +116,13 @@ def compare(started: Started, engine: EngineConfig, asked: list[Request]) -> Non
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float32_answers_are_the_cpu_s(started, form):
-    compare(started, FORMS[form], requests(started.on_cpu, particles=8))
+    compare(started, FORMS[form], requests(started.on_cpu, method="smc", particles=8))
 
 
 def test_stop_strings_and_plain_decoding(started):
     pair = started.on_cpu
-    asked = [*requests(pair, particles=4, stop=("####",))[:8], *requests(pair, method=Method.TARGET, stop=("=",))[8:]]
+    asked = [
+        *requests(pair, method="smc", particles=4, stop=("####",))[:8],
+        *requests(pair, method=Method.TARGET, stop=("=",))[8:],
+    ]
     compare(started, FORMS["look-ahead"], asked)

@@ -284,7 +284,7 @@ def test_a_coordinator_that_says_nothing(fakes, monkeypatch):
     asyncio.run(work())
 
 
-ALONE, FIRST, SECOND = (Request("any id", (1, 2, n), SamplingParams(seed=n)) for n in range(3))
+ALONE, FIRST, SECOND = (Request("any id", (1, 2, n), SamplingParams(method="smc", seed=n)) for n in range(3))
 
 
 def test_fatal_request_is_quarantined(fakes, monkeypatch):

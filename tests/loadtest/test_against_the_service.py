@@ -71,7 +71,7 @@ def hundreds_of_requests_leave_nothing_behind(served: ServedChild) -> None:
 
         def ask(count: int) -> None:
             def one(i: int) -> None:
-                params = {"particles": 2} if i % 10 else {"method": "target"}
+                params = {"method": "smc", "particles": 2} if i % 10 else {"method": "target"}
                 client.generate(QUESTION, seed=i, timeout=60, max_tokens=4, **params)
 
             list(pool.map(one, range(count)))
@@ -108,7 +108,7 @@ def a_signal_under_load_loses_nothing(served: ServedChild) -> None:
     """Send a signal to the process group, like `timeout` or a terminal. Calls in flight finish, later ones get
     UNAVAILABLE, and the command ends with exit code 0."""
     with Client(served.address) as client, ThreadPoolExecutor(4) as pool:
-        params = {"particles": 2, "max_tokens": 100, "ignore_eos": True}
+        params = {"method": "smc", "particles": 2, "max_tokens": 100, "ignore_eos": True}
         calls = [pool.submit(client.generate, QUESTION, seed=i, timeout=60, **params) for i in range(4)]
         until(lambda: client.server_info().running == 4, 10, "the load did not arrive")
         os.killpg(served.pid, signal.SIGTERM)

@@ -13,7 +13,7 @@ from smc.demo.problems import generate
 from tests.gateway.harness import Service
 
 QUESTIONS = [problem.question for problem in generate(1, 16, "test")]
-LONG = {"particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
+LONG = {"method": "smc", "particles": 16, "max_tokens": 440, "ignore_eos": True, "seed": 1}
 """Settings, among them fields of our own, of an answer that takes seconds."""
 ADD = {
     "x-guidance": {"whitespace_pattern": ""},

@@ -18,6 +18,7 @@ from services.openai.anthropic import MESSAGES
 from services.openai.bodies import CHAT, HTTP, MAX_NESTING, TOO_DEEP, refusal
 from services.openai.server import DIALECTS
 from services.pb import generation_pb2 as pb
+from services.protobuf.generation import sampling_message
 from smc.api.engine_config import EngineConfig
 from tests.gateway.harness import serving, until
 from tests.openai import test_bodies, test_constraints, test_endings, test_hosts
@@ -98,7 +99,7 @@ def test_a_full_queue(pair):
         serving(pair, EngineConfig(block=4, branches=2, max_slots=16, max_queue=1), http_port=0) as service,
         service.stub() as stub,
     ):
-        calls = [stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**LONG))) for _ in range(2)]
+        calls = [stub.Generate(pb.GenerateRequest(text="x", sampling=sampling_message(LONG))) for _ in range(2)]
         until(lambda: service.backend.stats.queued == 1)
         is_error(post(service, chat(max_tokens=2)), 429, "queue_full", "requests are waiting; allowed: 1", hint=True)
         for call in calls:

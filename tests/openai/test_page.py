@@ -122,7 +122,7 @@ def test_every_setting_is_offered_with_what_is_allowed_for_it():
     # The allowed range equals the one in the error message.
     for name, wrong in (("temperature", -1), ("top_p", 2), ("particles", 65), ("alpha", 0), ("population", "all")):
         with pytest.raises(ValueError) as error:
-            SamplingParams(**{name: wrong})
+            SamplingParams(method="smc", **{name: wrong})
         assert f"allowed: {found[name]['allowed']}" in str(error.value)
 
 

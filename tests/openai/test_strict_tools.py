@@ -248,8 +248,8 @@ LENGTH = 60
 METHODS = {
     "target": {"method": "target"},
     "exact": {"method": "exact", "particles": 4},
-    "smc": {"particles": 2},
-    "answer": {"particles": 2, "population": "independent", "constraint_scope": "answer"},
+    "smc": {"method": "smc", "particles": 2},
+    "answer": {"method": "smc", "particles": 2, "population": "independent", "constraint_scope": "answer"},
 }
 
 

@@ -51,8 +51,9 @@ def config_id(config: EngineConfig) -> str:
     return f"{config.form}-K{config.block}-F{config.branches}"
 
 
-def request(prompt: Sequence[int] = (0, 1, 2), request_id: str = "r", **params) -> Request:
-    return Request(request_id, tuple(prompt), SamplingParams(**params))
+def request(prompt: Sequence[int] = (0, 1, 2), request_id: str = "r", method: str = "smc", **params) -> Request:
+    """Return a request, of SMC unless the method is given: most of what these tests check has its particles."""
+    return Request(request_id, tuple(prompt), SamplingParams(method=method, **params))
 
 
 def answers(engine: Engine, requests: Iterable[Request]) -> dict[str, Answer]:

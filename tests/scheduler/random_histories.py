@@ -22,17 +22,17 @@ from tests.scheduler.pairs import tiny_pair
 
 SALTS = ("", "", "", "somebody else's")
 LAWS = [
-    {"particles": 6, "ess_threshold": 1.0},
-    {"particles": 3, "resampling": "multinomial", "stop": ("ab", "cca"), "logprobs": True},
-    {"particles": 8, "ess_threshold": 0.9, "resampling": "residual", "alpha": 1.3, "min_particles": 2},
-    {"particles": 1, "logprobs": True},
+    {"method": "smc", "particles": 6, "ess_threshold": 1.0},
+    {"method": "smc", "particles": 3, "resampling": "multinomial", "stop": ("ab", "cca"), "logprobs": True},
+    {"method": "smc", "particles": 8, "ess_threshold": 0.9, "resampling": "residual", "alpha": 1.3, "min_particles": 2},
+    {"method": "smc", "particles": 1, "logprobs": True},
     {"method": "target", "logprobs": True, "stop": ("ab", "cb")},
     {"method": "draft", "temperature": 0.7},
-    {"particles": 5, "ess_threshold": 0.9, "resampling": "ssp", "top_p": 0.9, "logprobs": True},
-    {"particles": 4, "ess_threshold": 0.0, "min_particles": 3},
-    {"particles": 6, "min_particles": 2, "logprobs": True},
+    {"method": "smc", "particles": 5, "ess_threshold": 0.9, "resampling": "ssp", "top_p": 0.9, "logprobs": True},
+    {"method": "smc", "particles": 4, "ess_threshold": 0.0, "min_particles": 3},
+    {"method": "smc", "particles": 6, "min_particles": 2, "logprobs": True},
     {"method": "exact", "particles": 6, "logprobs": True, "stop": ("ab", "ca")},
-    {"particles": 5, "top_p": 0.9, "min_particles": 1, "stop": ("a", "cc")},
+    {"method": "smc", "particles": 5, "top_p": 0.9, "min_particles": 1, "stop": ("a", "cc")},
 ]
 
 
@@ -73,7 +73,9 @@ def random_requests(
         law = LAWS[i % len(LAWS)]
         params = SamplingParams(seed=i, max_tokens=rng.randint(1, longest), ignore_eos=rng.random() < 0.6, **law)
         if i % 3 == 0:  # particles that share nothing, to the end
-            params = SamplingParams(seed=i, particles=5, ess_threshold=0, max_tokens=longest + 20, ignore_eos=True)
+            params = SamplingParams(
+                method="smc", seed=i, particles=5, ess_threshold=0, max_tokens=longest + 20, ignore_eos=True
+            )
         if budgets and rng.random() < budgets:
             params = replace(params, time_budget=float(rng.randint(2, 60) * (stretch if i % 2 else 1)))
         found.append(Request(str(i), prompt, params, rng.choice(SALTS)))

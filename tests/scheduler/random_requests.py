@@ -15,8 +15,8 @@ from smc.scheduler.tree_policy import LatencyTreePolicy, TreeRequest
 Settings = dict[str, Any]
 
 WAYS: tuple[Settings, ...] = (
-    {},
-    {"population": "independent"},
+    {"method": "smc", "population": "distinct"},
+    {"method": "smc", "population": "independent"},
     {"method": "exact"},
     {"method": "exact", "verification": "rejection"},
     {"method": "target"},
@@ -39,12 +39,7 @@ CHAINS = 4
 def some_request(draw: random.Random, number: int, vocab: int, rows: int = 8) -> Request:
     """A random request with at most `rows` rows (rejection: at most `CHAINS`) and at most 60 answer tokens."""
     way, tokens = draw.choice(WAYS), draw.randint(1, 60)
-    given = (
-        way
-        | draw.choice(TRUNCATED)
-        | _more(draw, way.get("method", "smc"), tokens)
-        | {"seed": number, "max_tokens": tokens}
-    )
+    given = way | draw.choice(TRUNCATED) | _more(draw, way["method"], tokens) | {"seed": number, "max_tokens": tokens}
     params = SamplingParams(**given)
     if params.particles:
         most = min(CHAINS, rows) if params.verification == "rejection" else rows

@@ -43,9 +43,9 @@ def population(
     prompt: tuple[int, ...] = PROMPT,
     **params: object,
 ) -> list[Answer]:
-    """Answers, with all their particles, of `count` requests that differ only in their seeds."""
+    """Answers, with all their particles, of `count` SMC requests that differ only in their seeds."""
     engine = local_engine(pair or tiny_pair(), config, potentials=potentials)
-    law = {"max_tokens": LENGTH, "return_particles": True} | params
+    law = {"method": "smc", "max_tokens": LENGTH, "return_particles": True} | params
     requests = (Request(str(seed), prompt, SamplingParams(seed=seed, **law)) for seed in range(count))
     found = [output.answer for output in engine.run(requests) if output.answer]
     assert_empty(engine)

@@ -19,7 +19,7 @@ from smc.stops import TokenBytes
 METHODS = {
     "target": {"method": "target"},
     "exact": {"method": "exact", "particles": 3},
-    "smc": {"particles": 3},
+    "smc": {"method": "smc", "particles": 3},
 }
 
 

@@ -25,9 +25,9 @@ METHODS = {
     "exact": {"method": "exact", "particles": 4},
     "rejection": {"method": "exact", "particles": 2, "verification": "rejection"},
     "draft": {"method": "draft"},
-    "distinct": {"particles": 4},
-    "independent": {"particles": 4, "population": "independent"},
-    "by answer": {"particles": 4, "constraint_scope": "answer"},
+    "distinct": {"method": "smc", "particles": 4},
+    "independent": {"method": "smc", "particles": 4, "population": "independent"},
+    "by answer": {"method": "smc", "particles": 4, "constraint_scope": "answer"},
 }
 FORMS = [EngineConfig(form="lockstep", block=5), EngineConfig(form="lookahead", block=5, branches=2)]
 MOST = 4.0
@@ -42,7 +42,11 @@ def pair() -> ModelPair:
 
 def asked(pair: ModelPair, name: str, **params) -> Request:
     chat = [{"role": "user", "content": "What is 9 + 30?"}]
-    return Request(name, tuple(pair.tokenizer.chat(chat)), SamplingParams(**{"seed": 1, "max_tokens": 40, **params}))
+    return Request(
+        name,
+        tuple(pair.tokenizer.chat(chat)),
+        SamplingParams(**{"method": "smc", "seed": 1, "max_tokens": 40, **params}),
+    )
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[Answer]]:
@@ -125,7 +129,7 @@ def test_a_wrong_end_is_an_error_in_every_method(pair: ModelPair, config: Engine
 
 def test_a_particle_with_a_wrong_end_is_not_reported_as_ended(pair: ModelPair):
     compiler = Compiler.of(TokenBytes.of(pair.tokenizer))
-    numbers = {"constraint": {"regex": "[0-9]{1,4}"}, "temperature": 2.0, "ess_threshold": 0.0}
+    numbers = {"method": "smc", "constraint": {"regex": "[0-9]{1,4}"}, "temperature": 2.0, "ess_threshold": 0.0}
     asks = asked(pair, "a", particles=8, return_particles=True, population="independent", **numbers)
     (answer,) = run(local_engine(pair), [asks])["a"]
     ended = [particle for particle in answer.particles if particle.finish_reason is FinishReason.EOS]

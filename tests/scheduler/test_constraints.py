@@ -30,10 +30,10 @@ METHODS = {
     "exact": {"method": "exact", "particles": 3},
     "rejection": {"method": "exact", "particles": 2, "verification": "rejection"},
     "draft": {"method": "draft"},
-    "distinct": {"particles": 3},
-    "independent": {"particles": 3, "population": "independent"},
-    "distinct answer": {"particles": 3, "constraint_scope": "answer"},
-    "independent answer": {"particles": 3, "population": "independent", "constraint_scope": "answer"},
+    "distinct": {"method": "smc", "particles": 3},
+    "independent": {"method": "smc", "particles": 3, "population": "independent"},
+    "distinct answer": {"method": "smc", "particles": 3, "constraint_scope": "answer"},
+    "independent answer": {"method": "smc", "particles": 3, "population": "independent", "constraint_scope": "answer"},
 }
 EXPRESSIONS = ["a(bc)*", "(a|bb){3,6}", "abc|aab|cc", "[bc]*a?"]
 
@@ -123,7 +123,13 @@ def law_after(expression: str, answer: tuple[int, ...]) -> list[float]:
     return logp_V.where(mask_V, -torch.inf).log_softmax(-1).tolist()
 
 
-LAW = {"constraint": {"regex": "acb|b[abc]*|c"}, "max_tokens": 3, "particles": 4, "return_particles": True}
+LAW = {
+    "method": "smc",
+    "constraint": {"regex": "acb|b[abc]*|c"},
+    "max_tokens": 3,
+    "particles": 4,
+    "return_particles": True,
+}
 COUNT = 110
 LOCKSTEP, _, LOOKAHEAD, _ = CONFIGS
 
@@ -396,7 +402,7 @@ def test_constraints_that_cannot_be_followed_are_refused_before_they_are_queued(
             "top_logprobs=1 is not available with a constraint",
         ),
         ({"bad_words": [" "]}, "bad_words contains ' '; allowed: strings that are not blank"),
-        ({"constraint_scope": "answer"}, "constraint_scope='answer' has no effect with no constraint"),
+        ({"method": "smc", "constraint_scope": "answer"}, "constraint_scope='answer' has no effect with no constraint"),
         (
             {"constraint": {"regex": "a"}, "constraint_scope": "token", "method": "exact"},
             "constraint_scope='token' has no eff",

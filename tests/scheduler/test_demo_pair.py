@@ -22,7 +22,7 @@ def test_nearly_greedy(config):
         Request(
             str(i),
             tuple(pair.tokenizer.encode(problem.question)),
-            SamplingParams(particles=8, temperature=0.05, seed=i, max_tokens=20),
+            SamplingParams(method="smc", particles=8, temperature=0.05, seed=i, max_tokens=20),
         )
         for i, problem in enumerate(generate(31, 4, "test"))
     ]

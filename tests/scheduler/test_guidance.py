@@ -55,8 +55,8 @@ EVERY = [
     {"method": "target"},
     {"method": "exact", "particles": 3},
     {"method": "exact", "particles": 2, "verification": "rejection"},
-    {"particles": 3, "population": "distinct"},
-    {"particles": 3, "population": "independent"},
+    {"method": "smc", "particles": 3, "population": "distinct"},
+    {"method": "smc", "particles": 3, "population": "independent"},
 ]
 ENDS = [FORMS[0], FORMS[2]]
 
@@ -186,7 +186,7 @@ def test_unconditional_rows_are_padded_separately(config, monkeypatch):
 
     monkeypatch.setattr(StaticForward, "__call__", counting)
     engine.executor.round = lambda plan: found.append((plan, [])) or asks(plan)
-    law = {"ignore_eos": True, "population": "independent"}
+    law = {"method": "smc", "ignore_eos": True, "population": "independent"}
     requests = [
         asked("0", particles=3, max_tokens=16, **law),
         asked("1", particles=2, max_tokens=40, **law),
@@ -284,7 +284,10 @@ def test_exact_decoding_goes_alone_and_comes_back_with_its_companion(config):
             "negative_prompt has 40 tokens, and max_tokens=30 after them exceeds the context of 64",
         ),
         ({"negative": (0, 9)}, r"negative_prompt contains token id 9; allowed: 0\.\.3"),
-        ({"particles": 40}, "particles=40; this engine has max_slots=64, and a guided one takes two for each"),
+        (
+            {"method": "smc", "particles": 40},
+            "particles=40; this engine has max_slots=64, and a guided one takes two for each",
+        ),
     ],
     ids=str,
 )
@@ -296,5 +299,5 @@ def test_what_cannot_be_is_refused_by_name(given, says):
 def test_the_longest_answer_leaves_room_for_the_negative_prompt():
     from smc.scheduler.capacity import longest_answer
 
-    params = SamplingParams(guidance_scale=2)
+    params = SamplingParams(method="smc", guidance_scale=2)
     assert longest_answer(params, FORMS[2], {}, 64, 10, negative=40) == 24

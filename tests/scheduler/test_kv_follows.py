@@ -29,17 +29,17 @@ from tests.scheduler.harness import (
 CASES = [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.slow), FORMS[2]]
 """With one branch there is nothing to choose before block tables are remapped: that case is slow-only."""
 MIXED = [
-    {"particles": 6, "ess_threshold": 1.0},
-    {"particles": 3, "ess_threshold": 0.5, "resampling": "multinomial"},
-    {"particles": 8, "ess_threshold": 1.0, "resampling": "residual", "alpha": 1.3},
-    {"particles": 1},
+    {"method": "smc", "particles": 6, "ess_threshold": 1.0},
+    {"method": "smc", "particles": 3, "ess_threshold": 0.5, "resampling": "multinomial"},
+    {"method": "smc", "particles": 8, "ess_threshold": 1.0, "resampling": "residual", "alpha": 1.3},
+    {"method": "smc", "particles": 1},
     {"method": "target"},
     {"method": "draft", "temperature": 0.0},
-    {"particles": 5, "ess_threshold": 0.9, "resampling": "ssp", "top_p": 0.95},
-    {"particles": 6},
+    {"method": "smc", "particles": 5, "ess_threshold": 0.9, "resampling": "ssp", "top_p": 0.95},
+    {"method": "smc", "particles": 6},
     {"method": "exact", "particles": 5},
     {"method": "exact", "particles": 3, "temperature": 0.0, "logprobs": True},
-    {"particles": 4, "top_k": 3, "alpha": 1.2},
+    {"method": "smc", "particles": 4, "top_k": 3, "alpha": 1.2},
 ]
 
 
@@ -79,7 +79,11 @@ def test_next_token_law_equals_recomputation(config):
     pair = pairs.tiny_pair()
     engine = local_engine(pair, config)
     engine.submit(
-        Request("r", (0, 1, 2), SamplingParams(particles=6, ess_threshold=1.0, seed=5, max_tokens=14, ignore_eos=True))
+        Request(
+            "r",
+            (0, 1, 2),
+            SamplingParams(method="smc", particles=6, ess_threshold=1.0, seed=5, max_tokens=14, ignore_eos=True),
+        )
     )
     compared = 0
 
@@ -105,7 +109,11 @@ def test_what_all_particles_agree_on_is_read_once():
     equal = replace(pairs.tiny_pair(), draft=pairs.tiny_pair().target)
     engine = local_engine(equal, EngineConfig(form="lookahead", block=2, branches=2))
     engine.submit(
-        Request("r", (0, 1, 2), SamplingParams(particles=8, temperature=0.01, seed=0, max_tokens=30, ignore_eos=True))
+        Request(
+            "r",
+            (0, 1, 2),
+            SamplingParams(method="smc", particles=8, temperature=0.01, seed=0, max_tokens=30, ignore_eos=True),
+        )
     )
     shared, run = [], engine.executor.round
     engine.executor.round = lambda plan: (shared.append(int(plan.arrays.shared_G[0])), run(plan))[1]

@@ -37,7 +37,11 @@ def test_a_streamed_prefix_is_never_taken_back(config):
     engine = local_engine(tiny_pair(), config)
     params = {"max_tokens": 24, "ignore_eos": True, "stop": ("abca", "cc")}
     for i in range(30):
-        engine.submit(Request(str(i), (0, 1), SamplingParams(particles=1 + i % 5, seed=i, ess_threshold=1.0, **params)))
+        engine.submit(
+            Request(
+                str(i), (0, 1), SamplingParams(method="smc", particles=1 + i % 5, seed=i, ess_threshold=1.0, **params)
+            )
+        )
     streamed: dict[str, list] = {str(i): [] for i in range(30)}
     for output in step_through(engine, lambda _: None):
         streamed[output.request_id].append(output)
@@ -60,7 +64,7 @@ def test_an_answer_does_not_depend_on_company(config):
         Request(
             str(i),
             tuple(j % 3 for j in range(i, i + 1 + i % 7)),
-            SamplingParams(particles=1 + i % 6, seed=i, max_tokens=4 + i, ess_threshold=1.0),
+            SamplingParams(method="smc", particles=1 + i % 6, seed=i, max_tokens=4 + i, ess_threshold=1.0),
         )
         for i in range(6)
     ]
@@ -241,9 +245,9 @@ def test_nan_logits_end_one_request_with_an_error(config, side):
 @pytest.mark.parametrize(
     "params,field",
     [
-        ({"particles": 0}, "particles"),
-        ({"particles": 65}, "particles"),
-        ({"particles": 2.5}, "particles"),
+        ({"method": "smc", "particles": 0}, "particles"),
+        ({"method": "smc", "particles": 65}, "particles"),
+        ({"method": "smc", "particles": 2.5}, "particles"),
         ({"method": "smc", "temperature": 0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "warm"}, "temperature"),
@@ -252,9 +256,9 @@ def test_nan_logits_end_one_request_with_an_error(config, side):
         ({"top_k": 2**31}, "top_k"),
         ({"top_p": 0}, "top_p"),
         ({"min_p": 1}, "min_p"),
-        ({"alpha": 0}, "alpha"),
-        ({"ess_threshold": 1.5}, "ess_threshold"),
-        ({"resampling": "bootstrap"}, "resampling"),
+        ({"method": "smc", "alpha": 0}, "alpha"),
+        ({"method": "smc", "ess_threshold": 1.5}, "ess_threshold"),
+        ({"method": "smc", "resampling": "bootstrap"}, "resampling"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"seed": 2**63}, "seed"),
         ({"stop": "text"}, "stop"),
@@ -302,8 +306,8 @@ def test_bad_engine_settings_are_refused_by_name(settings, field):
         ((0,) * 60, {"max_tokens": 5}, "max_tokens <= 4"),
         ((4,), {}, "token id 4; allowed: 0..3"),
         ((-1,), {}, "token id -1"),
-        ((0,), {"particles": 33}, "max_slots=32"),
-        ((0,), {"particles": 32, "max_tokens": 60}, "KV pages"),
+        ((0,), {"method": "smc", "particles": 33}, "max_slots=32"),
+        ((0,), {"method": "smc", "particles": 32, "max_tokens": 60}, "KV pages"),
         ((0,), {"stop_token_ids": [4]}, "stop_token_ids contains 4"),
     ],
 )

@@ -32,10 +32,10 @@ def recomputed(tokens: tuple[int, ...], temperature: float = 1.0, top_k: int = 0
 
 
 LAWS = [
-    {"particles": 6, "ess_threshold": 1.0},
-    {"particles": 4, "temperature": 0.7, "top_k": 2, "ess_threshold": 0.9},
-    {"particles": 3, "alpha": 1.5},
-    {"particles": 1},
+    {"method": "smc", "particles": 6, "ess_threshold": 1.0},
+    {"method": "smc", "particles": 4, "temperature": 0.7, "top_k": 2, "ess_threshold": 0.9},
+    {"method": "smc", "particles": 3, "alpha": 1.5},
+    {"method": "smc", "particles": 1},
     {"method": "target", "temperature": 0.7},
 ]
 
@@ -56,10 +56,10 @@ def test_equal_to_recomputation(config, params):
 
 STREAMS = [
     *LAWS,
-    {"particles": 6, "population": "distinct"},
-    {"particles": 4, "answer": "best"},
-    {"particles": 3, "stop": ("ab", "cca"), "min_tokens": 4},
-    {"particles": 2, "top_logprobs": 2},
+    {"method": "smc", "particles": 6, "population": "distinct"},
+    {"method": "smc", "particles": 4, "answer": "best"},
+    {"method": "smc", "particles": 3, "stop": ("ab", "cca"), "min_tokens": 4},
+    {"method": "smc", "particles": 2, "top_logprobs": 2},
     {"method": "exact", "particles": 4},
     {"method": "exact", "particles": 2, "temperature": 0.0, "stop": ("aa",)},
     {"method": "exact", "particles": 3, "verification": "rejection"},

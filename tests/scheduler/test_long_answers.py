@@ -25,10 +25,10 @@ def past_short() -> list[Request]:
     limit."""
     rng, asked = random.Random(1), []
     laws = [
-        {"particles": 5, "ess_threshold": 0.3, "stop": ("ababab", "cccc"), "logprobs": True},
-        {"particles": 3, "ess_threshold": 0.0, "stop_token_ids": (3,)},
+        {"method": "smc", "particles": 5, "ess_threshold": 0.3, "stop": ("ababab", "cccc"), "logprobs": True},
+        {"method": "smc", "particles": 3, "ess_threshold": 0.0, "stop_token_ids": (3,)},
         {"method": "target"},
-        {"particles": 9, "ess_threshold": 1.0, "alpha": 1.2},
+        {"method": "smc", "particles": 9, "ess_threshold": 1.0, "alpha": 1.2},
     ]
     for i, size in enumerate((SHORT - 20, SHORT - 10, SHORT_SINGLE - 12, SHORT - 1, SHORT + 5, 40)):
         law = laws[i % len(laws)]

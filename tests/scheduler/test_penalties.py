@@ -21,8 +21,8 @@ EVERY = [
     {"method": "target"},
     {"method": "exact", "particles": 3},
     {"method": "exact", "particles": 2, "verification": "rejection"},
-    {"particles": 3, "population": "distinct"},
-    {"particles": 3, "population": "independent"},
+    {"method": "smc", "particles": 3, "population": "distinct"},
+    {"method": "smc", "particles": 3, "population": "independent"},
 ]
 LAWS = [
     {"presence_penalty": 1.3, "frequency_penalty": -0.4, "repetition_penalty": 1.5},

@@ -77,7 +77,7 @@ def text_of(tokens: Sequence[int]) -> str:
 def test_answers_follow_the_power_times_the_potential(config: EngineConfig, kind: str):
     """By enumeration, with a potential that is 0 for some answers: E[Z-hat] is the total weight of all answers, within
     4.5 standard errors, and the particles' weights estimate the weight of each."""
-    given = {"particles": 8, "population": kind, "alpha": ALPHA, "potential": "phi"}
+    given = {"method": "smc", "particles": 8, "population": kind, "alpha": ALPHA, "potential": "phi"}
     found = population(config, COUNT, potentials={"phi": potential}, **given)
     z = [math.exp(answer.statistics.log_z) for answer in found]
     mass: Counter = Counter()
@@ -466,7 +466,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="answer='best' has no effect with method='exact'"):
         SamplingParams(method="exact", answer="best")
     with pytest.raises(ValueError, match="potential='a b'; allowed: the name of a potential"):
-        SamplingParams(potential="a b")
+        SamplingParams(method="smc", potential="a b")
     for path, words in {
         "smc.no_such:thing": "cannot be imported",
         "smc.potentials:nothing": "cannot be imported",

@@ -19,13 +19,13 @@ from tests.scheduler.harness import CASES, FORMS, LOOKAHEAD_FIRST, answers, asse
 from tests.scheduler.random_histories import answers_with_plenty_of_memory, assert_same, live, small_engine
 
 PAGES = 300
-FREE = {"ess_threshold": 0.0, "ignore_eos": True, "logprobs": True, "max_tokens": 60}
+FREE = {"method": "smc", "ess_threshold": 0.0, "ignore_eos": True, "logprobs": True, "max_tokens": 60}
 LAWS = [
-    {"particles": 2},
-    {"particles": 3, "stop": ("abcab", "ccac"), "ess_threshold": 0.4},
-    {"particles": 2, "alpha": 1.4},
-    {"particles": 3, "top_p": 0.8, "temperature": 1.3, "ess_threshold": 0.6},
-    {"particles": 1, "draft_temperature": 1.2},
+    {"method": "smc", "particles": 2},
+    {"method": "smc", "particles": 3, "stop": ("abcab", "ccac"), "ess_threshold": 0.4},
+    {"method": "smc", "particles": 2, "alpha": 1.4},
+    {"method": "smc", "particles": 3, "top_p": 0.8, "temperature": 1.3, "ess_threshold": 0.6},
+    {"method": "smc", "particles": 1, "draft_temperature": 1.2},
 ]
 
 

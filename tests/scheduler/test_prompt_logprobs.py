@@ -18,14 +18,14 @@ from tests.scheduler.pairs import next_log_probs, tiny_pair, tokenizer_of
 
 PROMPT = (0, 1, 2, 2, 1, 0, 0, 2)
 EVERY = [
-    {"particles": 6, "ess_threshold": 1.0, "temperature": 0.7},
-    {"particles": 4, "population": "distinct", "top_k": 2},
-    {"particles": 3, "alpha": 1.5, "repetition_penalty": 1.4},
+    {"method": "smc", "particles": 6, "ess_threshold": 1.0, "temperature": 0.7},
+    {"method": "smc", "particles": 4, "population": "distinct", "top_k": 2},
+    {"method": "smc", "particles": 3, "alpha": 1.5, "repetition_penalty": 1.4},
     {"method": "target", "temperature": 1.3, "logprobs": True, "top_logprobs": 3},
     {"method": "exact", "particles": 3, "temperature": 0.8, "top_p": 0.9},
     {"method": "exact", "temperature": 0, "logprobs": True, "top_logprobs": 1},
     {"method": "target", "min_tokens": 6, "logit_bias": {1: 1.5, 2: -3}, "logprobs": True, "top_logprobs": 2},
-    {"particles": 3, "guidance_scale": 2.5},
+    {"method": "smc", "particles": 3, "guidance_scale": 2.5},
     {"method": "exact", "particles": 2, "guidance_scale": 1.7, "logprobs": True, "top_logprobs": 2},
     {"method": "target", "constraint": {"regex": "[ab]+"}},
 ]

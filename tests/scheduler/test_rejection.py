@@ -143,7 +143,7 @@ def test_answers_do_not_depend_on_company(config, monkeypatch):
     alone = {}
     for one in asked:
         alone |= answers(local_engine(tiny_pair(), config), [one])
-    others = [{"population": kind} for kind in POPULATIONS] + [
+    others = [{"method": "smc", "population": kind} for kind in POPULATIONS] + [
         {"method": "exact"},
         {"method": "target", "particles": None},
     ]
@@ -179,7 +179,7 @@ def test_slots_hold_the_tokens_of_their_particles(config, ahead, monkeypatch):
     )
     written, seen = {side: TokensOfPages(engine, side) for side in ModelRole}, []
     others = [
-        {"particles": 4},
+        {"method": "smc", "particles": 4},
         {**REJECTION, "temperature": 0.3},
         {**REJECTION, "particles": 6, "stop": ("ab", "ca")},
         REJECTION,
@@ -380,7 +380,7 @@ def test_distribution_memory_is_reserved_before_pools(monkeypatch):
 @pytest.mark.parametrize(
     ("law", "says"),
     [
-        ({"verification": "rejection"}, "verification='rejection' has no effect with method='smc'"),
+        ({"method": "smc", "verification": "rejection"}, "verification='rejection' has no effect with method='smc'"),
         ({"method": "target", "verification": "walk"}, "verification='walk' has no effect with method='target'"),
         ({"method": "exact", "verification": "luck"}, "verification='luck'; allowed: walk, rejection"),
         ({"method": "exact", "draft_temperature": 2.0}, "draft_temperature=2.0 has no effect with verification='walk'"),

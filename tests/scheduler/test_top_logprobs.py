@@ -30,15 +30,15 @@ from tests.scheduler.random_histories import (
 
 PROMPT, NEGATIVE, EOS = (0, 1, 2), (2, 1, 1, 0, 2), 3
 EVERY = [
-    {"particles": 6, "ess_threshold": 1.0},
-    {"particles": 4, "population": "distinct", "temperature": 0.7, "top_k": 2},
-    {"particles": 3, "alpha": 1.5},
+    {"method": "smc", "particles": 6, "ess_threshold": 1.0},
+    {"method": "smc", "particles": 4, "population": "distinct", "temperature": 0.7, "top_k": 2},
+    {"method": "smc", "particles": 3, "alpha": 1.5},
     {"method": "target", "temperature": 1.3},
     {"method": "exact", "particles": 3, "temperature": 0.8, "top_p": 0.9},
     {"method": "exact", "particles": 3, "verification": "rejection"},
     {"method": "exact", "temperature": 0},
     {"method": "target", "min_tokens": 6, "logit_bias": {1: 1.5, 2: -3}},
-    {"particles": 3, "guidance_scale": 2.5},
+    {"method": "smc", "particles": 3, "guidance_scale": 2.5},
     {"method": "exact", "particles": 2, "guidance_scale": 1.7, "min_tokens": 4, "top_k": 3},
 ]
 
@@ -244,7 +244,7 @@ def test_time_that_is_up_while_one_waits_for_memory(monkeypatch):
     """The preempted request was refused the pages that it needs to resume; rescoring its answer needs fewer."""
     now, config = [0.0], EngineConfig(block=3, branches=2, pages=330, max_slots=16, max_context=128)
     engine = small_engine(config, monkeypatch, ahead=False, clock=lambda: now[0])
-    law = {"max_tokens": 50, "ignore_eos": True, "ess_threshold": 0}
+    law = {"method": "smc", "max_tokens": 50, "ignore_eos": True, "ess_threshold": 0}
     engine.submit(request(PROMPT, "old", seed=1, particles=5, **law))
     engine.submit(request(PROMPT, "young", seed=2, particles=3, logprobs=True, top_logprobs=2, time_budget=5.0, **law))
     found = {}

@@ -40,7 +40,11 @@ def test_only_existing_drafted_tokens_count(form, block):
         tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None)
     )
     requests = [
-        Request(f"{cap}-{seed}", PROMPT, SamplingParams(particles=1, ess_threshold=0, seed=seed, max_tokens=cap))
+        Request(
+            f"{cap}-{seed}",
+            PROMPT,
+            SamplingParams(method="smc", particles=1, ess_threshold=0, seed=seed, max_tokens=cap),
+        )
         for cap in range(1, 10)
         for seed in range(4)
     ]
@@ -64,7 +68,7 @@ def test_nothing_counts_after_a_stop_string(form, block):
     engine = local_engine(
         tiny_pair(), EngineConfig(form=form, block=block, branches=1 if form == "lookahead" else None)
     )
-    settings = {"particles": 1, "ess_threshold": 0, "max_tokens": 14, "ignore_eos": True}
+    settings = {"method": "smc", "particles": 1, "ess_threshold": 0, "max_tokens": 14, "ignore_eos": True}
     stops = [("b",), ("ab", "cab"), ("aa", "bacb"), ("acca",)]
     requests = [
         Request(f"{i}-{s}", PROMPT, SamplingParams(seed=s, stop=stop, **settings))
@@ -119,7 +123,8 @@ def test_end_of_a_block(tokens, room, length, ended):
 )
 def test_ignore_eos_runs_to_the_cap(config):
     requests = [
-        Request(str(s), PROMPT, SamplingParams(particles=2, seed=s, max_tokens=7, ignore_eos=True)) for s in range(20)
+        Request(str(s), PROMPT, SamplingParams(method="smc", particles=2, seed=s, max_tokens=7, ignore_eos=True))
+        for s in range(20)
     ]
     found = answers(local_engine(tiny_pair(), config), requests)
     assert all(len(a.tokens) == 7 and a.finish_reason is FinishReason.LENGTH for a in found.values())
@@ -139,7 +144,9 @@ def test_answers_that_fill_the_context(config, monkeypatch):
     engine = local_engine(tiny_pair(), config)
     for cap in (1, 2, 4, 5, 8, 9, 12, 16, 17, 23):
         asked = Request(
-            "r", (0, 1, 2) * 7 + (0, 1, 2), SamplingParams(particles=2, seed=cap, max_tokens=cap, ignore_eos=True)
+            "r",
+            (0, 1, 2) * 7 + (0, 1, 2),
+            SamplingParams(method="smc", particles=2, seed=cap, max_tokens=cap, ignore_eos=True),
         )
         asked = replace(asked, prompt=asked.prompt[: 24 - cap])
         assert len(answers(engine, [asked])["r"].tokens) == cap

@@ -22,18 +22,24 @@ NEGATIVE = "What is 2 + 2? Say nothing else."
 GUIDED = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE}
 TOPS = {"logprobs": True, "top_logprobs": 5}
 KINDS = [
-    {"particles": 8, "max_tokens": 16},
+    {"method": "smc", "particles": 8, "max_tokens": 16},
     {"method": "exact", "particles": 4, "max_tokens": 14, **GUIDED},
-    {"particles": 4, "max_tokens": 16, "ess_threshold": 1.0},
-    {"particles": 3, "max_tokens": 14, "guidance_scale": 1.3, **TOPS, "min_tokens": 8},
+    {"method": "smc", "particles": 4, "max_tokens": 16, "ess_threshold": 1.0},
+    {"method": "smc", "particles": 3, "max_tokens": 14, "guidance_scale": 1.3, **TOPS, "min_tokens": 8},
     {"method": "target", "max_tokens": 16, **TOPS},
-    {"particles": 5, "max_tokens": 16, "resampling": "residual", "temperature": 0.8, "top_p": 0.9},
-    {"particles": 3, "max_tokens": 40, "alpha": 1.2, "stop": ["####"]},
+    {"method": "smc", "particles": 5, "max_tokens": 16, "resampling": "residual", "temperature": 0.8, "top_p": 0.9},
+    {"method": "smc", "particles": 3, "max_tokens": 40, "alpha": 1.2, "stop": ["####"]},
     {"method": "draft", "max_tokens": 16},
-    {"particles": 8, "max_tokens": 16, "ignore_eos": True, "resampling": "ssp"},
+    {"method": "smc", "particles": 8, "max_tokens": 16, "ignore_eos": True, "resampling": "ssp"},
     {"method": "exact", "particles": 4, "max_tokens": 16, "temperature": 1.5},
     {"method": "exact", "particles": 4, "max_tokens": 14, "constraint": {"regex": "[0-9 +=]{3,}"}},
-    {"particles": 3, "max_tokens": 16, "constraint": {"choice": ["yes", "no", "17"]}, "constraint_scope": "answer"},
+    {
+        "method": "smc",
+        "particles": 3,
+        "max_tokens": 16,
+        "constraint": {"choice": ["yes", "no", "17"]},
+        "constraint_scope": "answer",
+    },
 ]
 ASKED = [
     (problem.question, {"seed": i, **KINDS[i % len(KINDS)]})

@@ -67,10 +67,14 @@ def prometheus(group, tmp_path_factory) -> Iterator[Prometheus]:
 def ask(client: Client, seed: int) -> None:
     """Make calls of every kind: SMC, exact decoding, the target alone, with a potential, with a constraint that has not
     been compiled before, and one that is refused."""
-    client.generate([Message("user", "How many?")], particles=4, population="independent", seed=seed, max_tokens=6)
+    client.generate(
+        [Message("user", "How many?")], method="smc", particles=4, population="independent", seed=seed, max_tokens=6
+    )
     client.generate([Message("user", "How many?")], method="exact", particles=4, seed=seed, max_tokens=6)
     client.generate([Message("user", "How many?")], method="target", seed=seed, max_tokens=4)
-    client.generate([Message("user", "How many?")], particles=2, seed=seed, max_tokens=8, potential="indifferent")
+    client.generate(
+        [Message("user", "How many?")], method="smc", particles=2, seed=seed, max_tokens=8, potential="indifferent"
+    )
     client.generate([Message("user", "How many?")], constraint=Constraint("regex", f"[0-9]{{2,4}} of {seed}"))
     with pytest.raises(ServiceError):
         client.generate("x", particles=0)

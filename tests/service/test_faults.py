@@ -30,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 QUESTION = [Message("user", "Mia has 12 apples. She buys 30 more. How many now?")]
 SURVIVES = {"seed": 3, "max_tokens": 40, "ignore_eos": True}
 SHORT = SURVIVES | {"max_tokens": 20}
-LONG = {"particles": 4, "max_tokens": 400, "ignore_eos": True}
+LONG = {"method": "smc", "particles": 4, "max_tokens": 400, "ignore_eos": True}
 NEEDS_DRAFT = [
     {"seed": 5, **LONG, "population": "independent"},
     {"seed": 5, **LONG, "population": "distinct"},
@@ -130,7 +130,7 @@ def test_a_process_dies_under_load(group, alone, lives, name, how):
         group.until(lambda: group.supervisor.serving, 60, "the service did not come back")
         assert group.supervisor.incarnation == incarnation + 1 == client.server_info().incarnation
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
-        assert client.generate(QUESTION, seed=1, particles=4, max_tokens=8).text
+        assert client.generate(QUESTION, seed=1, method="smc", particles=4, max_tokens=8).text
         assert [call.result(60).tokens for call in survivors] == [alone] * 2
     note(lives, group)
 
@@ -170,7 +170,7 @@ def test_the_draft_is_lost_under_load(group, alone):
             "draft0"
         }
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
-        assert client.generate(QUESTION, seed=1, particles=4, max_tokens=8).text
+        assert client.generate(QUESTION, seed=1, method="smc", particles=4, max_tokens=8).text
         again = client.generate(QUESTION, method="exact", timeout=60, particles=4, **SHORT)
         assert again.tokens == alone[:20] and again.statistics.draft_tokens
     group.until_empty()
@@ -256,14 +256,16 @@ def test_clients_cancel_at_random_moments(group):
     get the answers they would get alone."""
     rng = random.Random(0)
     with group.client() as client, ThreadPoolExecutor(12) as pool:
-        alone = client.generate(QUESTION, seed=7, particles=4, max_tokens=60).text
+        alone = client.generate(QUESTION, seed=7, method="smc", particles=4, max_tokens=60).text
 
         def leave(i: int) -> None:
             stream = client.stream(QUESTION, seed=i, **LONG)
             time.sleep(rng.random() * 0.3)
             stream.cancel()
 
-        stays = [pool.submit(client.generate, QUESTION, seed=7, particles=4, max_tokens=60) for _ in range(4)]
+        stays = [
+            pool.submit(client.generate, QUESTION, seed=7, method="smc", particles=4, max_tokens=60) for _ in range(4)
+        ]
         list(pool.map(leave, range(40)))
         assert [call.result(60).text for call in stays] == [alone] * 4
     group.until_empty()

@@ -22,7 +22,12 @@ def test_a_service_with_foreign_ids(start, tmp_path, caplog):
     pair = ModelPair.load(target, draft)
     think, opening = RELATIVES_VOCAB - 1, pair.tokenizer.chat([{"role": "user", "content": "What is 7 + 5?"}])
     assert USER in opening
-    kinds = [{"method": "exact", "particles": 3}, {"particles": 4}, {"method": "draft"}, {"method": "target"}]
+    kinds = [
+        {"method": "exact", "particles": 3},
+        {"method": "smc", "particles": 4},
+        {"method": "draft"},
+        {"method": "target"},
+    ]
     asked = [
         ((*opening, think)[: len(opening) + i % 2], {"seed": i, "max_tokens": 12, **k})
         for i, k in enumerate(2 * kinds[:4])

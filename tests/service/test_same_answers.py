@@ -24,7 +24,9 @@ def test_draft_and_target_work_at_the_same_time(group):
     before, supervisor._on_step = supervisor._on_step, lambda step: rounds.append(step.times) if step.times else None
     try:
         with group.client() as client:
-            client.generate([Message("user", ASKED[0][0])], particles=8, seed=1, max_tokens=75, ignore_eos=True)
+            client.generate(
+                [Message("user", ASKED[0][0])], method="smc", particles=8, seed=1, max_tokens=75, ignore_eos=True
+            )
     finally:
         supervisor._on_step = before
     overlapped = [r for r in rounds if r.draft + r.target > r.whole - r.coordinator]

@@ -72,5 +72,5 @@ def test_the_process_dies_under_load(shared):
         assert [call.result(60).tokens for call in survive] == [plain] * 3
         assert client.health() == client.health("smc.draft") == client.health("smc.target") == "SERVING"
         assert shared.supervisor.incarnation == incarnation + 1 == client.server_info().incarnation
-        assert client.generate(QUESTION, seed=1, particles=4, max_tokens=8).text
+        assert client.generate(QUESTION, seed=1, method="smc", particles=4, max_tokens=8).text
     shared.until_empty()

@@ -122,7 +122,10 @@ def test_one_worker_group_is_lost_under_load(two):
         two.until(lambda: groups[1].serving, 90, "the worker group did not come back")
         assert [group.incarnation for group in groups] == [incarnations[0], incarnations[1] + 1]
         latest = max(two.service.balancer.last_sent)
-        calls = [pool.submit(client.generate, QUESTION, seed=seed, particles=4, max_tokens=40) for seed in range(4)]
+        calls = [
+            pool.submit(client.generate, QUESTION, seed=seed, method="smc", particles=4, max_tokens=40)
+            for seed in range(4)
+        ]
         assert all(call.result(60).tokens for call in calls) and two.service.balancer.last_sent[1] > latest
     page = scraped(two)
     for number in (0, 1):
@@ -147,7 +150,9 @@ def scraped(two: Running) -> str:
 def test_a_drain_waits_for_both_worker_groups(two):
     """A drain lets calls at both worker groups finish, and refuses new ones. The last test: it ends the service."""
     with two.client() as client, ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(client.generate, QUESTION, seed=seed, particles=4, **STREAM) for seed in range(2)]
+        calls = [
+            pool.submit(client.generate, QUESTION, seed=seed, method="smc", particles=4, **STREAM) for seed in range(2)
+        ]
         two.until(lambda: running_at(two) == [1, 1], 20, "the calls were not spread")
         draining = two.begin(two.service.stop(drain=True))
         two.until(lambda: outcome(client, seed=1, max_tokens=4) == "UNAVAILABLE", 15, "a draining service takes calls")

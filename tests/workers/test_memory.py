@@ -80,7 +80,11 @@ def test_rounds_that_do_not_fit(rendezvous, monkeypatch):
     remote = RemoteEngine(coordinator_spec(config, config.serving_pair(), rendezvous))
     monkeypatch.setattr(DraftRunner, "draft", no_memory)
     with pytest.raises(RuntimeError) as found:
-        list(remote.engine.run([Request("one", (1, 2, 3), SamplingParams(particles=2, max_tokens=9, seed=1))]))
+        list(
+            remote.engine.run(
+                [Request("one", (1, 2, 3), SamplingParams(method="smc", particles=2, max_tokens=9, seed=1))]
+            )
+        )
     text = str(remote.cause(found.value))
     assert text.startswith("the worker of both models failed: ValueError: no memory is left for rounds and prompts (")
     assert f"lower pages={512 * 64}, max_slots=64, prefill_chunk=" in text
