@@ -84,6 +84,7 @@ def mixed(args: argparse.Namespace) -> dict:
         distribution = rng.choice([{}, {}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}])
         smc = rng.random() < 0.9
         method = {
+            "method": "smc",
             "particles": rng.choice(SIZES),
             "resampling": rng.choice(["systematic", "systematic", "ssp", "residual"]),
         }
@@ -165,7 +166,7 @@ def capacity(args: argparse.Namespace) -> dict:
     before = pages // (prompt + n * (tokens + f * k))
     config = EngineConfig(block=k, branches=f, max_slots=2048, max_context=prompt + tokens, pages=pages)
     engine, most, steps = make_engine(args, config, warm=False), 0, 0
-    params = SamplingParams(particles=n, max_tokens=tokens, ignore_eos=True, seed=1)
+    params = SamplingParams(method="smc", particles=n, max_tokens=tokens, ignore_eos=True, seed=1)
     for number in range(64):
         engine.submit(Request(str(number), tuple(range(number, number + prompt)), params))
     used, answered, preempted, begin = 0, 0, 0, time.monotonic()

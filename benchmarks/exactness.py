@@ -81,7 +81,7 @@ def with_smc_beside(requests: list[Request]) -> list[Request]:
         Request(
             f"smc {i}",
             one.prompt,
-            SamplingParams(particles=4, population=POPULATIONS[i % 2], seed=i, max_tokens=40),
+            SamplingParams(method=Method.SMC, particles=4, population=POPULATIONS[i % 2], seed=i, max_tokens=40),
         )
         for i, one in enumerate(requests[: len(requests) // 2])
     ]

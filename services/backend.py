@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Output, Request
-from smc.api.sampling_params import SamplingParams
+from smc.api.sampling_params import Method, SamplingParams
 from smc.model.config import ModelConfig
 from smc.model.tokenizer import Tokenizer
 
@@ -113,8 +113,10 @@ class ServingPair:
         settings = {name: getattr(self.engine, name) for name in ENGINE_FIELDS}
         models = [(model.name, model.parameters, model.weights) for model in (self.target, self.draft)]
         # A setting that a request leaves out has the default of the library or of the checkpoint.
-        defaults = {name: value for name, value in asdict(SamplingParams()).items() if name not in WITHOUT_EFFECT}
-        defaults |= self.sampling
+        defaults = [
+            {name: value for name, value in asdict(params).items() if name not in WITHOUT_EFFECT} | dict(self.sampling)
+            for params in (SamplingParams(), SamplingParams(method=Method.SMC))
+        ]
         parts = [models, settings, defaults, self.context, self.dtypes]
         return f"smc_{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]}"
 

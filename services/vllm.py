@@ -67,8 +67,8 @@ def check_request(message: pb.GenerateRequest) -> None:
 def to_params(
     message: pb.SamplingParams, method: str, room: int, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> list[SamplingParams]:
-    """Return the settings of each requested answer. `method`: the method to use; `smc` becomes `exact` at temperature
-    0. `room`: the default of `max_tokens`. `defaults`: values of settings that the
+    """Return the settings of each requested answer. `method`: the method to use, for which the protocol has no field;
+    `smc` becomes `exact` at temperature 0. `room`: the default of `max_tokens`. `defaults`: values of settings that the
     message leaves out.
 
     Raises ValueError naming the field, the value and what is allowed.
@@ -79,8 +79,7 @@ def to_params(
     count = message.n or 1
     if count > MAX_ANSWERS:
         raise ValueError(f"n={count}; allowed: 1..{MAX_ANSWERS}")
-    settings = with_defaults({"max_tokens": room, **_settings(message)}, defaults)
-    settings["method"] = Method.EXACT if settings.get("temperature") == 0 and method == Method.SMC else method
+    settings = with_defaults({"max_tokens": room, **_settings(message)}, defaults, method)
     seeds = seeds_of(settings.pop("seed", None), count)
     return [SamplingParams(**settings, seed=seed) for seed in seeds]
 
@@ -222,9 +221,6 @@ def tokenizer_chunks(directory: Path) -> Iterator[common_pb2.GetTokenizerChunk]:
 
 
 VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-DEFAULT_METHOD = Method.EXACT
-"""The protocol has no field for the method, and its callers expect the target's own answers unless the service is
-configured otherwise."""
 
 
 def add_to(server: ApiServer) -> None:
@@ -238,7 +234,7 @@ class VllmService(pb_grpc.VllmEngineServicer):
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler, self._pair = handler, handler.pair
-        self._method = Method(handler.config.default_method or DEFAULT_METHOD)
+        self._method = Method(handler.config.default_method)
         self._started = time.monotonic()
         self._most_running = self._pair.engine.max_slots // SamplingParams(method=self._method).rows
         self._received = 0.0

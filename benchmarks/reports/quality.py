@@ -34,7 +34,7 @@ from benchmarks.quality import (
     solved_before,
 )
 from benchmarks.reports import interval, number_cell
-from smc.api.sampling_params import SamplingParams
+from smc.api.sampling_params import Method, SamplingParams
 from smc.demo.problems import Problem, generate
 from smc.loading import DEMO, LoadedModels, loaded_models, use_threads
 from smc.model.source import name_dtypes
@@ -99,7 +99,8 @@ class QualityPlan:
             if getattr(self, name) < low:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}; allowed: >= {low}")
         if self.ess_threshold is None:
-            object.__setattr__(self, "ess_threshold", SamplingParams(population="independent").ess_threshold)
+            usual = SamplingParams(method=Method.SMC, population="independent").ess_threshold
+            object.__setattr__(self, "ess_threshold", usual)
 
     @property
     def terms(self) -> Terms:

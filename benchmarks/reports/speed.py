@@ -114,7 +114,7 @@ class SpeedPlan:
     """Settings of `SamplingParams`, by name."""
     prefix_cache: bool = True
     """`prefix_cache` of `EngineConfig`."""
-    decodings: Sequence[Mapping[str, Any]] = ({},)
+    decodings: Sequence[Mapping[str, Any]] = ({"method": "smc"},)
     """Ways of decoding in modes that use both models, one after another: method, population and verification, by their
     names in `SamplingParams`."""
     drafting: str = "always"
@@ -198,7 +198,7 @@ class SpeedPlan:
 
         for decoding in self.decodings:
             own = {name: decoding.get(name) for name in ("population", "verification")}
-            yield {"method": Method(decoding.get("method", "smc")), **own}
+            yield {"method": Method(decoding["method"]), **own}
 
 
 def in_turn(rows: Sequence[TableLine]) -> list[tuple[int, TableLine]]:

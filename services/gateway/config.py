@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.security import HOST_NAME, AllowedHosts, TokenFile, check_tls, is_loopback
 from smc.api.request import MAX_PRIORITY
-from smc.api.sampling_params import Method
+from smc.api.sampling_params import DEFAULT_METHOD, Method
 from smc.api.settings import (
     LISTEN,
     SECURITY,
@@ -147,11 +147,11 @@ class GatewayConfig:
             panel=LISTEN,
         ),
     )
-    default_method: str | None = setting(
-        None,
+    default_method: str = setting(
+        DEFAULT_METHOD.value,
         OneOf(tuple(method.value for method in Method)),
         option=Option(
-            "Method of requests that name none: smc, exact, target or draft. Default: smc, at temperature 0 exact.",
+            "Method of requests that name none: exact, smc (but exact at temperature 0), target or draft.",
             "METHOD",
             panel=LISTEN,
         ),
@@ -310,11 +310,6 @@ class GatewayConfig:
     def tls(self) -> tuple[Path, Path, Path | None] | None:
         """Certificate, its key, and the authorities of clients; None: no TLS."""
         return (self.tls_cert, self.tls_key, self.tls_client_ca) if self.tls_cert and self.tls_key else None
-
-    @property
-    def method(self) -> str | None:
-        """Method of requests that name none; None: the library's default, which is `smc` where possible."""
-        return None if self.default_method == Method.SMC else self.default_method
 
     @property
     def priorities(self) -> tuple[int, int]:

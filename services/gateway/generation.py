@@ -105,13 +105,13 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         check_cache_salt(message.cache_salt)
         check_priority(message.priority, *self._handler.config.priorities)
         # Settings before the prompt: checking them is fast, while encoding a long prompt takes time.
-        method, defaults = self._handler.config.method, self._pair.sampling
+        method, defaults = self._handler.config.default_method, self._pair.sampling
         has_negative = message.HasField("negative_prompt")
-        check_guidance(to_sampling(message, defaults, method=method), has_negative)
+        check_guidance(to_sampling(message, defaults, method), has_negative)
         prompt = await self._handler.prompts.encode(message)
         negative = await self._handler.prompts.negative(message.negative_prompt if has_negative else None)
         room = max(1, self._pair.context - max(len(prompt), len(negative or ())))
-        params = to_sampling(message, defaults, method=method, max_tokens=min(DEFAULT_MAX_TOKENS, room))
+        params = to_sampling(message, defaults, method, max_tokens=min(DEFAULT_MAX_TOKENS, room))
         salt, priority = message.cache_salt, message.priority
         return Request(request_id, prompt, params, salt, negative_prompt=negative, priority=priority)
 

@@ -102,7 +102,7 @@ class Playground:
         return {
             "model": self._names[0],
             "context": pair.context,
-            "method": config.default_method or Method.SMC.value,
+            "method": config.default_method,
             "methods": [method.value for method in Method],
             "constraints": list(KINDS),
             "tools": self._has_tools(),

@@ -45,7 +45,7 @@ from services.prompts import Prompt, of_negative
 from smc.api.constraint import MAX_BYTES, Constraint, check_constraint
 from smc.api.limits import MAX_TOP_LOGPROBS
 from smc.api.request import MAX_PRIORITY, Request, check_guidance, check_priority
-from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
+from smc.api.sampling_params import DEFAULT_METHOD, SETTINGS, SamplingParams, with_defaults
 from smc.model.tokenizer import Tokenizer
 
 MAX_ANSWERS = 128
@@ -237,8 +237,8 @@ class Served:
     models: tuple[str, ...]
     """Names of the model."""
     tokenizer: Tokenizer
-    method: str | None = None
-    """Method of a body that names none."""
+    method: str = DEFAULT_METHOD
+    """Method of a body that names none; `smc` becomes `exact` at temperature 0."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of other settings that a body leaves out."""
     unknown: UnknownFields | None = None
@@ -290,9 +290,7 @@ def _checked(
         check_cache_salt(body.cache_salt)
         check_priority(body.priority, *served.priorities)
         settings = read()
-        if served.method is not None:
-            settings.setdefault("method", served.method)
-        settings = with_defaults(settings, served.defaults)
+        settings = with_defaults(settings, served.defaults, served.method)
         # Before the prompt: checking settings is fast, while encoding a long text takes time.
         check_guidance(SamplingParams(**{"max_tokens": LONGEST} | settings), guided)
     except ValueError as error:

@@ -86,7 +86,9 @@ class OpenAiServer:
         self._limit = config.message_bytes(pair.context)
         self._names = config.served_model_names or (pair.target.name,)
         unknown = UnknownFields() if config.unknown_fields == "ignore" else None
-        self._served = Served(self._names, pair.tokenizer, config.method, pair.sampling, unknown, config.priorities)
+        self._served = Served(
+            self._names, pair.tokenizer, config.default_method, pair.sampling, unknown, config.priorities
+        )
         self._fingerprint = pair.fingerprint()
         self._page = Playground(server.handler, self._names) if config.page else None
         self._probed = {HEALTH, PING}

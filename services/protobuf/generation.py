@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from services.pb import generation_pb2 as pb
 from smc.api.constraint import check_constraint
 from smc.api.request import Alternatives, Answer, FinishReason, Particle, PromptToken
-from smc.api.sampling_params import SETTINGS, SamplingParams, with_defaults
+from smc.api.sampling_params import DEFAULT_METHOD, SETTINGS, SamplingParams, with_defaults
 from smc.api.settings import Biases, Items, OneOf
 
 Data = TypeVar("Data")
@@ -159,16 +159,19 @@ def data_of(kind: type[Data], message: Any, **known: Any) -> Data:
 
 
 def to_sampling(
-    message: pb.GenerateRequest, defaults: Mapping[str, Any] = MappingProxyType({}), **own: Any
+    message: pb.GenerateRequest,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    method: str = DEFAULT_METHOD,
+    **own: Any,
 ) -> SamplingParams:
     """Return the library's settings from a message with sampling settings and reports. An absent setting has its value
     in `own`, else in `defaults`, else the library's default. A value of `defaults` that contradicts the message is left
-    out.
+    out. `method`: that of a message that names none (`with_defaults`).
 
     Raises ValueError naming the field, the value and what is allowed.
     """
     reports = {name: _given(message, name) for name in REPORTS}
-    return SamplingParams(**with_defaults({**own, **sampling_settings(message.sampling), **reports}, defaults))
+    return SamplingParams(**with_defaults({**own, **sampling_settings(message.sampling), **reports}, defaults, method))
 
 
 def _given(message: Any, name: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -82,6 +82,8 @@ class Method(StrEnum):
         return self in (Method.TARGET, Method.DRAFT)
 
 
+DEFAULT_METHOD = Method.EXACT
+"""Method of requests that name none, unless a service has another."""
 _DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.TARGET, None): Decoding.TARGET,
     (Method.DRAFT, None): Decoding.DRAFT,
@@ -91,6 +93,8 @@ _DECODINGS: dict[tuple[Method, str | None], Decoding] = {
     (Method.SMC, "distinct"): Decoding.DISTINCT,
 }
 """Ways of decoding by method and by its verification or population."""
+_VARIANTS = {Method.EXACT: "verification", Method.SMC: "population"}
+"""Settings that choose between the ways of decoding of one method."""
 _OF_METHOD = {
     method: frozenset(decoding for (one, _), decoding in _DECODINGS.items() if one is method) for method in Method
 }
@@ -109,12 +113,11 @@ class SamplingParams:
     """
 
     method: Method = setting(
-        None,
+        DEFAULT_METHOD,
         OneOf(tuple(method.value for method in Method)),
-        fill=lambda params: Method.EXACT if is_number(params.temperature) and params.temperature == 0 else Method.SMC,
         option=Option(
-            "smc: approximate the target's distribution, K tokens every round; exact: follow it exactly; "
-            "target, draft: decode with one model alone. Default: smc, or exact at temperature 0.",
+            "exact: follow the target's distribution exactly; smc: approximate it, K tokens every round; "
+            "target, draft: decode with one model alone.",
             "METHOD",
         ),
     )
@@ -458,10 +461,9 @@ class SamplingParams:
         idle = self._idle(known)
         if value is None and known.optional:
             return known.fill(self) if known.fill and not idle else None
-        if idle and name == "potential":
-            raise ValueError(f"potential={value!r} has no effect with {idle}; give method='smc', or leave it out")
         if idle:
-            raise ValueError(f"{name}={value!r} has no effect with {idle}; leave it out")
+            remedy = ", or ".join([*self._remedies(known), "leave it out"])
+            raise ValueError(f"{name}={value!r} has no effect with {idle}; {remedy}")
         return known.check(name, value) if known.check else value
 
     def _idle(self, known: Setting) -> str | None:
@@ -476,8 +478,24 @@ class SamplingParams:
             return f"no {known.needs}"
         if own <= known.decodings:
             return None
-        name = "population" if self.method == Method.SMC else "verification"
+        name = _VARIANTS[self.method]
         return None if self.decoding in known.decodings else f"{name}={getattr(self, name)!r}"
+
+    def _remedies(self, known: Setting) -> Iterator[str]:
+        """Yield the choices with which a setting without effect would have one, for an error message. SMC is none at
+        temperature 0."""
+        first = "give "
+        for method in methods_of(known):
+            choices = [] if method == self.method else [f"method={method.value!r}"]
+            if not _OF_METHOD[method] <= known.decodings:
+                choices += [
+                    f"{_VARIANTS[method]}={variant!r}"
+                    for (one, variant), decoding in _DECODINGS.items()
+                    if one is method and decoding in known.decodings
+                ]
+            if choices and (method is not Method.SMC or self.temperature != 0):
+                yield first + " and ".join(choices)
+                first = ""
 
     def _check_together(self) -> None:
         scored = "logprobs" if self.logprobs else "prompt_logprobs" if self.prompt_logprobs is not None else None
@@ -541,10 +559,15 @@ SETTINGS = settings_of(SamplingParams)
 """Settings of the sampling fields, by name."""
 
 
-def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], method: str = DEFAULT_METHOD
+) -> dict[str, Any]:
     """Return the given settings, completed with defaults by name. A default that contradicts them is left out; the
-    first time, the log says so."""
-    settings = dict(given)
+    first time, the log says so. `method`: that of a request that gives none; at temperature 0, for which SMC is not
+    defined, `smc` becomes `exact`."""
+    temperature = given.get("temperature", defaults.get("temperature"))
+    is_greedy = is_number(temperature) and temperature == 0
+    settings = {"method": Method.EXACT if is_greedy and method == Method.SMC else method, **given}
     for name, value in defaults.items():
         if name not in given:
             try:

@@ -17,7 +17,7 @@ import numpy as np
 from smc.api.engine_config import PATHS, EngineConfig
 from smc.api.limits import MAX_PARTICLES
 from smc.api.request import Output, Request
-from smc.api.sampling_params import SamplingParams
+from smc.api.sampling_params import Method, SamplingParams
 from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
 from smc.executor.messages import Pending
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind, RoundPlan
@@ -55,7 +55,8 @@ ROUNDS = 4
 launched ahead."""
 RequestKind = dict[str, Any]
 """Sampling parameters of a request that differ from the defaults."""
-INDEPENDENT: RequestKind = {"population": "independent"}
+DISTINCT: RequestKind = {"method": "smc", "population": "distinct"}
+INDEPENDENT: RequestKind = {"method": "smc", "population": "independent"}
 REJECTION: RequestKind = {"method": "exact", "verification": "rejection"}
 GUIDED: RequestKind = {"guidance_scale": 1.5}
 TRUNCATED: RequestKind = {"top_k": 40, "top_p": 0.9}
@@ -65,11 +66,11 @@ RARE: tuple[RequestKind, ...] = (
     REJECTION,
     {"method": "draft"},
     {"method": "target", "logprobs": True, "top_logprobs": 5},
-    {"logprobs": True},
+    DISTINCT | {"logprobs": True},
     {"method": "target"} | BIASED,
-    BIASED,
-    TRUNCATED | BIASED,
-    GUIDED,
+    DISTINCT | BIASED,
+    DISTINCT | TRUNCATED | BIASED,
+    GUIDED | DISTINCT,
     GUIDED | INDEPENDENT,
     GUIDED | REJECTION,
     GUIDED | {"method": "exact"},
@@ -80,8 +81,8 @@ requests other kernels draw the draft's tokens: those that couple them to the ta
 LONG: tuple[tuple[RequestKind, ...], ...] = (({"method": "draft"},), ({"method": "draft"},) * 2)
 """Requests whose rounds after a long prompt no dummy round covers: one model alone begins with one token, whereas
 blocks in lockstep begin with two; and two such requests have one row each."""
-COMMON: tuple[RequestKind, ...] = ({}, {"method": "exact"}, INDEPENDENT)
-EVERY: tuple[RequestKind, ...] = ({"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
+COMMON: tuple[RequestKind, ...] = (DISTINCT, {"method": "exact"}, INDEPENDENT)
+EVERY: tuple[RequestKind, ...] = (DISTINCT | {"alpha": 2.0}, {"method": "exact"}, INDEPENDENT, REJECTION)
 TOGETHER: tuple[tuple[RequestKind, ...], ...] = (
     COMMON,
     *(tuple(kind | sampling for kind in EVERY) for sampling in ({}, TRUNCATED, BIASED, TRUNCATED | BIASED)),
@@ -200,7 +201,8 @@ def padding_plan(
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
     """Return a short request."""
     tokens = min(2 * config.block + 2, context - 4)
-    params = SamplingParams(seed=0, ignore_eos=True, particles=min(2, config.max_slots), max_tokens=tokens)
+    particles = min(2, config.max_slots)
+    params = SamplingParams(method=Method.SMC, seed=0, ignore_eos=True, particles=particles, max_tokens=tokens)
     return Request("warm-up", tuple(i % vocab for i in range(4)), params)
 
 

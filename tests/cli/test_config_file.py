@@ -62,6 +62,8 @@ def test_the_effective_configuration_can_be_given_back(smcserve, file):
     assert (known["served-model-name"], known["no-prefix-cache"], known["http-port"]) == (["a", "b"], True, 0)
     assert known["no-page"] is True and printed(smcserve)["no-page"] is False
     assert (printed(smcserve)["http-port"], printed(smcserve)["no-http"]) == (8000, False)
+    methods = [printed(smcserve, *given)["default-method"] for given in ((), ("--default-method", "smc"))]
+    assert methods == ["exact", "smc"]
     closed = smcserve("serve", "--print-config", "--no-http")
     assert yaml.safe_load(closed.out)["http-port"] is None
     assert smcserve("serve", "--print-config", "--config", file(closed.out)).out == closed.out

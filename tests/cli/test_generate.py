@@ -24,7 +24,7 @@ def typed(monkeypatch):
 
 
 def test_text_on_stdout_and_statistics_on_stderr(smcserve):
-    ran = smcserve("generate", PROBLEM.question, "-n", 2, "--seed", 3, "--ess-threshold", 1)
+    ran = smcserve("generate", PROBLEM.question, "--method", "smc", "-n", 2, "--seed", 3, "--ess-threshold", 1)
     assert ran.code == 0
     assert re.fullmatch(r"(\d+ [-+*/] \d+ = \d+\n)+#### \d+\n", ran.out)
     for part in (
@@ -65,8 +65,8 @@ def test_plain_decoding_by_the_target_is_right(smcserve):
 
 
 def test_json_is_one_object_and_says_the_same(smcserve):
-    text = smcserve("generate", PROBLEM.question, "-n", 4, "--seed", 3, "-k", 5, "-f", 2)
-    ran = smcserve("generate", PROBLEM.question, "-n", 4, "--seed", 3, "-k", 5, "-f", 2, "--json")
+    asked = ("generate", PROBLEM.question, "--method", "smc", "-n", 4, "--seed", 3, "-k", 5, "-f", 2)
+    text, ran = smcserve(*asked), smcserve(*asked, "--json")
     answer = json.loads(ran.out)
     assert (ran.code, ran.err) == (0, "")
     assert answer["text"] + "\n" == text.out
@@ -131,7 +131,7 @@ def test_conditions(smcserve, tmp_path):
 
 
 def test_settings_that_need_not_change_the_answer(smcserve):
-    asked = ("generate", PROBLEM.question, "-n", 4, "--seed", 3, "--max-tokens", 6, "--json")
+    asked = ("generate", PROBLEM.question, "--method", "smc", "-n", 4, "--seed", 3, "--max-tokens", 6, "--json")
     plain, other = (
         json.loads(smcserve(*asked, *options).out) for options in ((), ("--no-prefix-cache", "--min-particles", 2))
     )
@@ -154,15 +154,16 @@ def test_raw_prompt_skips_the_template(smcserve):
             ("--method", "smc", "--temperature", 0),
             "temperature=0.0; allowed: > 0 with method='smc'; for greedy decoding, method='exact'",
         ),
-        (("--population", "mixed"), "population='mixed'; allowed: distinct, independent"),
+        (("--method", "smc", "--population", "mixed"), "population='mixed'; allowed: distinct, independent"),
         (("--method", "exact", "--population", "distinct"), "population='distinct' has no effect with method='exact'"),
-        (("--particles", 4, "--min-particles", 5), "min_particles=5; allowed: 1..4"),
+        (("--alpha", 2), "alpha=2.0 has no effect with method='exact'; give method='smc', or leave it out"),
+        (("--method", "smc", "--particles", 4, "--min-particles", 5), "min_particles=5; allowed: 1..4"),
         (("--min-particles", 1, "--method", "target"), "min_particles=1 has no effect with method='target'"),
         (("--particles", 4, "--method", "target"), "particles=4 has no effect with method='target'"),
         (("--branches", 2, "--method", "draft"), "branches=2 has no effect with method='draft'"),
         (("--branches", 2, "--form", "lockstep"), "branches=2 has no effect with form='lockstep'"),
         (("--method", "beam"), "method='beam'; allowed: smc, exact, target, draft"),
-        (("--resampling", "none"), "resampling='none'; allowed: systematic"),
+        (("--method", "smc", "--resampling", "none"), "resampling='none'; allowed: systematic"),
         (("--block", 0), "block=0; allowed: 1..32"),
         (("--max-tokens", 10**9), "max_tokens=1000000000 after a prompt of"),
         (("--max-context", 4096), "max_context=4096; allowed: 2..512"),

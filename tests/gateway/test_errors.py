@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.errors import shortened
 from services.pb import generation_pb2 as pb
 from services.protobuf import RETRY_TRAILER
+from services.protobuf.generation import sampling_message
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair
 from tests.gateway.harness import LONG, Service, serving, until
@@ -100,22 +101,28 @@ WRONG = [
     (sampling(particles=0), r"particles=0; allowed: 1..64"),
     (sampling(particles=65), r"particles=65; allowed: 1..64"),
     (sampling(particles=60), "particles=60; this engine has max_slots=48"),
-    (sampling(particles=48, max_tokens=500), "KV pages of the draft model"),
+    (sampling(method=pb.METHOD_SMC, particles=48, max_tokens=500), "KV pages of the draft model"),
     ({"cache_salt": "x" * 257}, "cache_salt has 257 characters; allowed: at most 256"),
-    (sampling(min_particles=0), r"min_particles=0; allowed: 1..8, the particles"),
-    (sampling(particles=4, min_particles=5), r"min_particles=5; allowed: 1..4, the particles"),
+    (sampling(method=pb.METHOD_SMC, min_particles=0), r"min_particles=0; allowed: 1..8, the particles"),
+    (sampling(method=pb.METHOD_SMC, particles=4, min_particles=5), r"min_particles=5; allowed: 1..4, the particles"),
     (sampling(method=pb.METHOD_TARGET, min_particles=1), "min_particles=1 has no effect with method='target'"),
     (
         sampling(method=pb.METHOD_SMC, temperature=0.0),
         "temperature=0.0; allowed: > 0 with method='smc'; for greedy decoding, method='exact'",
     ),
     (sampling(temperature=0.0, alpha=2.0), "alpha=2.0 has no effect with method='exact'; leave it out"),
+    (sampling(alpha=2.0), "alpha=2.0 has no effect with method='exact'; give method='smc', or leave it out"),
+    (
+        sampling(draft_temperature=0.5),
+        "draft_temperature=0.5 has no effect with verification='walk'; give method='smc', or "
+        "verification='rejection', or leave it out",
+    ),
     (
         sampling(method=pb.METHOD_EXACT, population=pb.POPULATION_DISTINCT),
         "population='distinct' has no effect with method='exact'",
     ),
     (
-        sampling(population=pb.POPULATION_DISTINCT, ess_threshold=0.5),
+        sampling(method=pb.METHOD_SMC, population=pb.POPULATION_DISTINCT, ess_threshold=0.5),
         "ess_threshold=0.5 has no effect with population='distinct'",
     ),
     (sampling(population=5), r"population=5; allowed: 1 \(distinct\), 2 \(independent\)"),
@@ -124,11 +131,11 @@ WRONG = [
     (sampling(top_k=-1), "top_k=-1; allowed: >= 0"),
     (sampling(min_p=1.0), "min_p=1.0; allowed: 0 <= min_p < 1"),
     (sampling(temperature=1e-39), "temperature=1e-39; allowed: > 0, from 1e-06 to 1e[+]06; or 0 = greedy"),
-    (sampling(draft_temperature=1e-39), "draft_temperature=1e-39; allowed: > 0, from 1e-06"),
-    (sampling(alpha=0.0), "alpha=0.0; allowed: > 0"),
-    (sampling(alpha=1e39), "alpha=1e[+]39; allowed: > 0, from 1e-06"),
-    (sampling(alpha=1e-46, top_k=5), "alpha=1e-46; allowed: > 0, from 1e-06"),
-    (sampling(ess_threshold=2.0), "ess_threshold=2.0; allowed: 0..1"),
+    (sampling(method=pb.METHOD_SMC, draft_temperature=1e-39), "draft_temperature=1e-39; allowed: > 0, from 1e-06"),
+    (sampling(method=pb.METHOD_SMC, alpha=0.0), "alpha=0.0; allowed: > 0"),
+    (sampling(method=pb.METHOD_SMC, alpha=1e39), "alpha=1e[+]39; allowed: > 0, from 1e-06"),
+    (sampling(method=pb.METHOD_SMC, alpha=1e-46, top_k=5), "alpha=1e-46; allowed: > 0, from 1e-06"),
+    (sampling(method=pb.METHOD_SMC, ess_threshold=2.0), "ess_threshold=2.0; allowed: 0..1"),
     (sampling(max_tokens=0), "max_tokens=0; allowed: >= 1"),
     (sampling(max_tokens=512), "max_tokens=512 after a prompt of 1 tokens exceeds the context of 512"),
     (sampling(stop=[""]), "stop contains ''; allowed: non-empty strings"),
@@ -179,7 +186,7 @@ def test_a_chat_without_a_template(pair):
 
 
 def test_an_id_in_use(service):
-    request = pb.GenerateRequest(text="x", request_id="twice", sampling=pb.SamplingParams(**LONG))
+    request = pb.GenerateRequest(text="x", request_id="twice", sampling=sampling_message(LONG))
     with service.stub() as stub, service.stub() as other:
         call = stub.Generate(request)
         next(call)
@@ -191,7 +198,7 @@ def test_an_id_in_use(service):
 
 def test_a_full_queue(pair):
     engine = EngineConfig(block=4, branches=2, max_slots=16, max_queue=1)
-    long = {"text": "x", "sampling": pb.SamplingParams(**LONG)}
+    long = {"text": "x", "sampling": sampling_message(LONG)}
     with serving(pair, engine) as service, service.stub() as stub:
         first = stub.Generate(pb.GenerateRequest(**long))
         until(lambda: service.metric("smc_requests_running") == 1)
@@ -252,7 +259,7 @@ def test_a_model_that_returns_nan(pair):
     broken.embed.weight[5] = float("nan")
     with serving(ModelPair(pair.target, broken, pair.tokenizer, pair.max_context)) as service:
         with refused(grpc.StatusCode.INTERNAL, "draft model returned NaN"):
-            ask(service, token_ids=pb.TokenIds(ids=[6, 5, 7]))
+            ask(service, token_ids=pb.TokenIds(ids=[6, 5, 7]), **sampling(method=pb.METHOD_SMC))
         ask(service, token_ids=pb.TokenIds(ids=[6, 7]), **sampling(method=pb.METHOD_TARGET, max_tokens=4))
         assert service.metric("smc_requests_total", status="INTERNAL", finish_reason="none") == 1
         service.wait_until_free()

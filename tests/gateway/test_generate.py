@@ -23,7 +23,7 @@ def chat_ids(pair, text: str) -> list[int]:
 
 
 def test_an_answer_is_the_engines_own(service, pair):
-    asked = {"particles": 6, "seed": 11, "max_tokens": 14, "logprobs": True, "top_logprobs": 4}
+    asked = {"method": "smc", "particles": 6, "seed": 11, "max_tokens": 14, "logprobs": True, "top_logprobs": 4}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **asked)
     with service.client() as client:
         found = client.generate([Message("user", QUESTIONS[0])], **asked)
@@ -45,8 +45,8 @@ def test_particles_are_the_engines_own(service, pair):
     the answer alone."""
     prompt = chat_ids(pair, QUESTIONS[2])
     for settings, counts in (
-        ({"temperature": 2.0}, range(2, 9)),
-        ({"temperature": 2.0, "population": "independent"}, [8]),
+        ({"method": "smc", "temperature": 2.0}, range(2, 9)),
+        ({"method": "smc", "temperature": 2.0, "population": "independent"}, [8]),
         ({"method": "exact"}, [1]),
     ):
         asked = {"seed": 4, "max_tokens": 12, "return_particles": True, **settings}
@@ -109,7 +109,7 @@ def test_a_long_text_is_the_same_text(service, pair):
 @pytest.mark.slow
 def test_batch_does_not_change_answers(service, pair):
     """Five different calls at once, each on its own connection, give the answers they would give alone."""
-    settings = [{"particles": 2 + i, "seed": i, "max_tokens": 10 + 2 * i} for i in range(4)] + [
+    settings = [{"method": "smc", "particles": 2 + i, "seed": i, "max_tokens": 10 + 2 * i} for i in range(4)] + [
         {"method": "target", "seed": 7, "max_tokens": 12}
     ]
 
@@ -125,7 +125,7 @@ def test_batch_does_not_change_answers(service, pair):
 
 @pytest.mark.slow
 def test_one_connection_carries_many_calls(service, pair):
-    asked = {"particles": 4, "seed": 3, "max_tokens": 12}
+    asked = {"method": "smc", "particles": 4, "seed": 3, "max_tokens": 12}
     expected = [local_answer(pair, chat_ids(pair, q), **asked).text for q in QUESTIONS[:4]]
     with service.client() as client, ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda q: client.generate([Message("user", q)], **asked).text, QUESTIONS[:4]))
@@ -163,7 +163,8 @@ def test_absent_settings_have_the_librarys_defaults(service):
         )
         full = pb.TokenIds(ids=[5] * 500)
         first = list(stub.Generate(pb.GenerateRequest(token_ids=full, sampling=pb.SamplingParams(ignore_eos=True))))
-        spelt_out = pb.SamplingParams(ignore_eos=True, seed=first[-1].finish.seed, particles=8, top_p=1.0)
+        own = {"method": pb.METHOD_EXACT, "particles": 8, "top_p": 1.0}
+        spelt_out = pb.SamplingParams(ignore_eos=True, seed=first[-1].finish.seed, **own)
         again = list(stub.Generate(pb.GenerateRequest(token_ids=full, sampling=spelt_out)))
     assert len(first[0].request_id) == 32 and first[0].request_id != again[0].request_id
     assert [t for r in first for t in r.token_ids] == [t for r in again for t in r.token_ids]
@@ -179,7 +180,8 @@ def test_statistics_and_log_probabilities_only_where_they_mean_something(service
                 pb.GenerateRequest(text="x", sampling=pb.SamplingParams(method=pb.METHOD_TARGET, max_tokens=5))
             )
         )
-        smc = list(stub.Generate(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=5), logprobs=True)))
+        sampling = pb.SamplingParams(method=pb.METHOD_SMC, max_tokens=5)
+        smc = list(stub.Generate(pb.GenerateRequest(text="x", sampling=sampling, logprobs=True)))
     assert not plain[-1].finish.HasField("statistics") and not plain[-1].finish.logprobs
     assert smc[-1].finish.statistics.particles == 8
     assert len(smc[-1].finish.logprobs) == smc[-1].finish.usage.completion_tokens
@@ -192,7 +194,7 @@ def test_what_ended_the_answer(service):
         by_token = client.generate(
             [Message("user", QUESTIONS[0])], method="target", temperature=0, stop_token_ids=[token]
         )
-        out_of_time = client.generate("x", particles=16, max_tokens=400, ignore_eos=True, time_budget=0.2)
+        out_of_time = client.generate("x", method="smc", particles=16, max_tokens=400, ignore_eos=True, time_budget=0.2)
     assert (stopped.finish_reason, stopped.matched) == ("stop_string", "####") and "#" not in stopped.text
     assert (by_token.finish_reason, by_token.matched) == ("stop_token", token)
     assert out_of_time.finish_reason == "time_budget" and 0 < len(out_of_time.tokens) < 400

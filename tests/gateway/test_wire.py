@@ -159,8 +159,8 @@ def test_defaults_stand_in_for_what_is_absent():
     assert read(has_default=True).max_tokens == 7
     assert read(has_default=True, max_tokens=3).max_tokens == 3
     assert read() == SamplingParams() == to_sampling(pb.GenerateRequest())
-    assert read(temperature=0.0).method is Method.EXACT
-    assert read(ess_threshold=0.7).population == "independent"
+    assert read().method is Method.EXACT is read(temperature=0.0).method
+    assert read(method=pb.METHOD_SMC, ess_threshold=0.7).population == "independent"
 
 
 @pytest.mark.parametrize(

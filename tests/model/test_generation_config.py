@@ -69,8 +69,10 @@ def test_a_default_that_contradicts_what_is_given_is_left_out():
     given = {"logprobs": True, "top_logprobs": 2}
     with pytest.raises(ValueError):
         SamplingParams(**given, repetition_penalty=1.1)
-    assert with_defaults(given, {"repetition_penalty": 1.1, "temperature": 0.6}) == given | {"temperature": 0.6}
-    assert with_defaults({"temperature": -1}, {"top_p": 0.9}) == {"temperature": -1}
+    for method, settings in (("exact", given), ("target", given | {"method": "target"})):
+        found = with_defaults(settings, {"repetition_penalty": 1.1, "temperature": 0.6})
+        assert found == settings | {"method": method, "temperature": 0.6}
+    assert with_defaults({"temperature": -1}, {"top_p": 0.9}) == {"method": "exact", "temperature": -1}
 
 
 def test_that_a_default_is_left_out_is_said_once(caplog):

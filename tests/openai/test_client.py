@@ -4,6 +4,7 @@ engine in this process."""
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -15,13 +16,13 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from tests.gateway.harness import PLAIN_CONFIG, local_answer, serving
-from tests.openai.asking import LONG, QUESTIONS, user
+from tests.openai.asking import LONG, QUESTIONS, post, user
 
 KINDS = [
-    {"particles": 8, "max_tokens": 10},
-    {"particles": 4, "max_tokens": 8, "ess_threshold": 1.0},
+    {"method": "smc", "particles": 8, "max_tokens": 10},
+    {"method": "smc", "particles": 4, "max_tokens": 8, "ess_threshold": 1.0},
     {"method": "target", "max_tokens": 8},
-    {"particles": 3, "max_tokens": 12, "alpha": 1.2, "stop": ["####"]},
+    {"method": "smc", "particles": 3, "max_tokens": 12, "alpha": 1.2, "stop": ["####"]},
     {"method": "exact", "particles": 4, "max_tokens": 8, "temperature": 1.5, "top_p": 0.9},
     {"method": "draft", "max_tokens": 8},
 ]
@@ -73,7 +74,7 @@ def test_eight_at_once_and_alone_are_the_engines_own(service, client, pair):
         assert reason == ("length" if expected.finish_reason == "length" else "stop")
         # Exponents of coupled drafting are fitted over all requests, so how often the draft is right depends on earlier
         # ones.
-        if statistics is not None and ASKED[index][1].get("method") != "exact":
+        if statistics is not None and ASKED[index][1]["method"] != "exact":
             assert statistics["rounds"] == expected.statistics.rounds
             assert statistics["log_z"] == pytest.approx(expected.statistics.log_z, abs=1e-3)
     with service.client() as grpc_client:
@@ -199,9 +200,14 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
     digit, eos = pair.tokenizer.encode("7")[-1], pair.tokenizer.eos_ids[0]
     bias, settings = {str(digit): 4, str(eos): 90}, {"seed": 3, "max_tokens": 12}
     found = create(
-        client, QUESTIONS[0], {"min_tokens": 6, "particles": 4}, logit_bias=bias, logprobs=True, **settings
+        client,
+        QUESTIONS[0],
+        {"min_tokens": 6, "method": "smc", "particles": 4},
+        logit_bias=bias,
+        logprobs=True,
+        **settings,
     ).choices[0]
-    settings |= {"min_tokens": 6, "particles": 4, "logit_bias": {digit: 4, eos: 90}}
+    settings |= {"min_tokens": 6, "method": "smc", "particles": 4, "logit_bias": {digit: 4, eos: 90}}
     expected = local_answer(pair, chat_ids(pair, QUESTIONS[0]), **settings)
     assert found.smc["token_ids"] == list(expected.tokens) and len(expected.tokens) == 7, (
         "then the end is all but certain"
@@ -209,7 +215,10 @@ def test_biases_and_answers_that_must_not_end(service, client, pair):
     with service.client() as grpc_client:
         assert grpc_client.generate([Message("user", QUESTIONS[0])], **settings).tokens == expected.tokens
     # Nothing is said about its length.
-    assert create(client, QUESTIONS[0], {"min_tokens": 2, "particles": 2}, seed=1).usage.completion_tokens > 2
+    assert (
+        create(client, QUESTIONS[0], {"min_tokens": 2, "method": "smc", "particles": 2}, seed=1).usage.completion_tokens
+        > 2
+    )
 
 
 def test_temperature_zero_is_exact(service, client):
@@ -260,7 +269,10 @@ def test_a_chat_is_no_longer_than_what_there_is_memory_for(pair):
     with serving(pair, engine, http_port=0) as service, openai.OpenAI(base_url=service.url, api_key="-") as client:
         service.client().generate("x", particles=1, max_tokens=2)
         answer = client.chat.completions.create(
-            model="demo-target", messages=user("x"), seed=1, extra_body={"particles": 16, "ignore_eos": True}
+            model="demo-target",
+            messages=user("x"),
+            seed=1,
+            extra_body={"method": "smc", "particles": 16, "ignore_eos": True},
         )
         assert 10 < answer.usage.completion_tokens < 800 / 16
 
@@ -323,7 +335,10 @@ def test_usage_on_every_event(client, logprobs):
     assert all(chunk.usage is None for chunk in plain)
 
 
-@pytest.mark.parametrize("more", [{}, {"stop": "####", "extra_body": {"method": "target"}}], ids=str)
+STREAMED = [{}, {"extra_body": {"method": "smc"}}, {"stop": "####", "extra_body": {"method": "target"}}]
+
+
+@pytest.mark.parametrize("more", STREAMED, ids=str)
 def test_a_stream_has_logprobs_with_their_tokens(service, client, more):
     """A stream has each log-probability of the whole answer once, together with its tokens, even while text is held
     back because a stop string may follow."""
@@ -382,7 +397,7 @@ def test_what_ended_an_answer(service, client):
 
 
 def test_all_particles(service, client, pair):
-    settings = {"particles": 4, "population": "independent", "seed": 2, "max_tokens": 10}
+    settings = {"method": "smc", "particles": 4, "population": "independent", "seed": 2, "max_tokens": 10}
     choice = create(client, QUESTIONS[0], settings | {"return_particles": True}).choices[0]
     own = local_answer(pair, chat_ids(pair, QUESTIONS[0]), return_particles=True, **settings)
     said = [
@@ -440,6 +455,47 @@ def test_client_retries_busy_service(pair):
         with pytest.raises(openai.BadRequestError):
             create(client, "x", {}, temperature=-1)
         assert service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid") == before + 1
+
+
+WARM = {"seed": 6, "max_tokens": 8, "temperature": 0.7}
+BODIES = {
+    "/v1/chat/completions": {"messages": user(QUESTIONS[5]), **WARM},
+    "/v1/completions": {"prompt": "x", **WARM},
+    "/v1/responses": {"input": QUESTIONS[5], "max_output_tokens": 8, "seed": 6, "temperature": 0.7},
+    "/v1/messages": {"messages": user(QUESTIONS[5]), **WARM},
+}
+
+
+def methods_of_bodies(service, **more) -> set[str]:
+    """The methods by which a service answers a body of each kind that names none."""
+    found = [post(service, json.dumps(body | more).encode(), path).json for path, body in BODIES.items()]
+    return {(one["choices"][0] if "choices" in one else one)["smc"]["method"] for one in found}
+
+
+def test_without_a_method_the_answer_is_the_targets_own(service, pair):
+    """At temperature 0.7 as well, over every API of HTTP, over gRPC and in the library."""
+    target = local_answer(pair, chat_ids(pair, QUESTIONS[5]), method="target", **WARM)
+    local = local_answer(pair, chat_ids(pair, QUESTIONS[5]), **WARM)
+    assert local.tokens == target.tokens and local.statistics.accepted_per_round > 0
+    assert methods_of_bodies(service) == methods_of_bodies(service, temperature=0) == {"exact"}
+    with service.client() as client:
+        over_grpc = client.generate([Message("user", QUESTIONS[5])], **WARM)
+    assert over_grpc.tokens == target.tokens and over_grpc.statistics.accepted_per_round > 0
+
+
+def test_a_service_whose_default_is_smc(pair):
+    """`--default-method smc`: requests that name no method are decoded by SMC, except at temperature 0, and may give
+    settings of SMC."""
+    expected = local_answer(pair, chat_ids(pair, QUESTIONS[5]), method="smc", alpha=1.5, **WARM)
+    with serving(pair, http_port=0, default_method="smc") as service:
+        assert methods_of_bodies(service) == {"smc"} and methods_of_bodies(service, temperature=0) == {"exact"}
+        with service.client() as client:
+            found = client.generate([Message("user", QUESTIONS[5])], alpha=1.5, **WARM)
+            greedy = client.generate([Message("user", QUESTIONS[5])], **WARM | {"temperature": 0.0})
+    assert found.tokens == expected.tokens and found.statistics.log_z == pytest.approx(
+        expected.statistics.log_z, abs=1e-3
+    )
+    assert greedy.statistics.accepted_per_round > 0
 
 
 def test_default_method(pair):

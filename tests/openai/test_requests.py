@@ -142,8 +142,11 @@ def test_what_is_asked():
 
 
 DEFAULTS = [
-    (None, {}, "smc"),
     ("exact", {}, "exact"),
+    ("smc", {}, "smc"),
+    ("smc", {"temperature": 0}, "exact"),
+    ("smc", {"alpha": 2}, "smc"),
+    ("smc", {"method": "target"}, "target"),
     ("exact", {"method": "target"}, "target"),
     ("draft", {}, "draft"),
 ]
@@ -155,10 +158,27 @@ def test_the_method_of_a_body_that_names_none(default, fields, method):
     assert understood(body, True, replace(SERVED, method=default)).params(5, 1).method is Method(method)
 
 
+def test_defaults_of_a_checkpoint_beside_the_default_method():
+    """The temperature of `generation_config.json` counts as a request's own, and settings of SMC alone do not prevent
+    the checkpoint's defaults."""
+
+    def params(fields: dict, **defaults) -> SamplingParams:
+        body = {"messages": [{"role": "user", "content": "x"}], **fields}
+        return understood(body, True, replace(SERVED, method="smc", defaults=defaults)).params(5, 1)
+
+    assert params({}, temperature=0.0).method is Method.EXACT
+    assert params({"temperature": 0.7}, temperature=0.0).method is Method.SMC
+    assert params({"alpha": 2}, top_k=7).top_k == 7
+
+
 def test_the_longest_answer_is_the_longest_that_could_run():
     """`longest_answer` is limited by the context and by the KV pages that the request's rows would need."""
     config = EngineConfig(block=4, branches=2, max_slots=16)
-    for params in (SamplingParams(particles=16), SamplingParams(method="exact"), SamplingParams(method="target")):
+    for params in (
+        SamplingParams(method=Method.SMC, particles=16),
+        SamplingParams(method="exact"),
+        SamplingParams(method="target"),
+    ):
         assert longest_answer(params, config, {}, 512, 12) == 500
         assert longest_answer(params, config, {"draft": 10**6, "target": 10**6}, 512, 12) == 500
         assert longest_answer(params, config, {"draft": 5, "target": 5}, 512, 12) == 1
@@ -169,7 +189,9 @@ def test_the_longest_answer_is_the_longest_that_could_run():
         == longest_answer(guided, config, pages, 5000, 12, negative=1)
         < 500
     )
-    few = longest_answer(SamplingParams(particles=16), config, {"draft": 3000, "target": 3000}, 512, 12)
+    few = longest_answer(
+        SamplingParams(method=Method.SMC, particles=16), config, {"draft": 3000, "target": 3000}, 512, 12
+    )
     assert (
         100
         < few

@@ -139,9 +139,20 @@ def test_time_that_runs_out_leaves_confirmed_tokens():
     assert answer.tokens == whole.tokens[: len(answer.tokens)]
 
 
-def test_temperature_0_is_decoded_exactly_by_default():
-    assert SamplingParams(temperature=0).method is Method.EXACT
-    assert SamplingParams().method is Method.SMC
+OF_SMC = {
+    "population": "distinct",
+    "min_particles": 2,
+    "alpha": 2.0,
+    "potential": "phi",
+    "answer": "best",
+    "constraint_scope": "answer",
+}
+"""Settings of SMC alone."""
+
+
+def test_exact_is_the_default_and_the_way_to_be_greedy():
+    for temperature in (0, 0.7, 1):
+        assert SamplingParams(temperature=temperature).method is Method.EXACT
     with pytest.raises(ValueError, match="for greedy decoding, method='exact'"):
         SamplingParams(method="smc", temperature=0)
 
@@ -151,9 +162,22 @@ def test_temperature_0_is_decoded_exactly_by_default():
     [
         ({"method": "exact", "ess_threshold": 0.5}, "ess_threshold=0.5 has no effect with method='exact'"),
         ({"method": "exact", "min_particles": 2}, "min_particles=2 has no effect with method='exact'"),
-        ({"population": "distinct", "resampling": "ssp"}, "resampling='ssp' has no effect with population='distinct'"),
-        ({"population": "many"}, "population='many'; allowed: distinct, independent"),
+        (
+            {"method": "smc", "population": "distinct", "resampling": "ssp"},
+            "resampling='ssp' has no effect with population='distinct'",
+        ),
+        ({"method": "smc", "population": "many"}, "population='many'; allowed: distinct, independent"),
         ({"method": "exact", "particles": 65}, "particles=65; allowed: 1..64"),
+        *(
+            ({name: value}, "has no effect with method='exact'; give method='smc', or leave it out$")
+            for name, value in OF_SMC.items()
+        ),
+        ({"ess_threshold": 0.5}, "'exact'; give method='smc' and population='independent', or leave it out$"),
+        ({"draft_temperature": 2.0}, "'walk'; give method='smc', or verification='rejection', or leave it out$"),
+        ({"method": "target", "particles": 2}, "'target'; give method='smc', or method='exact', or leave it out$"),
+        ({"method": "smc", "verification": "walk"}, "'smc'; give method='exact', or leave it out$"),
+        ({"temperature": 0, "alpha": 2.0}, "alpha=2.0 has no effect with method='exact'; leave it out$"),
+        ({"method": "smc", "constraint_scope": "answer"}, "has no effect with no constraint; leave it out$"),
     ],
 )
 def test_what_has_no_effect_is_refused(law, says):
@@ -162,8 +186,12 @@ def test_what_has_no_effect_is_refused(law, says):
 
 
 def test_schemes_and_thresholds_mean_independent_particles():
-    assert SamplingParams(ess_threshold=0.5).population == "independent" == SamplingParams(resampling="ssp").population
-    assert SamplingParams().population == "distinct"
+    for law, population in (
+        ({"ess_threshold": 0.5}, "independent"),
+        ({"resampling": "ssp"}, "independent"),
+        ({}, "distinct"),
+    ):
+        assert SamplingParams(method="smc", **law).population == population
 
 
 @pytest.mark.parametrize("config", LOOKAHEAD_FIRST, ids=config_id)
