@@ -9,6 +9,7 @@ from typing import Any
 LANES = ("draft", "coordinator", "target")
 KINDS = {
     "prompt": ("#999999", "run a prompt"),
+    "redraft": ("#56b4e9", "draft again after a miss"),
     "draft": ("#0072b2", "draft K tokens of every branch"),
     "target": ("#d55e00", "score a block"),
     "select": ("#cc79a7", "select"),

@@ -48,13 +48,15 @@ class PeerChannel:
         stages: StageRunner,
         timeout: float,
         *,
+        host_waits: bool,
         outlives_peer: bool = False,
     ) -> None:
-        """`timeout`: seconds to wait for the other model, where the host has to wait. `outlives_peer`: if the other
+        """`timeout`: seconds to wait for the other model, where the host has to wait. `host_waits`: see
+        `smc.executor.channel.Channel`. `outlives_peer`: if the other
         model is lost, zeros replace its messages until `reconnect`, so that rounds in flight end on every rank; their
         results are discarded."""
         self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
-        self._outlives_peer = outlives_peer
+        self.host_waits, self._outlives_peer = host_waits, outlives_peer
         self._lost = False
         self._coming: tuple[int, Future[PeerEnd]] | None = None
 
@@ -268,7 +270,8 @@ def _one_model(
     ops = ops_for(worker.device)
     stages = ops.stage_runner(worker.device)
     peer = None if ends is None else ends.peer
-    channel = PeerChannel(peer, group, stages, spec.timeout, outlives_peer=spec.outlives_peer)
+    over_messages = spec.rendezvous.link == "grpc" or worker.device.type == "cpu"
+    channel = PeerChannel(peer, group, stages, spec.timeout, host_waits=over_messages, outlives_peer=spec.outlives_peer)
     runner = DraftRunner if role is ModelRole.DRAFT else TargetRunner
     return OneModelExecutor(runner(spec.engine, worker, ops, stages, channel)), channel
 

@@ -19,6 +19,9 @@ class Channel(Protocol):
     """One model's end of the connection between the models. Tensors are on this model's device. Every call is made
     inside `StageRunner.working()`, and none waits for a GPU."""
 
+    host_waits: bool
+    """The host waits for every message, so that it may wait for this device, too. The same on every rank."""
+
     def send(self, name: str, tensor: Tensor) -> None:
         """Send a tensor under a name. It must not change until `settle`."""
         ...
@@ -42,6 +45,8 @@ class Channel(Protocol):
 
 class LocalChannel:
     """One end of a channel within a process, between two devices or on one."""
+
+    host_waits = False
 
     def __init__(self, stages: StageRunner, share: Share | None = None) -> None:
         """`share`: see `Channel.share`; None if this process holds the whole models."""

@@ -119,9 +119,11 @@ class StageRunner:
         differ."""
         return stage()
 
-    def run_if(self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]]) -> None:
-        """Run a stage that changes nothing unless `wanted`, bool [1] on this device, is true. It is left out if that
-        is false and the host can tell without waiting."""
+    def run_if(
+        self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]], *, host_waits: bool
+    ) -> None:
+        """Run a stage that changes nothing unless `wanted`, bool [1] on this device, is true. `host_waits`: the host
+        may wait for the device, and leave the stage out. A CPU always has the value."""
         if wanted_1.item():
             self.run(key, name, stage)
 
@@ -228,8 +230,11 @@ class GraphRunner(StageRunner):
         graph.replay()
         return outputs
 
-    def run_if(self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]]) -> None:
-        self.run(key, name, stage)
+    def run_if(
+        self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]], *, host_waits: bool
+    ) -> None:
+        if not host_waits or wanted_1.item():
+            self.run(key, name, stage)
 
     def event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -250,7 +250,7 @@ class DraftRunner(ModelRunner):
             nodes=nodes,
             dists_YKV=self._dists_YKV,
         )
-        self._round: tuple[RoundPlan[Tensor], GrownRows, tuple] | None = None
+        self._round: tuple[RoundPlan[Tensor], GrownRows, TimeSpans] | None = None
         self._redrafted: RedraftReport[Tensor] | None = None
         """What the round that `draft` began has drafted again."""
 
@@ -274,8 +274,12 @@ class DraftRunner(ModelRunner):
                 kept_SKV, index_P = self._kept_SKV, here.arrays.distribution_P
                 stages.run(key, "distributions", lambda: self._pick_distributions(kept_SKV, index_P))
                 self._channel.send("distributions", self._sent_PKV[:chains])
+            spans: TimeSpans = {}
+            if key.redrafted:
+                begins = stages.event()
+                self._redrafted = self._redraft(here)
+                spans["redraft"] = (begins, stages.event())
             began = stages.event()
-            self._redrafted = self._redraft(here) if key.redrafted else None
             if plan.constraints is None:
                 drafted, grown = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
             else:
@@ -284,7 +288,7 @@ class DraftRunner(ModelRunner):
             if chains and not ahead:
                 self._channel.send("distributions", self._dists_YKV[:chains])
             self._channel.send("rows", drafted.memory)
-        self._round = (here, grown, (began, ended))
+        self._round = (here, grown, spans | {ModelRole.DRAFT.value: (began, ended)})
 
     def _redraft(self, plan: RoundPlan[Tensor]) -> RedraftReport[Tensor]:
         """Draft again for groups after a miss, and send their blocks."""
@@ -292,7 +296,8 @@ class DraftRunner(ModelRunner):
         nodes = drafter.nodes
         assert nodes is not None, "a round of look-ahead with blocks of several tokens"
         start = stages.run(key, "begin again", lambda: begin_redraft(self.state, nodes, plan))
-        stages.run_if(start.any_1, key, "draft again", lambda: drafter.redraft(plan, start))
+        again, host_waits = partial(drafter.redraft, plan, start), self._channel.host_waits
+        stages.run_if(start.any_1, key, "draft again", again, host_waits=host_waits)
         self._channel.send("blocks", start.message.memory)
         return report_of(start)
 
@@ -300,12 +305,13 @@ class DraftRunner(ModelRunner):
     def remap(self) -> AsyncResult:
         """Queue the rest of the round that `draft` began: the selected rows become the particles."""
         assert self._round is not None, "what is followed has been drafted"
-        plan, grown, span = self._round
+        plan, grown, spans = self._round
         with self.stages.working():
             memory = RoundSelection.memory(plan.kind.batch_size)
             message = self._channel.receive(plan.kind, "selection", (memory.nbytes,), torch.uint8)
             report = self.stages.run(plan.kind, "remap", lambda: self._remap(plan, grown, memory.views(message)))
-            return self._read(plan.kind, report._replace(redrafted=self._redrafted), {ModelRole.DRAFT: span})
+            redrafted = self._redrafted if plan.kind.redrafted else None
+            return self._read(plan.kind, report._replace(redrafted=redrafted), spans)
 
     def _remap(
         self, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]

@@ -150,10 +150,10 @@ def test_a_target_outlives_one_draft_after_the_other(link):
     where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 20.0)
     ends, leaders = connect(where, ("draft", "target"))
     target, draft = leaders["target"], leaders.pop("draft")
-    channel = PeerChannel(target.peer, None, StageRunner(CPU), 5.0, outlives_peer=True)
+    channel = PeerChannel(target.peer, None, StageRunner(CPU), 5.0, host_waits=True, outlives_peer=True)
     ask = lambda: channel.receive((), "rows", (2, 3), torch.int32).tolist()  # noqa: E731
     for incarnation in (INCARNATION + 1, INCARNATION + 2):
-        there = PeerChannel(draft.peer, None, StageRunner(CPU), 5.0)
+        there = PeerChannel(draft.peer, None, StageRunner(CPU), 5.0, host_waits=True)
         for number in (7, 8):
             there.send("rows", torch.full((2, 3), number, dtype=torch.int32))
             channel.send("choice", torch.ones(4))
