@@ -61,7 +61,7 @@ class VirtualClock:
         self._spans: list[tuple[float, float]] = []
         """Seconds of draft and target in each round of the present step."""
         self._before = 0.0
-        """Seconds for which the draft drafts again in this step, while the target waits."""
+        """Seconds in this step for drafting again, while the target waits."""
         self.sizes = Counter[TreeSize]()
         """Rounds by rows of the batch, drafted tokens and branches."""
 
@@ -72,6 +72,7 @@ class VirtualClock:
         kind, latency, block = plan.kind, self._latency, self._config.block
         pending = self._rounds.round(plan)
         if kind.roles == BOTH_MODELS:
+            self._before += kind.redrafted * latency.redraft_overhead
             again = pending.result().redrafted if kind.redrafted else None
             if again is not None and (again.count_A > 0).any():
                 self._before += kind.redrafted * latency.draft.at(kind.batch_size, 0)

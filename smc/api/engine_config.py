@@ -171,12 +171,13 @@ class EngineConfig:
             has_flag=False,
         ),
     )
-    redrafting: str = setting(
-        "never",
-        OneOf(("always", "never")),
+    redrafting: str | None = setting(
+        None,
+        OneOf(("adaptive", "always", "never")),
         option=Option(
-            "Whether the draft drafts a block again after a miss in look-ahead, before the target goes on (exact "
-            "decoding). Answers are the same.",
+            "Whether the draft drafts again after a miss in look-ahead, before the target goes on (exact decoding). "
+            "adaptive: as many tokens as pay by the latency model, possibly none; always: a whole block. Answers are "
+            "the same. Default: adaptive on a CPU, never on a GPU, where it is not timed yet.",
             panel=ENGINE,
             has_flag=False,
         ),
@@ -275,8 +276,10 @@ class EngineConfig:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 
     def on_device(self, device: str) -> EngineConfig:
-        """Return the configuration with `verified` set, if it is not yet, for models on this device."""
-        return self if self.verified else replace(self, verified=PATHS if device == "cuda" else NODES)
+        """Return the configuration with `verified` and `redrafting` set, if they are not yet, for models on this
+        device."""
+        verified, redrafting = (PATHS, "never") if device == "cuda" else (NODES, "adaptive")
+        return replace(self, verified=self.verified or verified, redrafting=self.redrafting or redrafting)
 
     def check_numerics(self, device: str, dtype: str | None) -> None:
         """Raise ValueError if `numerics` has no effect for models on this device, or of this type if it is given."""
@@ -314,9 +317,18 @@ class EngineConfig:
 
     @property
     def redrafted(self) -> int:
-        """R: number of tokens that a round drafts again after a miss; 0: it never does. The block's first token is
-        known."""
+        """R: number of tokens that a round drafts again after a miss where the latency model does not choose it; 0:
+        none."""
         return self.block - 1 if self.redrafting == "always" else 0
+
+    @property
+    def redraft_levels(self) -> tuple[int, ...]:
+        """Values of R that rounds may have, largest first, without 0: the rest of a block, whose first token is known,
+        and half of it."""
+        if self.redrafting == "always":
+            return (self.redrafted,)
+        is_chosen = self.lookahead and self.redrafting == self.drafting == "adaptive"
+        return tuple(level for level in (self.block - 1, (self.block - 1) // 2) if level and is_chosen)
 
     def chains(self, vocab: int) -> int:
         """Return `max_chains`, or its default for a vocabulary of this size."""

@@ -41,7 +41,7 @@ from smc.once import warn_once
 from smc.round.plan import Contexts, RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS
-from smc.scheduler.round_plan import bucket
+from smc.scheduler.round_plan import DraftSize, bucket
 from smc.scheduler.speculation import PARTS, LatencyCurve, LatencyModel, ModelLatency
 from smc.stops import START
 from smc.types import Decoding, ModelRole
@@ -52,6 +52,8 @@ TREE = 8
 """Maximum number of rows of a timed tree."""
 LIKELY_GROWTH = 2
 """Factor by which the next size is expected to take longer than the previous one."""
+ENGINE_KEY = ("form", "block", "branches", "max_slots", "numerics", "drafting", "redrafting")
+"""Settings of the engine on which a latency model depends."""
 logger = logging.getLogger(__name__)
 
 
@@ -99,7 +101,9 @@ def measure_latency(engine: Engine, effort: Effort) -> LatencyModel | None:
     timer, short = Timer(engine, effort), min(SHORT_CONTEXT, long // 2)
     samples, read = timer.samples(short), timer.reading(short, long)
     return LatencyModel(
-        **{name: _cost(samples[name], read[name]) for name in PARTS}, round_overhead=_overhead(engine, effort)
+        **{name: _cost(samples[name], read[name]) for name in PARTS},
+        round_overhead=_overhead(engine, effort),
+        redraft_overhead=timer.redrafting(short),
     )
 
 
@@ -146,7 +150,7 @@ class Timer:
                 )
                 for role, seconds in self._time(decoding, repeats, count, context, tree).items():
                     self._spent += sum(seconds)
-                    name, size = _part(decoding, role, config, count)
+                    name, size = _part(decoding, ModelRole(role), config, count)
                     step = statistics.median(seconds) / _steps(name, config)
                     found[name].append(LatencySample(size, step, -(-count // tree) * context))
             if self._spent + LIKELY_GROWTH * (self._spent - before) > self._effort.seconds:
@@ -163,27 +167,39 @@ class Timer:
         found: dict[str, list[float]] = {name: [] for name in PARTS}
         for decoding, context in product((Decoding.WALK, Decoding.TARGET), (short, long)):
             for role, seconds in self._time(decoding, self._effort.repeats, count, context, 1).items():
-                name, _ = _part(decoding, role, config, count)
+                name, _ = _part(decoding, ModelRole(role), config, count)
                 # Only the difference of the two contexts counts, so outliers must not enter: the minimum is taken.
                 found[name].append(min(seconds) / _steps(name, config))
         return {name: max(0.0, after - before) / (count * (long - short)) for name, (before, after) in found.items()}
 
+    def redrafting(self, context: int) -> float:
+        """Return the seconds that a round takes longer for each step that could draft again, if no request has
+        missed: 0 if none ever does."""
+        config = self._engine.config
+        count, steps = min(TREE, config.max_slots), max(config.redraft_levels, default=0)
+        # A request with one row has missed.
+        if not steps or count == 1:
+            return 0.0
+        seconds = self._time(Decoding.WALK, self._effort.repeats, count, context, TREE, steps)["redraft"]
+        return statistics.median(seconds) / steps
+
     def _time(
-        self, decoding: Decoding, repeats: int, count: int, context: int, tree: int
-    ) -> dict[ModelRole, list[float]]:
-        """Return the seconds that each model worked in each timed round."""
+        self, decoding: Decoding, repeats: int, count: int, context: int, tree: int, redrafted: int = 0
+    ) -> dict[str, list[float]]:
+        """Return the seconds that each model worked in each timed round; those of `redraft` with `redrafted` steps that
+        may draft again."""
         engine, untimed = self._engine, self._effort.untimed
-        found: dict[ModelRole, list[float]] = {role: [] for role in decoding.roles}
-        plan = live_plan(decoding, engine.config, count, context, tree)
+        found: dict[str, list[float]] = {role: [] for role in (*decoding.roles, *["redraft"] * (redrafted > 0))}
+        plan = live_plan(decoding, engine.config, count, context, tree, redrafted)
         for number in range(untimed + repeats):
-            for role, group in handoffs(decoding, engine, count, context, tree).items():
-                engine.executor.join(role, group)
+            for model, group in handoffs(decoding, engine, count, context, tree).items():
+                engine.executor.join(model, group)
             pending = engine.executor.round(plan)
             pending.result()
             spans = pending.spans()
-            for role in (role for role in found if number >= untimed):
-                begin, end = spans[role]
-                found[role].append(1e-9 * (end - begin))
+            for name in (name for name in found if number >= untimed):
+                begin, end = spans[name]
+                found[name].append(1e-9 * (end - begin))
         return found
 
 
@@ -208,14 +224,17 @@ def _steps(part: str, config: EngineConfig) -> int:
     return 1 if part == "target" else config.block
 
 
-def live_plan(decoding: Decoding, config: EngineConfig, count: int, context: int, tree: int) -> RoundPlan[np.ndarray]:
+def live_plan(
+    decoding: Decoding, config: EngineConfig, count: int, context: int, tree: int, redrafted: int = 0
+) -> RoundPlan[np.ndarray]:
     """Return the plan of a round of the first `count` slots after `context` tokens, in trees of at most `tree` rows;
-    callers pass 1 where one model decodes alone."""
+    callers pass 1 where one model decodes alone. `redrafted`: number of steps that may draft again."""
     batch_size, columns = bucket(count), room_for(context, config.block)
     shape = RULES_OF_ROUNDS[decoding.roles].shape(config)
     first_Y = np.arange(0, count, tree, dtype=np.int32)
     contexts = Contexts.of(columns, count, len(first_Y))
-    plan = padding_plan(frozenset({decoding}), shape, batch_size, config.max_slots, contexts)
+    size = DraftSize(shape.branches, None, redrafted=redrafted)
+    plan = padding_plan(frozenset({decoding}), shape, batch_size, config.max_slots, contexts, size=size)
     sizes_Y = np.minimum(tree, count - first_Y)
     index_A = np.arange(batch_size)
 
@@ -304,9 +323,10 @@ def _overhead(engine: Engine, effort: Effort) -> float:
 
 
 def _busy(spans: dict[str, tuple[int, int]]) -> float:
-    """Return the seconds in which at least one model ran its pass."""
+    """Return the seconds in which at least one model ran its pass, or the draft drafted again."""
+    begins, ends = spans.get("redraft", (0, 0))
     (begin, end), (other, last) = sorted(spans[role] for role in ModelRole)
-    return 1e-9 * (end - begin + max(0, last - max(end, other)))
+    return 1e-9 * (ends - begins + end - begin + max(0, last - max(end, other)))
 
 
 def cache_directory() -> Path:
@@ -364,7 +384,7 @@ def latency_key(
         "models": [_files(directory) for directory in directories],
         "dtypes": [sorted({str(tensor.dtype) for tensor in models[role].state_dict().values()}) for role in ModelRole],
         "draft_columns": draft_columns,
-        "engine": [config.form, config.block, config.branches, config.max_slots, config.numerics],
+        "engine": [getattr(config, name) for name in ENGINE_KEY],
     }
 
 

@@ -103,8 +103,10 @@ def warm_up_plans(
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for decodings, contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
-        for (shape, steps, share), batch_size, processors in product(_shapes(config, decodings), sizes, truncated):
-            if (steps or share) and (processors or batch_size not in SHALLOW_SIZES):
+        for (shape, steps, share, again), batch_size, processors in product(
+            _shapes(config, decodings), sizes, truncated
+        ):
+            if (steps or share or again != config.redrafted) and (processors or batch_size not in SHALLOW_SIZES):
                 continue
             if share and (batch_size == 1 or (steps and batch_size not in few)):
                 # A single row has nothing in common with others. Fewer tokens in one size compile all kernels.
@@ -116,9 +118,8 @@ def warm_up_plans(
             given = (decodings, shape, batch_size, config.max_slots, contexts)
             queries = min(shape.target, config.scored(steps or config.block))
             nodes = int(share * batch_size * queries)
-            redrafted = config.redrafted if decodings == {Decoding.WALK} else 0
-            size = DraftSize(shape.branches, steps, nodes, redrafted)
-            queries = max(queries, redrafted + 1) if redrafted else queries
+            size = DraftSize(shape.branches, steps, nodes, again)
+            queries = max(queries, again + 1) if again else queries
             plan = padding_plan(*given, processors=processors, queries=queries, size=size)
             yield from [plan] * REPEATS
 
@@ -134,20 +135,24 @@ def _roles(decodings: frozenset[Decoding]) -> tuple[ModelRole, ...]:
     return next(iter(decodings)).roles
 
 
-def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[PagesPerRow, int | None, float]]:
-    """Return triples (shape, steps, share of the tokens that run as nodes, 0: all run by themselves). The first is the
-    shape of the config, with all tokens of a block (steps None). Where the latency model chooses trees, shapes with
-    fewer branches a row, rounds with fewer tokens and, unless the target runs paths, rounds with nodes follow."""
-    shape = RULES_OF_ROUNDS[_roles(decodings)].shape(config)
-    if decodings != {Decoding.WALK} or config.drafting != "adaptive":
-        return [(shape, None, 0.0)]
+def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[PagesPerRow, int | None, float, int]]:
+    """Return tuples (shape, steps, share of the tokens that run as nodes, 0: all run by themselves; tokens that are
+    drafted again). The first is the shape of the config, with all tokens of a block (steps None). Where the latency
+    model chooses trees, shapes with fewer branches a row, rounds with fewer tokens, rounds that draft again and, unless
+    the target runs paths, rounds with nodes follow."""
+    shape, again = RULES_OF_ROUNDS[_roles(decodings)].shape(config), config.redrafted
+    if decodings != {Decoding.WALK}:
+        return [(shape, None, 0.0, 0)]
+    if config.drafting != "adaptive":
+        return [(shape, None, 0.0, again)]
     shapes = [replace(shape, branches=branches) for branches in config.branch_levels]
     levels, shares = config.block_levels[1:], () if config.verified == PATHS else NODE_SHARES
     return [
-        *((each, None, 0.0) for each in shapes),
-        *((shape, steps, 0.0) for steps in levels),
-        *((shape, None, share) for share in shares),
-        *((shape, steps, share) for steps in levels for share in shares[:1]),
+        *((each, None, 0.0, again) for each in shapes),
+        *((shape, steps, 0.0, again) for steps in levels),
+        *((shape, None, 0.0, more) for more in config.redraft_levels if more != again),
+        *((shape, None, share, again) for share in shares),
+        *((shape, steps, share, again) for steps in levels for share in shares[:1]),
     ]
 
 

@@ -275,9 +275,9 @@ class RoundScheduler:
         for group, launched_g in zip(population.groups, current_G.tolist()):
             if launched_g in failures:
                 group.fail_constraint(failures[launched_g])
-        again_G = redrafted_A[population.first_G].tolist()
-        depths = [step.size.redrafted + 1 if again else step.depths[g] for g, again in zip(current_G, again_G)]
-        self._count(population, depths, step.size.branches, result, current_G, more_G, restarts_G)
+        again_G = redrafted_A[population.first_G]
+        depths = [step.size.redrafted + 1 if again else step.depths[g] for g, again in zip(current_G, again_G.tolist())]
+        self._count(population, depths, step.size.branches, result, current_G, more_G, (restarts_G, again_G))
         if outcome.observed is not None:
             observed = map_tensors(lambda values_A: values_A[index_A], outcome.observed)
             self._observe_draws(population, observed, [step.exponents[g] for g in current_G])
@@ -424,11 +424,11 @@ class RoundScheduler:
         result: RoundResult[np.ndarray],
         current_G: np.ndarray,
         confirmed_G: np.ndarray,
-        restarts_G: np.ndarray,
+        after_misses: tuple[np.ndarray, np.ndarray],
     ) -> None:
         """Fail requests for which a model returned NaN, and count what the round did to each request. `depths`: of the
-        blocks that were verified; `confirmed_G`: answer tokens that became certain; `restarts_G`: whether one token was
-        verified alone."""
+        blocks that were verified; `confirmed_G`: answer tokens that became certain; `after_misses`: `restarts` and
+        `again` of `RoundFacts` [G]."""
         for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
             for g in np.flatnonzero(nan_G[current_G]):
                 population.groups[g].fail(role)
@@ -443,7 +443,7 @@ class RoundScheduler:
             confirmed_G,
             population.size_G,
             result.hit_G[current_G].astype(bool) & ahead,
-            restarts_G,
+            *after_misses,
             open_G,
         )
         # Converting whole arrays is cheaper than converting each element.

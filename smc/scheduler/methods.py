@@ -79,6 +79,8 @@ class RoundFacts(NamedTuple):
     """Whether tokens drafted ahead continued what the target drew."""
     restarts: bool
     """Whether the round verified one token alone, since no rows drafted ahead had continued."""
+    again: bool
+    """Whether it verified a block that was drafted again for the same reason."""
     open: bool
     """Whether a row of the request has not ended."""
     block: int
@@ -407,7 +409,7 @@ def _count_misses(acceptance: Acceptance, facts: RoundFacts) -> None:
     else:
         # The first token of a block is known.
         is_whole = confirmed >= block
-        acceptance.count(min(confirmed, block - 1), not is_whole, *width)
+        acceptance.count(min(confirmed, block - 1), not is_whole, *width, again=facts.again)
         acceptance.count_outcome(Miss.WHOLE if is_whole else Miss.PART, not facts.hit, *width)
 
 

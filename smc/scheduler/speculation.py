@@ -12,9 +12,11 @@ each request, which starts from that of its temperature.
 
 In look-ahead there are two kinds of rounds. One verifies a block, as above. Unless rows ahead begin with the outcome,
 the next one verifies a single token, which is known: it *restarts*. The outcome has a miss rate of its own after a
-restart, after a whole block, and after a part of one. All of them fall with N and with F (`Falls`).
+restart, after a whole block, and after a part of one. All of them fall with N and with F (`Falls`). If the draft drafts
+again instead (`smc.executor.redraft`), a block follows with miss rates of its own, which fall as in lockstep.
 
-Local axes: Y pairs of a number of rows and a number of branches. K are depths of a tree."""
+Local axes: Y pairs of a number of rows and a number of branches, P numbers of tokens that are drafted again. K are
+depths of a tree."""
 
 from __future__ import annotations
 
@@ -76,6 +78,9 @@ class Miss(StrEnum):
 
     TOKEN = "token"
     """The next token of a block, after a number of accepted ones."""
+    AGAIN = "again"
+    """The next token of a block that was drafted again after a miss (look-ahead). Such a block has all rows of a tree,
+    as in lockstep."""
     RESTART = "restart"
     """The target's draw after the only token of a restart, among the rows ahead (look-ahead)."""
     WHOLE = "whole"
@@ -186,10 +191,13 @@ class LatencyModel:
     round_overhead: float
     """Seconds of a round besides the draft's steps and the target's pass: selection, messages, and host work that does
     not overlap with them."""
+    redraft_overhead: float = 0.0
+    """Seconds that a round spends for each step that could draft again after a miss, if no request has missed."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.round_overhead < math.inf:
-            raise ValueError(f"round_overhead={self.round_overhead!r}; allowed: finite, >= 0")
+        for name in ("round_overhead", "redraft_overhead"):
+            if not 0 <= (seconds := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name}={seconds!r}; allowed: finite, >= 0")
 
     @property
     def parts(self) -> dict[str, ModelLatency]:
@@ -197,7 +205,7 @@ class LatencyModel:
 
     def to_json(self) -> str:
         parts = {name: {"points": part.curve.points, "read": part.read} for name, part in self.parts.items()}
-        return json.dumps(parts | {"round_overhead": self.round_overhead})
+        return json.dumps(parts | {"round_overhead": self.round_overhead, "redraft_overhead": self.redraft_overhead})
 
     @staticmethod
     def from_json(text: str) -> LatencyModel:
@@ -207,7 +215,7 @@ class LatencyModel:
             name: ModelLatency(LatencyCurve(tuple(map(tuple, found[name]["points"]))), found[name]["read"])
             for name in PARTS
         }
-        return LatencyModel(**parts, round_overhead=found["round_overhead"])
+        return LatencyModel(**parts, round_overhead=found["round_overhead"], redraft_overhead=found["redraft_overhead"])
 
     def __str__(self) -> str:
         return f"ms of {'; '.join(map(self._describe, PARTS))}; {1e3 * self.round_overhead:.2f} ms a round besides"
@@ -220,7 +228,7 @@ class LatencyModel:
 
 def falls_of(lookahead: bool, gain: Any = WIDTH_GAIN) -> Mapping[Miss, Falls]:
     """Return how each rate falls in this form of rounds. `gain`: that of a tree's rows in lockstep."""
-    return AHEAD_FALLS if lookahead else dict.fromkeys(Miss, Falls(gain))
+    return dict.fromkeys(Miss, Falls(gain)) | (AHEAD_FALLS if lookahead else {})
 
 
 @dataclass
@@ -259,10 +267,13 @@ class MissRates:
     part: float = PRIORS[Miss.PART]
     gain: float = WIDTH_GAIN
     """Exponent by which they fall with the number of rows in lockstep."""
+    again: tuple[float, ...] = ()
+    """As `token`, of blocks that were drafted again; empty: the same."""
 
-    def to(self, depth: int) -> tuple[float, ...]:
+    def to(self, depth: int, kind: Miss = Miss.TOKEN) -> tuple[float, ...]:
         """Return the rates of the first `depth` tokens."""
-        return (*self.token, *self.token[-1:] * depth)[:depth]
+        rates = self.again if kind is Miss.AGAIN and self.again else self.token
+        return (*rates, *rates[-1:] * depth)[:depth]
 
 
 PRIOR_RATES = MissRates((PRIOR_MISS_RATE,))
@@ -277,6 +288,8 @@ class Acceptance:
     """Weight that earlier rounds keep after every round."""
     tokens_K: list[MissCounts] = field(default_factory=list)
     """Counts of `Miss.TOKEN` at each depth that was tried."""
+    again_K: list[MissCounts] = field(default_factory=list)
+    """Counts of `Miss.AGAIN` at each depth that was tried."""
     outcomes: dict[Miss, MissCounts] = field(default_factory=lambda: {miss: MissCounts() for miss in OUTCOMES})
     """Counts of the others (look-ahead)."""
     missed_first: float = 0.0
@@ -284,11 +297,12 @@ class Acceptance:
     missed_wide: float = 0.0
     """Draws of the target that were none of the draft's first `WIDE_TOKENS` tokens."""
 
-    def count(self, tried: int, missed: bool, rows: int, branches: int = 1) -> None:
+    def count(self, tried: int, missed: bool, rows: int, branches: int = 1, *, again: bool = False) -> None:
         """Count a round in which `tried` tokens were looked up in a tree. `missed`: whether the last of them was
-        missing; the ones before were not."""
-        self.tokens_K += [MissCounts() for _ in range(tried - len(self.tokens_K))]
-        for depth, counts in enumerate(self.tokens_K):
+        missing; the ones before were not. `again`: the tree was drafted again after a miss."""
+        of_kind_K = self.again_K if again else self.tokens_K
+        of_kind_K += [MissCounts() for _ in range(tried - len(of_kind_K))]
+        for depth, counts in enumerate(of_kind_K):
             counts.keep(self.memory if depth < tried else self.memory**UNTRIED)
             if depth < tried:
                 counts.count(missed and depth == tried - 1, rows, branches)
@@ -312,10 +326,11 @@ class Acceptance:
 
     def fade(self, share: float) -> None:
         """Keep only this share of all counts."""
-        for counts in (*self.tokens_K, *self.outcomes.values()):
+        for counts in (*self.tokens_K, *self.again_K, *self.outcomes.values()):
             counts.keep(share)
         if not share:
             self.tokens_K.clear()
+            self.again_K.clear()
         self.missed_first *= share
         self.missed_wide *= share
 
@@ -324,24 +339,50 @@ class Acceptance:
         prior, so are greater depths until they are observed. `gain`: that of all requests; default: its own."""
         gain = self.gain() if gain is None else gain
         falls = falls_of(lookahead, gain)
-        token: list[float] = []
-        ratio = 1.0
-        for depth, before in enumerate(prior.to(max(len(self.tokens_K), len(prior.token)))):
-            counts = self.tokens_K[depth] if depth < len(self.tokens_K) else MissCounts()
-            token.append(counts.rate(ratio * before, falls[Miss.TOKEN]))
-            ratio = token[-1] / before if before else 1.0
+
+        def by_depth(kind: Miss, counts_K: Sequence[MissCounts], ratio: float = 1.0) -> tuple[float, ...]:
+            found: list[float] = []
+            for depth, before in enumerate(prior.to(max(len(counts_K), len(prior.token)), kind)):
+                counts = counts_K[depth] if depth < len(counts_K) else MissCounts()
+                found.append(counts.rate(ratio * before, falls[kind]))
+                ratio = found[-1] / before if before else 1.0
+            return tuple(found)
+
+        def outcome(kind: Miss, ratio: float = 1.0) -> float:
+            return self.outcomes[kind].rate(ratio * getattr(prior, kind), falls[kind])
+
+        # A request either restarts or drafts again: what one of them misses tells about the other.
+        again_ratio = by_depth(Miss.AGAIN, self.again_K)[0] / max(prior.to(1, Miss.AGAIN)[0], 1e-9)
+        restart_ratio = outcome(Miss.RESTART) / max(prior.restart, 1e-9)
         return MissRates(
-            tuple(token),
-            **{miss: counts.rate(getattr(prior, miss), falls[miss]) for miss, counts in self.outcomes.items()},
+            by_depth(Miss.TOKEN, self.tokens_K),
+            restart=outcome(Miss.RESTART, again_ratio),
+            whole=outcome(Miss.WHOLE),
+            part=outcome(Miss.PART),
             gain=gain,
+            again=by_depth(Miss.AGAIN, self.again_K, restart_ratio),
         )
 
 
+class Confirmed(NamedTuple):
+    """What rounds bring a request on average: arrays [G, Y, K, P]."""
+
+    tokens: np.ndarray
+    """Tokens that a round confirms."""
+    restarts: np.ndarray
+    """Share of rounds after a miss, which restart or draft again."""
+
+
 def tokens_a_round(
-    rates: Sequence[MissRates], rows_GY: np.ndarray, branches_Y: np.ndarray | int, block: int, lookahead: bool
-) -> np.ndarray:
-    """Return the average number of tokens that a round confirms if it drafts 1, 2, .. `block` tokens: [G, Y, K]. Each
-    of the G requests has its rates, and Y numbers of rows and branches."""
+    rates: Sequence[MissRates],
+    rows_GY: np.ndarray,
+    branches_Y: np.ndarray | int,
+    block: int,
+    lookahead: bool,
+    redrafted: Sequence[int] = (0,),
+) -> Confirmed:
+    """Return what rounds confirm if they draft 1, 2, .. `block` tokens. Each of the G requests has its rates, and Y
+    numbers of rows and branches. `redrafted`: P numbers of tokens that are drafted again after a miss; 0: none."""
     falls = falls_of(lookahead, np.array([[each.gain] for each in rates]))
 
     def missed(kind: Miss, rate_G: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -350,13 +391,23 @@ def tokens_a_round(
     token_KG = zip(*(each.to(block) for each in rates))
     right_GYK = np.stack([1 - missed(Miss.TOKEN, token_G) for token_G in token_KG], -1)
     if not lookahead:
-        return 1 + np.cumprod(right_GYK, -1).cumsum(-1)
+        tokens_GYKP = (1 + np.cumprod(right_GYK, -1).cumsum(-1))[..., None]
+        return Confirmed(tokens_GYKP, np.zeros_like(tokens_GYKP))
     # The first token of a block is known to be right. After a miss, rounds confirm one token each until the target's
     # next token is among the drafted ones.
     whole_GYK = np.cumprod(np.concatenate((np.ones_like(right_GYK[..., :1]), right_GYK[..., :-1]), -1), -1)
     restart, whole, part = (missed(kind, [getattr(each, kind) for each in rates])[..., None] for kind in OUTCOMES)
-    restarts_GYK = (whole_GYK * whole + (1 - whole_GYK) * part) / np.maximum(1 - restart, LEAST_FOUND)
-    return (whole_GYK.cumsum(-1) + restarts_GYK) / (1 + restarts_GYK)
+    misses_GYK = whole_GYK * whole + (1 - whole_GYK) * part
+    # With R tokens that are drafted again, these rounds confirm more, and miss as after other blocks.
+    again_KG = zip(*(each.to(max(redrafted), Miss.AGAIN) for each in rates))
+    one_GY1 = np.ones((*rows_GY.shape, 1))
+    right_GYK = np.concatenate((one_GY1, *(1 - missed(Miss.AGAIN, again_G)[..., None] for again_G in again_KG)), -1)
+    all_right_GYP = np.cumprod(right_GYK, -1)[..., list(redrafted)]
+    tokens_GYP = np.cumprod(right_GYK, -1).cumsum(-1)[..., list(redrafted)]
+    again_GYP = np.where(np.array(redrafted) > 0, all_right_GYP * whole + (1 - all_right_GYP) * part, restart)
+    ratio_GYKP = misses_GYK[..., None] / np.maximum(1 - again_GYP, LEAST_FOUND)[:, :, None]
+    tokens_GYKP = whole_GYK.cumsum(-1)[..., None] + ratio_GYKP * tokens_GYP[:, :, None]
+    return Confirmed(tokens_GYKP / (1 + ratio_GYKP), ratio_GYKP / (1 + ratio_GYKP))
 
 
 class DraftExponents:

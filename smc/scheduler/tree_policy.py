@@ -4,11 +4,12 @@ The policy compares the latency model with the miss rate of the draft and choose
 drafting. It is a pure function of its arguments; it knows nothing about slots, rounds or answers. `TreeController`
 calls the policy, and `DraftFallback` carries out the switches between the draft-target pair and the target alone.
 
-Local axes: Y numbers of branches, U pairs of a number of rows and one of branches, Z rows that are added one after
-another. F are numbers of rows."""
+Local axes: Y numbers of branches, P numbers of tokens that are drafted again, U pairs of a number of rows and one of
+branches, Z rows that are added one after another. F are numbers of rows."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.round_plan import DraftSize, bucket, node_room
 from smc.scheduler.sequence_group import SequenceGroup
-from smc.scheduler.speculation import Acceptance, LatencyModel, MissRates, tokens_a_round
+from smc.scheduler.speculation import Acceptance, Confirmed, LatencyModel, MissRates, tokens_a_round
 from smc.types import BOTH_MODELS, ModelRole
 
 MARGIN = 1.1
@@ -134,8 +135,7 @@ class LatencyTreePolicy:
         if latency is None:
             return DraftSize(self._config.branches, None, redrafted=self._config.redrafted)
         size = self._forecast(latency).size(list(trees), batch_size, context)
-        steps = None if size.steps == self._config.block else size.steps
-        return size._replace(steps=steps, redrafted=self._config.redrafted)
+        return size._replace(steps=None if size.steps == self._config.block else size.steps)
 
     def _forecast(self, latency: LatencyModel) -> ThroughputForecast:
         if self._known is None or self._known[0] is not latency:
@@ -156,12 +156,13 @@ class TreeRows(NamedTuple):
 class ThroughputForecast:
     """Forecasts how long rounds take and how many tokens they bring.
 
-    Every forecast is for the best number of drafted tokens and of branches of a round, among the levels of the config
-    (axes K and Y below)."""
+    Every forecast is for the best number of drafted tokens, of branches, and of tokens that are drafted again after a
+    miss, among the levels of the config (axes K, Y and P below)."""
 
     def __init__(self, config: EngineConfig, latency: LatencyModel) -> None:
         self._config, self._latency = config, latency
         self._branches = config.branch_levels
+        self._again = config.redraft_levels if config.redrafted else (0, *config.redraft_levels)
         # The caches have at most as many entries as a round can have rows.
         self._padded, self._models = cache(bucket), cache(self._models_of)
 
@@ -178,44 +179,49 @@ class ThroughputForecast:
         if not batch_size:
             return tokens / by_itself
         of = TreeRows(int(rows_G.sum()) + beside.pair_rows, 0 if beside.pair else len(drafted), batch_size)
-        tokens_YK = tokens + self._confirmed(drafted, rows_G[drafted_G][:, None]).sum(0)[0]
+        confirmed, missed = self._confirmed(drafted, rows_G[drafted_G][:, None])
+        tokens_YKP, again_YKP = tokens + confirmed.sum(0)[0], _any(missed[:, 0])
         return max(
-            tokens_YK[index] / self.seconds_of_round(batch_size, context, by_itself, size)
+            tokens_YKP[index] / self.seconds_of_round(batch_size, context, by_itself, size, again_YKP[index])
             for index, size in self._sizes(of)
         )
 
-    def _sizes(self, of: TreeRows) -> Iterator[tuple[tuple[int, int], DraftSize]]:
-        """Yield the sizes that a round may have, each with its index [Y, K]. Methods other than exact decoding need all
-        branches, and all of a block."""
-        config = self._config
+    def _sizes(self, of: TreeRows) -> Iterator[tuple[tuple[int, int, int], DraftSize]]:
+        """Yield the sizes that a round may have, each with its index [Y, K, P]. Methods other than exact decoding need
+        all branches, and all of a block."""
+        config, again = self._config, self._again
         if not of.groups:
-            yield (0, config.block - 1), DraftSize(config.branches, config.block)
+            yield (0, config.block - 1, 0), DraftSize(config.branches, config.block, redrafted=again[0])
             return
         for steps in config.block_levels:
             nodes = 0
             if config.verified != PATHS:
                 nodes = node_room(of.rows, of.groups, config.scored(steps), of.batch_size)
-            for y, branches in enumerate(self._branches):
-                yield (y, steps - 1), DraftSize(branches, steps, nodes)
+            for (y, branches), (w, more) in itertools.product(enumerate(self._branches), enumerate(again)):
+                yield (y, steps - 1, w), DraftSize(branches, steps, nodes, more)
 
-    def _confirmed(self, trees: Sequence[TreeRequest], rows_GF: np.ndarray) -> np.ndarray:
-        """Tokens that a round confirms for each request [G, F, Y, K], with trees of `rows_GF` rows, by branches and
-        drafted tokens."""
-        config, (count, levels) = self._config, rows_GF.shape
+    def _confirmed(self, trees: Sequence[TreeRequest], rows_GF: np.ndarray) -> Confirmed:
+        """What a round confirms for each request, with trees of `rows_GF` rows, by branches, drafted tokens and tokens
+        drafted again: arrays [G, F, Y, K, P]."""
+        config, shape = self._config, (*rows_GF.shape, len(self._branches), self._config.block, len(self._again))
         if not trees:
-            return np.zeros((0, levels, len(self._branches), config.block))
-        rows_GU, branches_U = np.repeat(rows_GF, len(self._branches), 1), np.tile(self._branches, levels)
-        tokens_GUK = tokens_a_round([t.rates for t in trees], rows_GU, branches_U, config.block, config.lookahead)
-        return tokens_GUK.reshape(count, levels, len(self._branches), config.block)
+            return Confirmed(np.zeros(shape), np.zeros(shape))
+        rows_GU, branches_U = np.repeat(rows_GF, len(self._branches), 1), np.tile(self._branches, rows_GF.shape[1])
+        rates = [tree.rates for tree in trees]
+        found = tokens_a_round(rates, rows_GU, branches_U, config.block, config.lookahead, self._again)
+        return Confirmed(*(values.reshape(shape) for values in found))
 
     def best(self, trees: Sequence[TreeRequest], beside: OtherLoad, slots: int) -> list[int]:
         """Return the rows of each tree: at least one, and together at most as many as there are slots. Rows are given
         to the trees for which they bring most tokens, as long as the throughput of all requests grows."""
         level_F, most_G1 = np.array(_levels(max(tree.most for tree in trees))), np.array([[t.most] for t in trees])
         rows_GF = np.minimum(level_F, most_G1)
-        tokens_GFYK = self._confirmed(trees, rows_GF)
+        confirmed = self._confirmed(trees, rows_GF)
         sizes = self._sizes(TreeRows(len(trees), 0 if beside.pair else len(trees), self._padded(len(trees))))
-        found = (self._best(trees, beside, slots, rows_GF, tokens_GFYK[:, :, *index], size) for index, size in sizes)
+        found = (
+            self._best(trees, beside, slots, rows_GF, Confirmed(*(values[:, :, *index] for values in confirmed)), size)
+            for index, size in sizes
+        )
         return max(found, key=lambda best: best[0])[1]
 
     def _best(
@@ -224,11 +230,11 @@ class ThroughputForecast:
         beside: OtherLoad,
         slots: int,
         rows_GF: np.ndarray,
-        tokens_GF: np.ndarray,
+        confirmed: Confirmed,
         size: DraftSize,
     ) -> tuple[float, list[int]]:
-        """Tokens per second and the rows of each tree, if rounds have this size."""
-        config = self._config
+        """Tokens per second and the rows of each tree, if rounds have this size. `confirmed`: arrays [G, F]."""
+        config, tokens_GF = self._config, confirmed.tokens
         added_GF, gain_GF = np.diff(rows_GF), np.diff(tokens_GF)
         # A tree grows level by level.
         worth_GF = np.minimum.accumulate(gain_GF / np.maximum(added_GF, 1), axis=1)
@@ -238,15 +244,17 @@ class ThroughputForecast:
         rows_Z = rows_Z[: max(1, np.searchsorted(rows_Z, slots, side="right"))]
         tokens_Z = tokens_GF[:, 0].sum() + np.concatenate(([0.0], np.cumsum(gain_GF.flat[order_Z])))[: len(rows_Z)]
         tokens_Z += beside.pair * config.target_tokens + beside.target * config.block
-        speed_Z = tokens_Z / self._seconds_of_pair(rows_Z + beside.pair_rows, trees, beside, size)
+        again = float(_any(confirmed.restarts[:, -1]))
+        speed_Z = tokens_Z / self._seconds_of_pair(rows_Z + beside.pair_rows, trees, beside, size, again)
         taken_GF = np.zeros(added_GF.shape, dtype=bool)
         taken_GF.flat[order_Z[: int(speed_Z.argmax())]] = True
         return float(speed_Z.max()), (rows_GF[:, 0] + (added_GF * taken_GF).sum(1)).tolist()
 
     def _seconds_of_pair(
-        self, rows_Z: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, size: DraftSize
+        self, rows_Z: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, size: DraftSize, again: float
     ) -> np.ndarray:
-        """Seconds of a round that drafts for all trees, by the pair's number of rows [Z]."""
+        """Seconds of a round that drafts for all trees, by the pair's number of rows [Z]. `again`: see
+        `seconds_of_round`."""
         config, by_itself = self._config, self._by_itself(beside.target, beside.target_context)
         context, groups = sum(tree.context for tree in trees) + beside.pair_context, 0 if beside.pair else len(trees)
         steps = size.steps or config.block
@@ -255,7 +263,7 @@ class ThroughputForecast:
             batch_size, nodes = self._padded(rows), 0
             if groups and config.verified != PATHS:
                 nodes = node_room(rows, groups, config.scored(steps), batch_size)
-            return self.seconds_of_round(batch_size, context, by_itself, size._replace(nodes=nodes))
+            return self.seconds_of_round(batch_size, context, by_itself, size._replace(nodes=nodes), again)
 
         return np.array([seconds(rows) for rows in rows_Z.tolist()])
 
@@ -266,29 +274,41 @@ class ThroughputForecast:
     def size(self, trees: Sequence[TreeRequest], batch_size: int, context: int) -> DraftSize:
         """Return how much a round of these requests drafts and verifies: what brings most tokens per second."""
         rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
-        tokens_YK = self._confirmed(trees, rows_G1).sum(0)[0]
+        confirmed, missed = self._confirmed(trees, rows_G1)
+        tokens_YKP, again_YKP = confirmed.sum(0)[0], _any(missed[:, 0])
         of = TreeRows(int(rows_G1.sum()), len(trees), batch_size)
-        return max(
-            self._sizes(of),
-            key=lambda each: tokens_YK[each[0]] / self.seconds_of_round(batch_size, context, 0.0, each[1]),
-        )[1]
 
-    def seconds_of_round(self, batch_size: int, context: int, by_itself: float, size: DraftSize) -> float:
+        def speed(each: tuple[tuple[int, int, int], DraftSize]) -> float:
+            index, size = each
+            return tokens_YKP[index] / self.seconds_of_round(batch_size, context, 0.0, size, again_YKP[index])
+
+        return max(self._sizes(of), key=speed)[1]
+
+    def seconds_of_round(
+        self, batch_size: int, context: int, by_itself: float, size: DraftSize, again: float = 0.0
+    ) -> float:
         """Return the seconds of a round of the pair. `batch_size`: rows; `context`: tokens of their contexts together;
         `by_itself`: seconds for which the target decodes other sequences in the same step; `size`: how much is
-        drafted."""
+        drafted; `again`: probability that some request drafts again, for which the target waits."""
         config, latency, steps = self._config, self._latency, size.steps or self._config.block
         draft, target = self._models(batch_size, size.branches, steps, size.nodes)
         draft += steps * latency.draft.read * context
         target += latency.target.read * context + by_itself
+        waits = again * latency.draft.at(batch_size, context) + latency.redraft_overhead if size.redrafted else 0.0
         # Passes over the target's own sequences overlap with the draft's steps in look-ahead only.
-        return (max(draft, target) if config.lookahead else draft + target) + latency.round_overhead
+        overlapping = max(draft, target) if config.lookahead else draft + target
+        return overlapping + size.redrafted * waits + latency.round_overhead
 
     def _models_of(self, batch_size: int, branches: int, steps: int, nodes: int) -> tuple[float, float]:
         """Seconds of the draft and of the target in a round, without reading contexts."""
         config, draft, target = self._config, self._latency.draft.curve, self._latency.target.curve
         drafting = draft.at(batch_size) + (steps - 1) * draft.at(batch_size * branches)
         return drafting, target.at(nodes or batch_size * config.scored(steps))
+
+
+def _any(probability_GYKP: np.ndarray) -> np.ndarray:
+    """Return the probability that something happens to at least one of the requests [Y, K, P]."""
+    return 1 - np.prod(1 - probability_GYKP, 0)
 
 
 def _levels(most: int) -> list[int]:

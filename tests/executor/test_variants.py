@@ -37,7 +37,8 @@ pytestmark = pytest.mark.skipif(
 )
 VOCAB, CONTEXT = 300, 1024
 LOOKAHEAD, LOCKSTEP = (
-    EngineConfig(form=form, block=3, max_slots=16, max_context=CONTEXT) for form in ("lookahead", "lockstep")
+    EngineConfig(form=form, block=3, max_slots=16, max_context=CONTEXT).on_device("cpu")
+    for form in ("lookahead", "lockstep")
 )
 FORMS = {"lookahead": LOOKAHEAD, "lockstep": LOCKSTEP, "redrafting": replace(LOOKAHEAD, redrafting="always")}
 TOGETHER = [1, 2, 4]

@@ -78,4 +78,5 @@ class AnySize(LatencyTreePolicy):
         tokens = batch_size * config.scored(steps)
         nodes = int(self._draw.choice((0.0, *NODE_SHARES)) * tokens) if batch_size > len(list(trees)) else 0
         branches = self._draw.choice(config.branch_levels)
-        return DraftSize(branches, None if steps == config.block else steps, nodes, config.redrafted)
+        redrafted = config.redrafted or self._draw.choice((0, *config.redraft_levels))
+        return DraftSize(branches, None if steps == config.block else steps, nodes, redrafted)

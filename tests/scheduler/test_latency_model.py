@@ -66,8 +66,9 @@ def test_a_latency_model_travels_as_json():
         0.02,
         0.0005,
     )
-    with pytest.raises(ValueError, match="round_overhead=-1"):
-        replace(latency, round_overhead=-1)
+    for name in ("round_overhead", "redraft_overhead"):
+        with pytest.raises(ValueError, match=f"{name}=-1"):
+            replace(latency, **{name: -1})
     for wrong in (-1e-9, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="read="):
             ModelLatency(LatencyCurve(((1, 1.0),)), wrong)
@@ -125,6 +126,7 @@ def test_timed_rounds_are_full(config):
     assert [size for size, _ in latency.target.curve.points] == [n * config.target_tokens for n in (1, 8, last)]
     assert [size for size, _ in latency.alone.curve.points] == [1, 8, last]
     assert latency.round_overhead > 0
+    assert (latency.redraft_overhead > 0) is config.lookahead
     for count in (1, 8, last):
         trees = -(-count // 8)
         assert (count * config.target_tokens, trees * short) in passes["target"] and passes["target"].count(

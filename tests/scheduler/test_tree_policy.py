@@ -183,7 +183,7 @@ def test_unknown_drafts_are_tried(rows):
 def test_a_crowd_that_comes_and_goes_settles():
     """Every eight steps one in twenty of 256 requests is replaced, contexts have all lengths, and the miss rates
     vary."""
-    rng, policy = random.Random(5), LatencyTreePolicy(EngineConfig(block=5, max_slots=2048))
+    rng, policy = random.Random(5), LatencyTreePolicy(EngineConfig(block=5, max_slots=2048, redrafting="never"))
 
     def another(others: list[TreeRequest]) -> TreeRequest:
         new = tree(2 * HARD * rng.uniform(0.8, 1.4), context=rng.randint(10, 190))
@@ -298,7 +298,7 @@ def test_a_round_in_lockstep_drafts_as_deep_as_pays():
 
 def test_a_round_in_look_ahead_drafts_as_deep_as_the_draft_keeps_pace():
     """As many tokens as the draft grows while the target works, if it is good; fewer if it is slow or often wrong."""
-    config = EngineConfig(block=12, max_slots=256)
+    config = EngineConfig(block=12, max_slots=256, redrafting="never")
     assert config.block_levels == (12, 8, 6, 5, 4, 3, 2) and EngineConfig(block=1).block_levels == (1,)
     policy = LatencyTreePolicy(config)
 
@@ -428,28 +428,52 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
 
 
-@pytest.mark.parametrize("lookahead", [True, False])
-def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead):
+@pytest.mark.parametrize(("lookahead", "redrafted"), [(True, 0), (True, 1), (True, 3), (False, 0)])
+def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead, redrafted):
     """Compared with a simulation of 10,000 dependent rounds: the formula must be within ten standard errors of as many
     independent rounds."""
     rng, falls = np.random.default_rng(1), falls_of(lookahead)
     for token, part, rows, branches, block in ((0.3, 0.9, 1, 1, 5), (0.3, 0.5, 4, 2, 5), (2.0, 0.7, 8, 4, 3)):
-        given = MissRates((token,), restart=0.4, whole=0.2, part=part)
-        missed = {miss: rate * falls[miss].share(rows, branches) for miss, rate in zip(Miss, (token, 0.4, 0.2, part))}
+        given = MissRates((token,), restart=0.4, whole=0.2, part=part, again=(0.5,))
+        rates = dict(zip(Miss, (token, 0.5, 0.4, 0.2, part)))
+        missed = {miss: rate * falls[miss].share(rows, branches) for miss, rate in rates.items()}
         missed[Miss.TOKEN] = min(missed[Miss.TOKEN], 1.0)
-        found, restarts = [], False
+        found, after_miss = [], []
+        restarts = False
         for _ in range(10_000):
-            right = rng.random(block) > missed[Miss.TOKEN]
-            accepted = block if right.all() else int(right.argmin())
+            of_round, size = (Miss.AGAIN, redrafted + 1) if restarts else (Miss.TOKEN, block)
+            right = rng.random(size) > missed[of_round]
+            accepted = size if right.all() else int(right.argmin())
             if not lookahead:
                 found.append(accepted + 1)
                 continue
-            confirmed = 1 if restarts else min(accepted + 1, block)
-            kind = Miss.RESTART if restarts else Miss.WHOLE if confirmed == block else Miss.PART
+            confirmed = min(accepted + 1, size)
+            kind = Miss.RESTART if size == 1 else Miss.WHOLE if confirmed == size else Miss.PART
+            after_miss.append(restarts)
             restarts = bool(rng.random() < missed[kind])
             found.append(confirmed)
-        mean = tokens_a_round([given], np.array([[rows]]), branches, block, lookahead)[0, 0, -1]
-        assert mean == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
+        forecast = tokens_a_round([given], np.array([[rows]]), branches, block, lookahead, (redrafted,))
+        assert forecast.tokens[0, 0, -1, 0] == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
+        if lookahead:
+            assert forecast.restarts[0, 0, -1, 0] == pytest.approx(np.mean(after_miss), abs=0.05)
+
+
+def test_drafting_again_is_chosen_by_costs():
+    """For one request, and for several if they often miss; not for many, of which some has missed in every round, nor
+    where it seldom helps, or takes long even if it is not needed."""
+    config = EngineConfig(block=5, branches=8, max_slots=512, redrafting="adaptive")
+    often, seldom = MissRates((0.3,), 0.5, 0.5, 0.7), MissRates((0.02,), 0.03, 0.02, 0.3)
+    assert config.redraft_levels == (4, 2)
+
+    def redrafted(rates: MissRates, requests: int = 1, overhead: float = 0.0, config: EngineConfig = config) -> int:
+        latency = replace(made(draft=(0.3e-3, 4e-6)), redraft_overhead=overhead)
+        trees = [TreeRequest(8, rates, SHORT, 8)] * requests
+        return LatencyTreePolicy(config).draft_size(trees, 8 * requests, SHORT, latency).redrafted
+
+    assert redrafted(often) == redrafted(seldom) == redrafted(often, 4) == 4
+    assert redrafted(seldom, 4) == redrafted(often, overhead=2e-3) == redrafted(replace(often, again=(30.0,))) == 0
+    assert redrafted(often, config=replace(config, redrafting="never")) == 0
+    assert redrafted(seldom, 4, config=replace(config, redrafting="always")) == 4
 
 
 def test_miss_rates_are_estimated_for_any_tree_size():
@@ -457,7 +481,7 @@ def test_miss_rates_are_estimated_for_any_tree_size():
     prior."""
     rng = random.Random(2)
     acceptance, prior = Acceptance(0.999), MissRates((0.7, 0.6), 0.5, 0.4, 0.3)
-    assert acceptance.rates(False, prior) == prior
+    assert acceptance.rates(False, prior) == replace(prior, again=prior.token)
     for _ in range(4000):
         rows = rng.choice((1, 2, 8))
         first = next((i for i in range(6) if rng.random() < 0.2 / rows**WIDTH_GAIN), 6)
@@ -504,7 +528,8 @@ def test_an_engine_follows_its_latency_model(form):
 @pytest.mark.parametrize("form", one_of("lockstep", "lookahead"))
 def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
     """Its first rounds show it: the policy decides again after three steps."""
-    engine = local_engine(tiny_pair(9, scale=1.5), EngineConfig(form=form, block=4, max_slots=64))
+    config = EngineConfig(form=form, block=4, max_slots=64, redrafting="never")
+    engine = local_engine(tiny_pair(9, scale=1.5), config)
     engine.latency = made(round_overhead=0.0, draft=(3e-3, 0.0), target=(4e-3, 5e-4))
     law = {"method": "exact", "particles": 2, "max_tokens": 60, "ignore_eos": True}
     engine.submit(Request("one", (0, 1, 2), SamplingParams(seed=1, **law)))
@@ -525,7 +550,7 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.latency = made()
     acceptance, alone = engine.rounds_of(Decoding.WALK).acceptance, []
-    acceptance.tokens_K = [MissCounts(900.0, {(1, 1): 300.0})]
+    acceptance.tokens_K, acceptance.again_K = ([MissCounts(900.0, {(1, 1): 300.0})] for _ in range(2))
     for seed in range(5):
         engine.submit(
             Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True))
