@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from smc.scheduler.speculation import WIDTH_GAIN, LatencyModel
+import numpy as np
 
-CANDIDATES = 32
-"""Candidate tokens of a tree's root, so the maximum width of its first level."""
+from smc.scheduler.speculation import WIDTH_GAIN, LatencyModel, MissRates, tokens_a_round
+
 PARTICLES = (1, 2, 4, 8, 16, 32)
 BRANCHES = (1, 2, 4, 8)
 BLOCKS = tuple(range(1, 17))
@@ -30,7 +30,7 @@ class AcceptanceCurve:
     one: float
     """Probability that a single drafted row has the target's next token."""
     gain: float = WIDTH_GAIN
-    """Exponent: N rows miss the token N^gain times less often."""
+    """Exponent: in lockstep, N rows miss the token N^gain times less often."""
 
     def __post_init__(self) -> None:
         if not 0 < self.one < 1:
@@ -38,27 +38,18 @@ class AcceptanceCurve:
         if not 0 <= self.gain < math.inf:
             raise ValueError(f"gain={self.gain!r}; allowed: finite, >= 0")
 
-    def of_rows(self, rows: float) -> float:
-        """Return the probability that one of `rows` rows has the target's next token."""
-        return 1 - (1 - self.one) / max(1.0, rows) ** self.gain
+    @property
+    def rates(self) -> MissRates:
+        """The miss rates of `smc.scheduler.speculation`. Of outcomes nothing was measured: on a published pair, what
+        follows a whole block is missed half as often as a token, and what follows a part of one always."""
+        missed = 1 - self.one
+        return MissRates((missed,), restart=missed, whole=missed / 2, part=1.0, gain=self.gain)
 
-    def lockstep_tokens(self, particles: int, block: int) -> float:
-        """Return the expected tokens of a round: the accepted ones of K, and one that the target draws."""
-        return 1 + sum(self.of_rows(particles) ** token for token in range(1, block + 1))
-
-    def lookahead_tokens(self, particles: int, branches: int, block: int) -> float:
-        """Return the expected tokens of a round in the long run.
-
-        Rounds are of two kinds. A round of the first kind verifies a tree whose first token is known to be right. Every
-        further token of the block is in the tree with the probability that its number of rows gives, and likewise the
-        target's token after the block is in the rows ahead. If one of these tokens is missing, the next round is of the
-        second kind: it verifies a single token, and drafts a tree ahead from one root, at most `CANDIDATES` wide. Rows
-        ahead are distributed over all outcomes by likelihood; the winning row is followed by its share of them."""
-        share = self.one**block
-        found = self.of_rows(min(particles, particles * branches * share))
-        hit, again = found**block, self.of_rows(min(particles * branches, CANDIDATES))
-        trees = again / (again + 1 - hit)
-        return trees * sum(found**token for token in range(block)) + (1 - trees)
+    def tokens(self, setting: TreeShape, *, lookahead: bool) -> float:
+        """Return the expected tokens of a round in the long run."""
+        rows_11 = np.array([[setting.particles]])
+        tokens_11K = tokens_a_round([self.rates], rows_11, setting.branches, setting.block, lookahead)
+        return float(tokens_11K[0, 0, -1])
 
 
 @dataclass(frozen=True)
@@ -116,10 +107,10 @@ def forecast_round(
     if form == LOOKAHEAD:
         drafting = k * latency.draft.at(requests * n * f, read)
         seconds = max(drafting, latency.target.at(requests * n * k, read)) + latency.round_overhead
-        return RoundForecast(acceptance.lookahead_tokens(n, f, k), seconds)
+        return RoundForecast(acceptance.tokens(setting, lookahead=True), seconds)
     batches = min(micro_batches, requests)
     here = math.ceil(requests / batches)
     drafting = k * latency.draft.at(here * n, here * context)
     scoring = latency.target.at(here * n * (k + 1), here * context)
     seconds = max(drafting + scoring, batches * max(drafting, scoring)) + latency.round_overhead
-    return RoundForecast(acceptance.lockstep_tokens(n, k), seconds)
+    return RoundForecast(acceptance.tokens(setting, lookahead=False), seconds)

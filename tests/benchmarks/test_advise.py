@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from benchmarks.advise import Advisor, missed_share
@@ -12,7 +10,7 @@ from services.launch.division import Degrees, DegreeTimes, Division, best_settin
 from smc import demo
 from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, AcceptanceCurve, TreeShape, TreeShapes
 from smc.local_engine import ModelPair
-from smc.scheduler.speculation import WIDTH_GAIN, LatencyCurve, LatencyModel, ModelLatency
+from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.stats import EngineStats
 
 COSTS = LatencyModel(
@@ -25,43 +23,14 @@ COSTS = LatencyModel(
 TIMES, ONE = DegreeTimes({1: COSTS}, COSTS.round_overhead), Degrees((1,), (1,))
 
 
-def simulated(stride: int, found: float, again: float, rounds: int = 200_000) -> float:
-    """Simulate look-ahead and return its tokens per round. The tree of a block holds the target's next token with
-    probability `found`; a tree newly grown after a miss holds it with probability `again`."""
-    generator, tokens, tree = random.Random(7), 0, True
-    for _ in range(rounds):
-        if not tree:
-            tokens, tree = tokens + 1, generator.random() < again
-            continue
-        right = 0
-        while right < stride and generator.random() < found:
-            right += 1
-        # The first token was known to be right; the last comparison is with the target's token after the block.
-        tokens, tree = tokens + min(right + 1, stride), right == stride
-    return tokens / rounds
-
-
-@pytest.mark.parametrize(
-    ("one", "particles", "branches", "block"), [(0.7, 8, 4, 5), (0.9, 4, 4, 8), (0.5, 1, 1, 3), (0.97, 8, 4, 5)]
-)
-def test_tokens_a_round(one, particles, branches, block):
-    acceptance = AcceptanceCurve(one)
-    width = min(particles, max(1.0, particles * branches * one**block))
-    found, again = (1 - (1 - one) / rows**WIDTH_GAIN for rows in (width, min(particles * branches, 32)))
-    # A mean over 200,000 rounds has a standard error below 0.2%.
-    assert acceptance.lookahead_tokens(particles, branches, block) == pytest.approx(
-        simulated(block, found, again), rel=0.01
-    )
-    assert acceptance.lockstep_tokens(1, block) == pytest.approx((1 - one ** (block + 1)) / (1 - one))
-
-
-def test_acceptance_and_its_limits():
-    sure, blind = AcceptanceCurve(1 - 1e-9), AcceptanceCurve(1e-9, gain=0)
-    assert sure.lookahead_tokens(8, 4, 5) == pytest.approx(5) and sure.lockstep_tokens(8, 5) == pytest.approx(6)
-    assert blind.lookahead_tokens(8, 4, 5) == pytest.approx(1) and blind.lockstep_tokens(8, 5) == pytest.approx(1)
-    assert AcceptanceCurve(0.6, gain=1.0).of_rows(4) == pytest.approx(0.9) and AcceptanceCurve(0.6, gain=0.5).of_rows(
-        4
-    ) == pytest.approx(0.8)
+def test_tokens_a_round_and_their_limits():
+    shape, wide = TreeShape(1, 1, 5), TreeShape(8, 4, 5)
+    sure, half, blind = AcceptanceCurve(1 - 1e-9), AcceptanceCurve(0.5), AcceptanceCurve(1e-9, gain=0)
+    assert sure.tokens(wide, lookahead=True) == pytest.approx(5)
+    assert sure.tokens(wide, lookahead=False) == pytest.approx(6)
+    assert blind.tokens(wide, lookahead=False) == pytest.approx(1)
+    assert half.tokens(shape, lookahead=False) == pytest.approx((1 - 0.5**6) / 0.5)
+    assert 1 < half.tokens(shape, lookahead=True) < half.tokens(wide, lookahead=True) < 5
     for wrong in (0, 1, -0.5, float("nan")):
         with pytest.raises(ValueError, match="acceptance="):
             AcceptanceCurve(wrong)
@@ -129,4 +98,5 @@ def test_what_a_pair_s_own_answers_say_of_acceptance():
     acceptance = Advisor(machine, {"temperature": 1.0}).acceptance(Division(LOCKSTEP, "shared", 1, 1, 1), problems=2)
     # On 16 problems a single row holds 97 of 100 tokens; this test compares about 70 tokens, with fixed seeds.
     assert 0.85 < acceptance.one < 1 and 0 <= acceptance.gain <= 2
-    assert acceptance.of_rows(8) >= acceptance.one
+    one, eight = (acceptance.tokens(TreeShape(rows, 1, 5), lookahead=False) for rows in (1, 8))
+    assert eight >= one
