@@ -309,7 +309,6 @@ class TraceLibrary:
             self.reader.read([(self._numbers[number], self.traces[number], node) for number, node in ready])
             left -= set(ready)
 
-
     def grow(self, width: int, depth: int) -> None:
         """Let the draft run likely nodes after every node of the answers, in large batches: at each depth the `width`
         likeliest. Replays ask for fewer nodes then, and a pass over few nodes takes as long as one over many."""

@@ -55,6 +55,10 @@ PRIOR_MISS_RATE = 0.03
 """Miss rate before anything was observed, that of a good draft: a draft that is never used cannot be measured."""
 PRIOR_WEIGHT = 4.0
 """Weight of the prior, in tokens of one row."""
+PRIOR_REQUEST = 1.0
+"""Weight, in misses, of the assumption that a request is like all others."""
+MAX_DEPTH = 32
+"""Maximum number of depths."""
 UNTRIED = 0.1
 """Share of a round by which a depth that the round did not reach is forgotten. If little is drafted, deep tokens are
 rarely tried: their miss rates are then remembered for many rounds, but not for ever."""
@@ -249,11 +253,13 @@ class MissCounts:
         self.missed += missed
         self.tried[width] = self.tried.get(width, 0.0) + 1
 
+    def exposure(self, falls: Falls) -> float:
+        """Return the number of tries of one row and one branch with the same expected number of misses."""
+        return sum(tries * falls.share(rows, branches) for (rows, branches), tries in self.tried.items())
+
     def rate(self, prior: float, falls: Falls) -> float:
         """Return the miss rate of one row and one branch. `prior`: its value where little was observed."""
-        # Number of tries of one row and one branch with the same expected number of misses.
-        exposure = sum(tries * falls.share(rows, branches) for (rows, branches), tries in self.tried.items())
-        return (self.missed + prior * PRIOR_WEIGHT) / (exposure + PRIOR_WEIGHT)
+        return (self.missed + prior * PRIOR_WEIGHT) / (self.exposure(falls) + PRIOR_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -274,10 +280,6 @@ class MissRates:
         """Return the rates of the first `depth` tokens."""
         rates = self.again if kind is Miss.AGAIN and self.again else self.token
         return (*rates, *rates[-1:] * depth)[:depth]
-
-
-PRIOR_RATES = MissRates((PRIOR_MISS_RATE,))
-"""Rates before anything was observed."""
 
 
 @dataclass
@@ -334,26 +336,25 @@ class Acceptance:
         self.missed_first *= share
         self.missed_wide *= share
 
-    def rates(self, lookahead: bool, prior: MissRates = PRIOR_RATES, gain: float | None = None) -> MissRates:
-        """Return the miss rates. `prior`: the values where little was observed. If a depth is better or worse than its
-        prior, so are greater depths until they are observed. `gain`: that of all requests; default: its own."""
-        gain = self.gain() if gain is None else gain
+    def rates(self, lookahead: bool) -> MissRates:
+        """Return the miss rates. If a depth is better or worse than expected, so are greater depths until they are
+        observed."""
+        gain = self.gain()
         falls = falls_of(lookahead, gain)
 
         def by_depth(kind: Miss, counts_K: Sequence[MissCounts], ratio: float = 1.0) -> tuple[float, ...]:
-            found: list[float] = []
-            for depth, before in enumerate(prior.to(max(len(counts_K), len(prior.token)), kind)):
-                counts = counts_K[depth] if depth < len(counts_K) else MissCounts()
-                found.append(counts.rate(ratio * before, falls[kind]))
-                ratio = found[-1] / before if before else 1.0
+            found, before = [], ratio * PRIOR_MISS_RATE
+            for counts in counts_K or (MissCounts(),):
+                before = counts.rate(before, falls[kind])
+                found.append(before)
             return tuple(found)
 
         def outcome(kind: Miss, ratio: float = 1.0) -> float:
-            return self.outcomes[kind].rate(ratio * getattr(prior, kind), falls[kind])
+            return self.outcomes[kind].rate(ratio * PRIORS[kind], falls[kind])
 
         # A request either restarts or drafts again: what one of them misses tells about the other.
-        again_ratio = by_depth(Miss.AGAIN, self.again_K)[0] / max(prior.to(1, Miss.AGAIN)[0], 1e-9)
-        restart_ratio = outcome(Miss.RESTART) / max(prior.restart, 1e-9)
+        again_ratio = by_depth(Miss.AGAIN, self.again_K)[0] / PRIOR_MISS_RATE
+        restart_ratio = outcome(Miss.RESTART) / PRIORS[Miss.RESTART]
         return MissRates(
             by_depth(Miss.TOKEN, self.tokens_K),
             restart=outcome(Miss.RESTART, again_ratio),
@@ -362,6 +363,36 @@ class Acceptance:
             gain=gain,
             again=by_depth(Miss.AGAIN, self.again_K, restart_ratio),
         )
+
+    def rates_among(self, all_rates: MissRates, lookahead: bool) -> MissRates:
+        """Return the miss rates of one request. `all_rates`: those of all requests. Tokens are missed more or less
+        often than these say, by one factor for all depths, and so are outcomes: the few rounds of a request say little
+        about each depth."""
+        falls = falls_of(lookahead, all_rates.gain)
+        of_kind = ((Miss.TOKEN, self.tokens_K), (Miss.AGAIN, self.again_K))
+        token = [
+            (counts, rate, falls[kind])
+            for kind, counts_K in of_kind
+            for counts, rate in zip(counts_K, all_rates.to(MAX_DEPTH, kind))
+        ]
+        outcome = [(counts, getattr(all_rates, miss), falls[miss]) for miss, counts in self.outcomes.items()]
+        more, more_outcomes = map(_factor, (token, outcome))
+        return MissRates(
+            tuple(more * rate for rate in all_rates.token),
+            **{miss: more_outcomes * getattr(all_rates, miss) for miss in self.outcomes},
+            gain=all_rates.gain,
+            again=tuple(more * rate for rate in all_rates.again),
+        )
+
+
+def _factor(counted: Iterable[tuple[MissCounts, float, Falls]]) -> float:
+    """Return how many times more often something was missed than expected. `counted`: counts, expected rates of one row
+    and one branch, and how these fall."""
+    parts = list(counted)
+    missed = sum(counts.missed for counts, _, _ in parts)
+    expected = sum(rate * counts.exposure(falls) for counts, rate, falls in parts)
+    return (missed + PRIOR_REQUEST) / (expected + PRIOR_REQUEST)
+>>>>>>> c616d63e (scheduler: compare a request with all others by one factor)
 
 
 class Confirmed(NamedTuple):

@@ -453,7 +453,7 @@ class TreeController:
         for group in groups:
             yield TreeRequest(
                 most=group.most_rows,
-                rates=group.acceptance.rates(self._lookahead, of_all, of_all.gain),
+                rates=group.acceptance.rates_among(of_all, self._lookahead),
                 context=group.context,
                 rows=group.tree_rows,
             )
