@@ -392,7 +392,6 @@ def _factor(counted: Iterable[tuple[MissCounts, float, Falls]]) -> float:
     missed = sum(counts.missed for counts, _, _ in parts)
     expected = sum(rate * counts.exposure(falls) for counts, rate, falls in parts)
     return (missed + PRIOR_REQUEST) / (expected + PRIOR_REQUEST)
->>>>>>> c616d63e (scheduler: compare a request with all others by one factor)
 
 
 class Confirmed(NamedTuple):

@@ -257,15 +257,18 @@ class ThroughputForecast:
         `seconds_of_round`."""
         config, by_itself = self._config, self._by_itself(beside.target, beside.target_context)
         context, groups = sum(tree.context for tree in trees) + beside.pair_context, 0 if beside.pair else len(trees)
-        steps = size.steps or config.block
+        steps, has_nodes = size.steps or config.block, groups and config.verified != PATHS
 
-        def seconds(rows: int) -> float:
-            batch_size, nodes = self._padded(rows), 0
-            if groups and config.verified != PATHS:
-                nodes = node_room(rows, groups, config.scored(steps), batch_size)
+        # Many numbers of rows are padded to the same size.
+        @cache
+        def seconds(batch_size: int, nodes: int) -> float:
             return self.seconds_of_round(batch_size, context, by_itself, size._replace(nodes=nodes), again)
 
-        return np.array([seconds(rows) for rows in rows_Z.tolist()])
+        def nodes_of(rows: int, batch_size: int) -> int:
+            return node_room(rows, groups, config.scored(steps), batch_size) if has_nodes else 0
+
+        sizes = [(rows, self._padded(rows)) for rows in rows_Z.tolist()]
+        return np.array([seconds(batch_size, nodes_of(rows, batch_size)) for rows, batch_size in sizes])
 
     def _by_itself(self, sequences: int, context: int) -> float:
         """Seconds of the target's passes over sequences that it decodes alone, one pass for each token of a block."""
