@@ -2,7 +2,7 @@
 
     python -m benchmarks.policy --latency FILE [--target DIR --draft DIR] [--prompts-file FILE ..] [--traces FILE]
         [--temperature 0.7 ..] [--form lookahead lockstep] [--requests 1 4 16 64] [-n 1 4 8] [-k 3 5 8] [-f 1 4 8]
-        [--without-inner-nodes] [--json FILE]
+        [--grow] [--without-inner-nodes] [--json FILE]
 
 The engine replays answers of the target (`benchmarks.traces`), so what it accepts, and what the policy chooses, are
 those of the pair. Time is that of a latency model (`smc.scheduler.speculation`), for instance one of
@@ -39,6 +39,8 @@ from smc.scheduler.round_plan import bucket
 from smc.scheduler.speculation import LatencyModel
 from smc.types import BOTH_MODELS, ModelRole
 
+GROWN_WIDTH, GROWN_DEPTH = 8, 5
+"""Nodes at a depth, and depths, that `--grow` lets the draft run after each node of an answer."""
 TURNS = 2
 """Minimum number of answers for each request that runs at the same time."""
 
@@ -154,8 +156,10 @@ def replay(
         running, before = engine.num_running, _rounds_of(engine)
         outputs, spent = loop.step(), clocks[0].advance()
         done = [output.answer.statistics for output in outputs if output.answer is not None]
-        if ended >= learning and running == requests and spent:
-            tokens, seconds = tokens + sum(len(output.tokens) for output in outputs), seconds + spent
+        if ended >= learning and loop.running == requests:
+            # The first token of an answer comes from its prompt.
+            tokens += sum(len(output.tokens) for output in outputs) - len(done)
+            seconds += spent * running / requests
             after = np.array([[each.rounds, each.alone_rounds] for each in done]).reshape(-1, 2).sum(0)
             change = _rounds_of(engine) + after - before
             rounds, alone = rounds + int(change[0]), alone + int(change[1])
@@ -295,7 +299,10 @@ def record(given: argparse.Namespace) -> TraceLibrary:
         ]
     reader = DraftReader(pair.draft, pair.tokenizer.size, max(len(trace.text) for trace in traces), exponents)
     reader.read_answers(traces, range(len(traces)))
-    return TraceLibrary(traces, reader)
+    library = TraceLibrary(traces, reader)
+    if given.grow:
+        library.grow(GROWN_WIDTH, GROWN_DEPTH)
+    return library
 
 
 def main(argv: Sequence[str] | None = None) -> list[Comparison]:
@@ -305,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> list[Comparison]:
     parser.add_argument("--draft", help="directory of the draft; default: that of the shipped pair")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of both models; default: %(default)s")
     parser.add_argument("--traces", type=Path, help="file of traces")
+    parser.add_argument("--grow", action="store_true", help="run likely nodes first, in batches: for large drafts")
     parser.add_argument("--prompts-file", type=Path, action="append", default=[], help="chats; default: problems")
     parser.add_argument("--prompts", type=int, default=4, help="number of prompts of each file; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=64, help="maximum tokens of an answer; default: %(default)s")

@@ -48,8 +48,8 @@ class AcceptanceCurve:
     def tokens(self, setting: TreeShape, *, lookahead: bool) -> float:
         """Return the expected tokens of a round in the long run."""
         rows_11 = np.array([[setting.particles]])
-        tokens_11K = tokens_a_round([self.rates], rows_11, setting.branches, setting.block, lookahead)
-        return float(tokens_11K[0, 0, -1])
+        found = tokens_a_round([self.rates], rows_11, setting.branches, setting.block, lookahead)
+        return float(found.tokens[0, 0, -1, 0])
 
 
 @dataclass(frozen=True)

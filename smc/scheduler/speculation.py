@@ -55,6 +55,8 @@ PRIOR_MISS_RATE = 0.03
 """Miss rate before anything was observed, that of a good draft: a draft that is never used cannot be measured."""
 PRIOR_WEIGHT = 4.0
 """Weight of the prior, in tokens of one row."""
+PRIOR_OUTCOMES = 2.0
+"""Weight of the prior of outcomes, of which a round has only one."""
 PRIOR_REQUEST = 1.0
 """Weight, in misses, of the assumption that a request is like all others."""
 MAX_DEPTH = 32
@@ -257,9 +259,10 @@ class MissCounts:
         """Return the number of tries of one row and one branch with the same expected number of misses."""
         return sum(tries * falls.share(rows, branches) for (rows, branches), tries in self.tried.items())
 
-    def rate(self, prior: float, falls: Falls) -> float:
-        """Return the miss rate of one row and one branch. `prior`: its value where little was observed."""
-        return (self.missed + prior * PRIOR_WEIGHT) / (self.exposure(falls) + PRIOR_WEIGHT)
+    def rate(self, prior: float, falls: Falls, weight: float = PRIOR_WEIGHT) -> float:
+        """Return the miss rate of one row and one branch. `prior`: its value where little was observed, with the weight
+        of that many tries."""
+        return (self.missed + prior * weight) / (self.exposure(falls) + weight)
 
 
 @dataclass(frozen=True)
@@ -350,7 +353,7 @@ class Acceptance:
             return tuple(found)
 
         def outcome(kind: Miss, ratio: float = 1.0) -> float:
-            return self.outcomes[kind].rate(ratio * PRIORS[kind], falls[kind])
+            return self.outcomes[kind].rate(ratio * PRIORS[kind], falls[kind], PRIOR_OUTCOMES)
 
         # A request either restarts or drafts again: what one of them misses tells about the other.
         again_ratio = by_depth(Miss.AGAIN, self.again_K)[0] / PRIOR_MISS_RATE

@@ -40,14 +40,10 @@ def test_tokens_of_other_sizes_are_forecast(form):
     """From the rounds of one size, the engine forecasts the tokens a round of the others. Short answers confirm fewer
     than long ones: each begins with a round of one token."""
     rates = learnt(form, TreeSize(4, 5, 4 if form == "lookahead" else 1))
-    error = {
-        size: tokens_a_round([rates], np.array([[size.particles]]), size.branches, size.block, form == "lookahead")[
-            0, 0, -1
-        ]
-        / found
-        - 1
-        for size, found in tokens(form).items()
-    }
+    error = {}
+    for (n, k, f), found in tokens(form).items():
+        forecast = tokens_a_round([rates], np.array([[n]]), f, k, form == "lookahead")
+        error[n, k, f] = forecast.tokens[0, 0, -1, 0] / found - 1
     assert max(map(abs, error.values())) < 0.15, error
     assert np.std(list(error.values())) < 0.07
 
