@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import cycle
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from smc.arrays import map_tensors
 from smc.round.plan import IN_FLIGHT
 
+logger = logging.getLogger(__name__)
 Event = int | torch.cuda.Event
 """A point in a device's work; on a CPU, nanoseconds of the monotonic clock."""
 TimeSpans = dict[str, tuple[Event, Event]]
@@ -73,13 +75,21 @@ class AsyncResult:
         return self._at - int(1e6 * event.elapsed_time(self._arrived))
 
 
+class Recording(Protocol):
+    """Recorded work, such as a CUDA graph."""
+
+    def replay(self) -> None:
+        """Queue the work again, on the current stream."""
+        ...
+
+
 @dataclass
 class _Kept:
     """All that is kept for rounds of one key."""
 
     made: dict[str, Any] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
+    graphs: dict[str, tuple[Recording, Any]] = field(default_factory=dict)
     nbytes: int = 0
 
 
@@ -123,7 +133,8 @@ class StageRunner:
         self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]], *, host_waits: bool
     ) -> None:
         """Run a stage that changes nothing unless `wanted`, bool [1] on this device, is true. `host_waits`: the host
-        may wait for the device, and leave the stage out. A CPU always has the value."""
+        may wait for the device, and leave the stage out. A CPU always has the value. Otherwise the device leaves it
+        out, where it can."""
         if wanted_1.item():
             self.run(key, name, stage)
 
@@ -216,25 +227,33 @@ class GraphRunner(StageRunner):
             recorded.seen.add(name)
             return stage()
         if name not in recorded.graphs:
-            graph = torch.cuda.CUDAGraph()
-            with (
-                NO_GARBAGE,
-                torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
-                outputs = stage()
-            recorded.graphs[name] = (graph, outputs)
-            # The next capture reuses what a capture has freed, so only its outputs remain. They are counted by their
-            # shapes, so that all ranks agree.
-            recorded.nbytes += _nbytes(outputs)
+            self._record(recorded, name, torch.cuda.CUDAGraph(), stage)
         graph, outputs = recorded.graphs[name]
         graph.replay()
         return outputs
 
+    def _record(self, kept: _Kept, name: str, graph: torch.cuda.CUDAGraph, stage: Callable[[], Any]) -> None:
+        with (
+            NO_GARBAGE,
+            torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
+            outputs = stage()
+        kept.graphs[name] = (graph, outputs)
+        # The next capture reuses what a capture has freed, so only its outputs remain. They are counted by their
+        # shapes, so that all ranks agree.
+        kept.nbytes += _nbytes(outputs)
+
     def run_if(
         self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]], *, host_waits: bool
     ) -> None:
-        if not host_waits or wanted_1.item():
-            self.run(key, name, stage)
+        recorded = self._of(key)
+        if host_waits and not wanted_1.item():
+            return
+        if not host_waits and name in recorded.seen and name not in recorded.graphs:
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            self._record(recorded, name, graph, stage)
+            recorded.graphs[name] = (_conditional(graph, wanted_1), ())
+        self.run(key, name, stage)
 
     def event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -261,6 +280,18 @@ class GraphRunner(StageRunner):
 
     def _finish_work(self) -> None:
         self.stream.synchronize()
+
+
+def _conditional(graph: torch.cuda.CUDAGraph, wanted_1: Tensor) -> Recording:
+    """Return a graph that runs the recorded one only if `wanted` says so, or where that is impossible the recorded one,
+    whose kernels then run in any case."""
+    try:
+        from smc.kernels.conditional import ConditionalGraph
+
+        return ConditionalGraph(graph, wanted_1)
+    except (ImportError, RuntimeError) as error:
+        logger.warning("what is drafted again costs its time also where it is not wanted: %s", error)
+        return graph
 
 
 def _nbytes(values: Any) -> int:
