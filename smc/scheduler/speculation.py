@@ -104,7 +104,7 @@ AHEAD_FALLS = {
 """How rates fall in look-ahead (benchmarks/notes/policy.md). Blocks have fewer rows than N there, so that more rows
 bring less than in lockstep."""
 OUTCOMES = (Miss.RESTART, Miss.WHOLE, Miss.PART)
-LEAST_FOUND = 0.1
+LEAST_FOUND = 0.02
 """Minimum probability in forecasts that a block follows a restart: the miss rate of few rows, taken from that of many,
 may be above 1."""
 PRIORS = {Miss.TOKEN: PRIOR_MISS_RATE, Miss.RESTART: 0.1, Miss.WHOLE: PRIOR_MISS_RATE, Miss.PART: 0.7}
@@ -358,9 +358,11 @@ class Acceptance:
         # A request either restarts or drafts again: what one of them misses tells about the other.
         again_ratio = by_depth(Miss.AGAIN, self.again_K)[0] / PRIOR_MISS_RATE
         restart_ratio = outcome(Miss.RESTART) / PRIORS[Miss.RESTART]
+        restart = outcome(Miss.RESTART, again_ratio)
         return MissRates(
-            by_depth(Miss.TOKEN, self.tokens_K),
-            restart=outcome(Miss.RESTART, again_ratio),
+            # If every round restarts, no block shows what its tokens miss: the restarts do.
+            by_depth(Miss.TOKEN, self.tokens_K, max(1.0, restart / PRIORS[Miss.RESTART])),
+            restart=restart,
             whole=outcome(Miss.WHOLE),
             part=outcome(Miss.PART),
             gain=gain,

@@ -500,6 +500,22 @@ def test_miss_rates_are_estimated_for_any_tree_size():
     assert acceptance.rates(False).token == pytest.approx([0.2] * 6, rel=0.2)
 
 
+@pytest.mark.parametrize("block", [2, 5, 12])
+@pytest.mark.parametrize("requests", [1, 16])
+def test_a_draft_that_never_finds_what_follows_a_miss_is_left_out(block, requests):
+    """Every round restarts, so none shows what the tokens of a block miss."""
+    config, rows = EngineConfig(block=block, branches=4, max_slots=512), 8
+    of_all, own = Acceptance(0.997), Acceptance(0.97)
+    for _ in range(40):
+        for counts in (*[of_all] * requests, own):
+            counts.count_outcome(Miss.RESTART, True, rows, 4)
+    found = own.rates_among(of_all.rates(True), True)
+    trees = [TreeRequest(rows, found, SHORT, rows)] * requests
+    confirmed = tokens_a_round([found], np.array([[rows]]), 4, block, True).tokens[0, 0, -1, 0]
+    assert confirmed < 1.3
+    assert LatencyTreePolicy(config).change(trees, [], NOBODY, H200) == [0] * requests
+
+
 def test_rates_of_outcomes_are_estimated_for_any_number_of_rows_and_branches():
     rng, falls, acceptance = random.Random(3), falls_of(True), Acceptance(0.999)
     given = {Miss.RESTART: 0.5, Miss.WHOLE: 0.1, Miss.PART: 0.8}
