@@ -106,7 +106,7 @@ def warm_up_plans(
         for (shape, steps, share, again), batch_size, processors in product(
             _shapes(config, decodings), sizes, truncated
         ):
-            if (steps or share or again != config.redrafted) and (processors or batch_size not in SHALLOW_SIZES):
+            if (steps or share or (again and not config.redrafted)) and (processors or batch_size not in SHALLOW_SIZES):
                 continue
             if share and (batch_size == 1 or (steps and batch_size not in few)):
                 # A single row has nothing in common with others. Fewer tokens in one size compile all kernels.

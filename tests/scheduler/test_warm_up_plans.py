@@ -13,6 +13,7 @@ from smc.arrays import map_tensors
 from smc.calibration.warm_up import REPEATS, warm_up_plans
 from smc.local_engine import local_engine
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
+from smc.types import Decoding
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
@@ -113,3 +114,16 @@ def test_warm_up_rounds_change_no_answer(config):
         engine.executor.round(plan).result()
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
+
+
+def test_redrafting_takes_no_rounds_of_other_methods_away():
+    config = EngineConfig(block=5, max_slots=32)
+    never, *others = (
+        {
+            plan.kind
+            for plan in warm_up_plans(replace(config, redrafting=redrafting), 4096)
+            if Decoding.WALK not in plan.kind.decodings
+        }
+        for redrafting in ("never", "adaptive", "always")
+    )
+    assert never and others == [never, never]
