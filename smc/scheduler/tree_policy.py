@@ -44,6 +44,10 @@ REST = 16
 FADE = 0.999
 """Share of the acceptance counts that is left after each step in which nothing is drafted, and so nothing is learnt: a
 draft that was bad for earlier requests is tried again after thousands of steps."""
+AT_ONCE = 8
+"""Requests for which every round chooses how much it drafts; with n times as many, a choice stays for n + 1 rounds."""
+MOST_SIZES = 16
+"""Maximum number of such choices that are kept: those of the micro-batches, and of requests that come and go."""
 
 
 @dataclass(frozen=True)
@@ -384,6 +388,8 @@ class TreeController:
         """Steps until the next call about the same requests."""
         self._since = 0
         """Steps since the last call."""
+        self._sizes: dict[tuple, tuple[LatencyModel | None, int, DraftSize]] = {}
+        """How much rounds draft, by their size and requests; for how many more rounds, and by which latency model."""
 
     def begin(
         self, group: SequenceGroup, running: Sequence[SequenceGroup], share: int, latency: LatencyModel | None
@@ -423,12 +429,26 @@ class TreeController:
     def draft_size(
         self, groups: Sequence[SequenceGroup], batch_size: int, context: int, latency: LatencyModel | None
     ) -> DraftSize:
-        """Return how much is drafted in a round of these requests: see `LatencyTreePolicy.draft_size`."""
-        return self._policy.draft_size(self._trees(groups), batch_size, context, latency)
+        """Return how much is drafted in a round of these requests: see `LatencyTreePolicy.draft_size`. The more
+        requests there are, the longer the choice takes and the longer it stays."""
+        key = (batch_size, *((group.id, group.tree_rows) for group in groups))
+        known, left, size = self._sizes.pop(key, (None, 0, None))
+        if size is None or known is not latency or not left:
+            left, size = (
+                len(groups) // AT_ONCE,
+                self._policy.draft_size(self._trees(groups), batch_size, context, latency),
+            )
+        else:
+            left -= 1
+        if len(self._sizes) >= MOST_SIZES:
+            self._sizes.clear()
+        self._sizes[key] = latency, left, size
+        return size
 
     def forget(self) -> None:
         """Discard the acceptance counts."""
         self._acceptance.fade(0.0)
+        self._sizes.clear()
 
     def _patience(self, groups: Sequence[SequenceGroup]) -> float:
         """Maximum of `_left` at which the policy is called about these requests: 0 for the requests of the last call,

@@ -37,6 +37,7 @@ from smc.scheduler.tree_policy import (
     LatencyTreePolicy,
     OtherLoad,
     ThroughputForecast,
+    TreeController,
     TreeRequest,
 )
 from smc.types import Decoding
@@ -735,3 +736,29 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     assert {name: answer.tokens for name, answer in found.items()} == {
         name: one.tokens for name, one in answers(engine, plain).items()
     }
+
+
+@pytest.mark.parametrize(("requests", "calls"), [(1, 36), (7, 36), (8, 18), (64, 4)])
+def test_many_requests_keep_how_much_they_draft_for_some_rounds(requests, calls):
+    """Host time of a round hardly grows with its requests. A change of their trees or of the latency model counts at
+    once."""
+    called = []
+
+    class Counting(LatencyTreePolicy):
+        def draft_size(self, trees, *given):
+            called.append(given)
+            return super().draft_size(trees, *given)
+
+    engine = local_engine(pair(), EngineConfig(block=4, max_slots=64))
+    law = {"method": "exact", "particles": 1, "max_tokens": 4, "ignore_eos": True}
+    for number in range(requests):
+        engine.submit(Request(str(number), (0, 1), SamplingParams(seed=number, **law)))
+    while len(groups := running(engine)) < requests:
+        engine.step()
+    acceptance = engine.rounds_of(Decoding.WALK).acceptance
+    controller = TreeController(Counting(engine.config), acceptance, engine.fallback, lookahead=True)
+    sizes = [controller.draft_size(groups, 64, 100, MADE) for _ in range(36)]
+    assert len(called) == calls and len(set(sizes)) == 1
+    controller.draft_size(groups, 64, 100, H200)
+    controller.draft_size(groups[1:] or groups, 32, 100, H200)
+    assert len(called) == calls + 2
