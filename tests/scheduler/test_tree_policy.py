@@ -556,7 +556,7 @@ def test_an_engine_follows_its_latency_model(form):
 @pytest.mark.parametrize("form", one_of("lockstep", "lookahead"))
 def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
     """Its first rounds show it: the policy decides again after three steps."""
-    config = EngineConfig(form=form, block=4, max_slots=64, redrafting="never")
+    config = EngineConfig(form=form, block=4, max_slots=64)
     engine = local_engine(tiny_pair(9, scale=1.5), config)
     engine.latency = made(round_overhead=0.0, draft=(3e-3, 0.0), target=(4e-3, 5e-4))
     law = {"method": "exact", "particles": 2, "max_tokens": 60, "ignore_eos": True}
