@@ -247,7 +247,8 @@ class GraphRunner(StageRunner):
         self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]], *, host_waits: bool
     ) -> None:
         recorded = self._of(key)
-        if host_waits and not wanted_1.item():
+        # Until it is recorded, the stage runs in any case: dummy rounds warm it up.
+        if host_waits and name in recorded.graphs and not wanted_1.item():
             return
         if not host_waits and name in recorded.seen and name not in recorded.graphs:
             graph = torch.cuda.CUDAGraph(keep_graph=True)
