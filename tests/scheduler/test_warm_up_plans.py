@@ -11,6 +11,7 @@ import pytest
 from smc.api.engine_config import NODES, PATHS, EngineConfig
 from smc.arrays import map_tensors
 from smc.calibration.warm_up import REPEATS, warm_up_plans
+from smc.executor.graph_runner import MOST_KEYS
 from smc.local_engine import local_engine
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from smc.types import Decoding
@@ -127,3 +128,9 @@ def test_redrafting_takes_no_rounds_of_other_methods_away():
         for redrafting in ("never", "adaptive", "always")
     )
     assert never and others == [never, never]
+
+
+@pytest.mark.parametrize("config", [EngineConfig(block=12, max_slots=256), EngineConfig(block=5, max_slots=512)])
+def test_the_kinds_of_a_warm_up_are_all_kept(config):
+    """A kind that a later one displaces is recorded again when a request needs it."""
+    assert len({plan.kind for plan in warm_up_plans(config, 2048)}) <= MOST_KEYS
