@@ -98,8 +98,8 @@ def test_a_cluster_without_room(cluster: Cluster, asked, tmp_path):
 
 
 def test_a_run_over_s3_that_loses_a_worker_group(cluster: Cluster, asked, expected, options, tmp_path):
-    """A run with two worker groups loses one. Another takes its place, and the parts that were written stay. How an
-    output in parts is resumed: tests/batch/test_parts.py."""
+    """A run with two worker groups loses one. Another takes its place, unless the rest is done before, and the parts
+    that were written stay. How an output in parts is resumed: tests/batch/test_parts.py."""
     source, sink = (Store.of(f"s3://{BUCKET}/{name}/") for name in ("in", "out"))
     for name, lines in (("a.jsonl", asked[:10]), ("more/b.jsonl", asked[10:])):
         source.write(name, write_lines(tmp_path / "lines", lines).read_bytes())
@@ -112,7 +112,7 @@ def test_a_run_over_s3_that_loses_a_worker_group(cluster: Cluster, asked, expect
     code, said = finish(run)
     assert code == 1, "two lines have no answer"
     assert "16 of 16 lines done" in said and "2 failed" in said, said
-    assert said.count("a worker group is ready after") == 3, said
+    assert said.count("a worker group is ready after") in (2, 3), said
     cluster.until_empty()
     names = sink.files()
     again = [name for name in before if sink.read(name) != before[name]]

@@ -370,7 +370,8 @@ def test_a_failed_first_start_is_tried_again_while_another_worker_group_serves(f
 def test_starts_and_checks_leave_the_loops_threads_to_others(fakes, monkeypatch):
     """While one worker group starts and another is watched, other work in threads of the loop goes on. At the end the
     threads of the worker groups end."""
-    go_on, begin = threading.Event(), Group.start
+    go_on, begin, before = threading.Event(), Group.start, threading.enumerate()
+    """Services of other tests may run in this process, too."""
 
     def start(self) -> None:
         if self.incarnation[0] == "worker group 1":
@@ -378,7 +379,8 @@ def test_starts_and_checks_leave_the_loops_threads_to_others(fakes, monkeypatch)
         begin(self)
 
     def threads() -> list[str]:
-        return [one.name for one in threading.enumerate() if one.name.startswith("supervisor")]
+        new = [one for one in threading.enumerate() if one not in before]
+        return [one.name for one in new if one.name.startswith("supervisor")]
 
     monkeypatch.setattr(Group, "start", start)
 
