@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from smc.arrays import map_tensors
+from smc.once import warn_once
 from smc.round.plan import IN_FLIGHT
 
 logger = logging.getLogger(__name__)
@@ -291,7 +292,7 @@ def _conditional(graph: torch.cuda.CUDAGraph, wanted_1: Tensor) -> Recording:
 
         return ConditionalGraph(graph, wanted_1)
     except (ImportError, RuntimeError) as error:
-        logger.warning("what is drafted again costs its time also where it is not wanted: %s", error)
+        warn_once(logger, "what is drafted again costs its time also where it is not wanted: %s", error)
         return graph
 
 

@@ -22,7 +22,7 @@ from smc.round.plan import Contexts
 from smc.round.tensors import Rows
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import SequenceGroup
-from smc.types import BOTH_MODELS
+from smc.types import BOTH_MODELS, ModelRole
 from tests.pairwise import one_of
 
 FORMS = [
@@ -159,6 +159,16 @@ def check_kv(engine: Engine, written: dict[str, TokensOfPages]) -> int:
         for side in {stream.role for stream in group.streams if stream.unconditional}:
             seen += _check_companions(engine, group, side, written[side])
     return seen
+
+
+def assert_pages_follow(engine: Engine, requests: Iterable[Request]) -> None:
+    """Run the requests, and `check_kv` after every step. At the end nothing is held."""
+    written, seen = {side: TokensOfPages(engine, side) for side in ModelRole}, []
+    for one in requests:
+        engine.submit(one)
+    step_through(engine, lambda engine: seen.append(check_kv(engine, written)))
+    assert sum(seen) > 100
+    assert_empty(engine)
 
 
 def _check_companions(engine: Engine, group: SequenceGroup, side: str, written: TokensOfPages) -> int:

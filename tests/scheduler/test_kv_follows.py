@@ -16,9 +16,7 @@ from smc.types import ModelRole
 from tests.scheduler import pairs
 from tests.scheduler.harness import (
     FORMS,
-    TokensOfPages,
-    assert_empty,
-    check_kv,
+    assert_pages_follow,
     config_id,
     next_log_probs,
     open_particles,
@@ -57,19 +55,7 @@ def mixed_requests(count: int, rng: random.Random, vocab: int = 4) -> list[Reque
 @pytest.mark.parametrize("config", CASES, ids=config_id)
 def test_slots_hold_the_tokens_of_their_particles(config):
     """After every step, the pages of each particle were written for exactly its tokens, prompt included."""
-    engine = local_engine(pairs.tiny_pair(), config)
-    allocators = {side: TokensOfPages(engine, side) for side in ModelRole}
-    for r in mixed_requests(14, random.Random(0)):
-        engine.submit(r)
-    seen = 0
-
-    def check(engine) -> None:
-        nonlocal seen
-        seen += check_kv(engine, allocators)
-
-    step_through(engine, check)
-    assert seen > 100
-    assert_empty(engine)
+    assert_pages_follow(local_engine(pairs.tiny_pair(), config), mixed_requests(14, random.Random(0)))
 
 
 @pytest.mark.parametrize("config", CASES, ids=config_id)

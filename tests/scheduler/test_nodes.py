@@ -16,7 +16,7 @@ from smc.local_engine import local_engine
 from smc.round.plan import RoundPlan
 from smc.scheduler.round_plan import NODE_SHARES, DraftSize, node_room, shared_nodes, tree_nodes
 from smc.scheduler.tree_policy import LatencyTreePolicy
-from tests.scheduler.harness import TokensOfPages, answers, assert_empty, check_kv, request
+from tests.scheduler.harness import answers, assert_empty, assert_pages_follow, request
 from tests.scheduler.pairs import tiny_pair
 
 CONFIGS = [
@@ -88,15 +88,10 @@ def test_answers_do_not_depend_on_nodes(config):
 @in_both
 def test_pages_hold_the_tokens_of_their_particles(config):
     engine = local_engine(tiny_pair(max_context=128), config, trees=AnyNodes(config, 1))
-    written = {side: TokensOfPages(engine, side) for side in ("draft", "target")}
-    for i in range(3):
-        engine.submit(request([i % 3] * (5 + i), str(i), method="exact", particles=8 - i, seed=i, max_tokens=40))
-    seen = 0
-    while not engine.idle:
-        engine.step()
-        seen += check_kv(engine, written)
-    assert seen > 100
-    assert_empty(engine)
+    assert_pages_follow(
+        engine,
+        [request([i % 3] * (5 + i), str(i), method="exact", particles=8 - i, seed=i, max_tokens=40) for i in range(3)],
+    )
 
 
 @pytest.mark.parametrize("queries", [1, 4, 6, 13])

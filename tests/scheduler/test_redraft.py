@@ -12,15 +12,11 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.local_engine import local_engine
-from smc.types import ModelRole
 from tests.scheduler.harness import (
     PaddingOps,
-    TokensOfPages,
     answers,
-    assert_empty,
-    check_kv,
+    assert_pages_follow,
     request,
-    step_through,
 )
 from tests.scheduler.pairs import tiny_pair
 
@@ -71,19 +67,7 @@ def test_rounds_confirm_more_tokens_and_answers_stay(temperature, padded):
 
 
 def test_pages_hold_the_tokens_of_their_particles(padded):
-    engine = local_engine(bad_draft(), ALWAYS)
-    written = {side: TokensOfPages(engine, side) for side in ModelRole}
-    for one in exact(7, stop=("ab", "cca")):
-        engine.submit(one)
-    seen = 0
-
-    def check(engine) -> None:
-        nonlocal seen
-        seen += check_kv(engine, written)
-
-    step_through(engine, check)
-    assert seen > 100
-    assert_empty(engine)
+    assert_pages_follow(local_engine(bad_draft(), ALWAYS), exact(7, stop=("ab", "cca")))
 
 
 @pytest.mark.parametrize("guided", [False, True])
