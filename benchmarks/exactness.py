@@ -3,7 +3,8 @@
     python -m benchmarks.exactness equality --problems 1000 [--device cuda --dtype bfloat16] [--form lockstep]
     python -m benchmarks.exactness misses --problems 24 [--temperature 1]
     python -m benchmarks.exactness company --problems 400 [--device cuda --dtype bfloat16] [--numerics fastest]
-    [--target DIR --draft DIR --prompts-file FILE] [-n 4] [--in-flight 32] [--max-tokens 300] [--form lockstep]
+    [--target DIR --draft DIR --prompts-file FILE ..] [-n 4] [--in-flight 32] [--max-tokens 300] [--form lockstep]
+    [--redrafting always] [--verified nodes]
 
 `equality` spreads problems over temperatures, truncations, stop strings, forms, N, K and F, and decodes half of them
 beside SMC requests. It prints the answers that differ from plain decoding, the number of these that are right, and the
@@ -158,7 +159,7 @@ def company_requests(given: argparse.Namespace, pair: ModelPair, method: Method,
         texts: list[Any] = [problem.question for problem in generate(11, given.problems, "test")]
         chats = [[{"role": "user", "content": text}] for text in texts]
     else:
-        lines = Path(given.prompts_file).read_text().splitlines()
+        lines = [line for file in given.prompts_file for line in Path(file).read_text().splitlines()]
         chats = [json.loads(lines[i % len(lines)])["messages"] for i in range(given.problems)]
     return [
         Request(
@@ -195,7 +196,8 @@ def compare_in_company(given: argparse.Namespace) -> dict[str, int]:
             pair,
             EngineConfig(
                 form="lockstep" if n is None else form, block=5, max_slots=in_flight * (n or 1), numerics=numerics,
-                prefix_cache=in_flight > 1,
+                prefix_cache=in_flight > 1, verified=given.verified,
+                redrafting=given.redrafting if form == "lookahead" else None,
             ),
         )  # fmt: skip
         asked = (
@@ -207,7 +209,10 @@ def compare_in_company(given: argparse.Namespace) -> dict[str, int]:
         name = f"{form}, {in_flight} in flight" if n is None else f"{form}, N={n}, {in_flight} in flight"
         differ = [i for i, answer in alone.items() if made[i].tokens != answer.tokens]
         found[name] = len(alone) - len(differ)
-        print(f"{name}: {found[name]} of {len(alone)} answers equal; others: {differ[:20]}", flush=True)
+        rounds = sum(answer.statistics.rounds for answer in made.values())
+        tokens = sum(len(answer.tokens) for answer in made.values())
+        rate = "" if n is None else f"; {tokens / rounds:.2f} tokens a round"
+        print(f"{name}: {found[name]} of {len(alone)} answers equal; others: {differ[:20]}{rate}", flush=True)
     print(json.dumps(found))
     return found
 
@@ -234,7 +239,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     )
     parser.add_argument("--target", default=demo.TARGET, help="for company: directory of the target")
     parser.add_argument("--draft", default=demo.DRAFT, help="for company: directory of the draft")
-    parser.add_argument("--prompts-file", help="for company: conversations, a line of JSON each; default: problems")
+    parser.add_argument(
+        "--prompts-file", nargs="+", help="for company: files of conversations, a line of JSON each; default: problems"
+    )
+    parser.add_argument("--redrafting", help="for company, look-ahead: adaptive, always or never; default: as serve")
+    parser.add_argument("--verified", help="for company: nodes or paths; default: as serve")
     parser.add_argument("--max-tokens", type=int, default=MAX_ANSWER, help="for company; default: %(default)s")
     parser.add_argument("--numerics", choices=tuple(Numerics), default="invariant", help="for company")
     parser.add_argument("-n", "--particles", type=int, nargs="+", default=[1, 4, 8], help="for company: values of N")

@@ -1,12 +1,13 @@
 """Measures a service with several worker groups: tokens a second beside one worker group, and what callers notice when
 one is killed.
 
-    python -m benchmarks.worker_groups --groups 1 --groups 2 --requests 128 [--prompts FILE] [--kill 16]
-    -- --device cuda --placement shared --target DIR --draft DIR
+    python -m benchmarks.worker_groups --groups 1 --groups 2 --requests 128 [--method target --method exact]
+    [--prompts FILE ..] [--whole-answers] [--kill 16] -- --device cuda --placement shared --target DIR --draft DIR
 
-For each number of worker groups it starts `smcserve serve` with the options after `--`. For each number of requests it
-keeps as many exact requests in flight over HTTP, without streams, and reads the tokens of all answers from the
-service's metrics. With `--kill`, so many exact streams run twice at the largest number of worker groups: undisturbed,
+For each number of worker groups it starts `smcserve serve` with the options after `--`. For each file of prompts,
+number of requests and method it keeps as many requests in flight over HTTP, without streams, and reads the tokens of
+all answers from the service's metrics. Answers go on past their end to `--max-tokens`, unless `--whole-answers` is
+given. With `--kill`, so many exact streams run twice at the largest number of worker groups: undisturbed,
 and while a rank of worker group 1 is killed. It prints how many finish, how many have the same text, and the longest
 pauses. Every result is printed at once, all speeds once more as a table at the end. The last line is JSON."""
 
@@ -26,7 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,17 @@ class Speed:
     """Tokens a second of one service."""
 
     groups: int
+    prompts: str
+    """File of the prompts; empty: the demo's problems."""
+    method: str
     requests: int
     tokens_a_second: float
     running: tuple[int, ...]
     """Requests that ran at each worker group at the end."""
+
+    @property
+    def load(self) -> tuple[int, str, str, int]:
+        return self.groups, self.prompts, self.method, self.requests
 
 
 @dataclass(frozen=True)
@@ -113,14 +121,10 @@ def chats(path: Path | None) -> list[list[dict[str, str]]]:
 
 
 async def speed(
-    served: Served,
-    groups: int,
-    requests: int,
-    bodies: Iterator[dict[str, Any]],
-    warm_up: float,
-    window: float,
-) -> Speed:
-    """Keep `requests` requests in flight for `warm_up` seconds, and measure for `window` seconds."""
+    served: Served, requests: int, bodies: Iterator[dict[str, Any]], warm_up: float, window: float
+) -> tuple[float, tuple[int, ...]]:
+    """Keep `requests` requests in flight for `warm_up` seconds, and measure for `window` seconds. Return tokens a
+    second, and the number of requests that ran at each worker group at the end."""
 
     async def ask(session: aiohttp.ClientSession) -> None:
         while True:
@@ -149,7 +153,7 @@ async def speed(
             for task in (*asking, measuring):
                 task.cancel()
             await asyncio.gather(*asking, measuring, return_exceptions=True)
-    return Speed(groups, requests, rate, tuple(group["running"] for group in load["worker_groups"]))
+    return rate, tuple(group["running"] for group in load["worker_groups"])
 
 
 async def _difference(tokens: Any, warm_up: float, window: float) -> float:
@@ -204,13 +208,21 @@ def _rank_of(pid: int, name: str) -> int:
 
 
 def speed_table(speeds: Sequence[Speed]) -> Table:
-    table = Table("worker groups", "requests", "tok/s", "x one", "running", title="Tokens a second of the service")
+    columns = ("worker groups", "prompts", "requests", "method", "tok/s", "x target", "x one", "running")
+    table = Table(*columns, title="Tokens a second of the service")
     for one in speeds:
-        alone = next((each for each in speeds if (each.groups, each.requests) == (1, one.requests)), None)
-        times = "" if alone is None else f"{one.tokens_a_second / alone.tokens_a_second:.2f}"
+        target, alone = replace(one, method="target"), replace(one, groups=1)
+        ratios = (_ratio(one, other, speeds) for other in (target, alone))
         running = " + ".join(map(str, one.running))
-        table.add_row(str(one.groups), str(one.requests), f"{one.tokens_a_second:,.0f}", times, running)
+        rate = f"{one.tokens_a_second:,.0f}"
+        table.add_row(str(one.groups), one.prompts, str(one.requests), one.method, rate, *ratios, running)
     return table
+
+
+def _ratio(one: Speed, other: Speed, speeds: Sequence[Speed]) -> str:
+    """Return the speed of `one` over that of the load of `other`; empty if that was not measured."""
+    found = next((each for each in speeds if each.load == other.load), None)
+    return "" if found is None else f"{one.tokens_a_second / found.tokens_a_second:.2f}"
 
 
 def main(given: Sequence[str]) -> dict[str, Any]:
@@ -221,28 +233,39 @@ def main(given: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, action="append", required=True, help="number of worker groups")
     parser.add_argument("--requests", type=int, action="append", default=[], help="requests in flight")
+    parser.add_argument("--method", action="append", help="method of the requests in flight; default: exact")
     parser.add_argument("--kill", type=int, default=0, help="streams under which a worker group is killed")
-    parser.add_argument("--prompts", type=Path, help="JSONL file of chats")
+    parser.add_argument("--prompts", type=Path, action="append", help="JSONL file of chats; --kill takes the first")
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--whole-answers", action="store_true", help="answers end where they end")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--warm-up", type=float, default=10.0, help="seconds before measuring")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of measuring")
     args = parser.parse_args(own)
-    prompts, speeds, killed = chats(args.prompts), [], None
-    sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "ignore_eos": True}
-    bodies = (
-        {"messages": prompts[number % len(prompts)], "seed": number, "method": "exact", **sampling}
-        for number in itertools.count()
-    )
+    prompts = {"" if path is None else path.stem: chats(path) for path in args.prompts or [None]}
+    sampling = {
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "ignore_eos": not args.whole_answers,
+    }
+    loads = list(itertools.product(prompts, args.requests, args.method or ["exact"]))
+    speeds: list[Speed] = []
+    killed = None
     for groups in args.groups:
         begin = time.monotonic()
         with serve([*options, "--worker-groups", str(groups)]) as served:
             out.print(f"worker groups: {groups}, ready after {time.monotonic() - begin:.0f} s")
-            for requests in args.requests:
-                speeds.append(asyncio.run(speed(served, groups, requests, bodies, args.warm_up, args.seconds)))
-                out.print(f"{requests} requests: {speeds[-1].tokens_a_second:,.0f} tokens a second")
+            for name, requests, method in loads:
+                bodies = (
+                    {"messages": chat, "seed": number, "method": method, **sampling}
+                    for number, chat in enumerate(itertools.cycle(prompts[name]))
+                )
+                found = asyncio.run(speed(served, requests, bodies, args.warm_up, args.seconds))
+                speeds.append(Speed(groups, name, method, requests, *found))
+                asked = " ".join(filter(None, (name, method)))
+                out.print(f"{requests} requests, {asked}: {found[0]:,.0f} tokens a second")
             if args.kill and groups == max(args.groups) and groups > 1:
-                killed = kill(served, args.kill, prompts, sampling)
+                killed = kill(served, args.kill, next(iter(prompts.values())), sampling)
                 out.print(
                     f"worker group 1 killed under {killed.streams} streams, {killed.moved} of them its own: "
                     f"{killed.finished} finish, {killed.equal} with the text of the undisturbed run; longest pauses "
@@ -250,9 +273,9 @@ def main(given: Sequence[str]) -> dict[str, Any]:
                 )
     if speeds:
         out.print(speed_table(speeds))
-    found = {"speeds": [asdict(one) for one in speeds], "kill": killed and asdict(killed)}
-    out.print(json.dumps(found), soft_wrap=True, markup=False, highlight=False)
-    return found
+    results = {"speeds": [asdict(one) for one in speeds], "kill": killed and asdict(killed)}
+    out.print(json.dumps(results), soft_wrap=True, markup=False, highlight=False)
+    return results
 
 
 if __name__ == "__main__":

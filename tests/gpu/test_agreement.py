@@ -72,6 +72,24 @@ def test_exact_answers_by_nodes_are_the_cpu_s(on_cpu, config):
         assert same >= 14
 
 
+@pytest.mark.parametrize("devices", DEVICES, ids=["one GPU", "two GPUs"])
+def test_exact_answers_drafted_again_are_the_cpu_s(on_cpu, devices):
+    """After a miss the draft drafts again, in a conditional node of a CUDA graph: the same answers in fewer rounds."""
+    by_target, by_tree = (
+        requests(on_cpu, 16, temperature=2.0, **one)
+        for one in ({"method": Method.TARGET}, {"method": Method.EXACT, "particles": 8})
+    )
+    expected, pair, rounds = answers(local_engine(on_cpu), by_target), load(torch.float32, devices), {}
+    for redrafting in ("never", "always"):
+        config = EngineConfig(block=5, branches=4, redrafting=redrafting)
+        found = answers(local_engine(pair, config), by_tree)
+        same = sum(found[i].tokens == one.tokens for i, one in expected.items())
+        rounds[redrafting] = sum(one.statistics.rounds for one in found.values())
+        print(f"{redrafting}: {same} of {len(by_tree)} answers equal, {rounds[redrafting]} rounds")
+        assert same >= 14
+    assert rounds["always"] < 0.95 * rounds["never"]
+
+
 @pytest.mark.parametrize("method", [Method.TARGET, Method.DRAFT])
 def test_plain_decoding_is_the_cpu_s(on_cpu, method):
     asked = requests(on_cpu, 16, method=method)
