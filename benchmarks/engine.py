@@ -27,7 +27,7 @@ from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
 from smc.round.plan import RoundPlan
 from smc.scheduler.engine import Engine
-from smc.scheduler.round_plan import bucket
+from smc.scheduler.planner import bucket
 from smc.stops import TokenBytes
 from smc.types import BOTH_MODELS, Decoding, ModelRole
 

@@ -1,8 +1,8 @@
 """Converts logits to the distribution that a token is drawn from, and draws. Knows nothing about models, requests or
 particles.
 
-Biases and penalties have been added to the logits before (`smc.executor.state`). Both distributions use the same
-processors, in this order: temperature, top-k, top-p, min-p, renormalise.
+Biases and penalties have been added to the logits before (`smc.executor.logit_changes`). Both distributions use the
+same processors, in this order: temperature, top-k, top-p, min-p, renormalise.
   target distribution    p = processed softmax, zero outside the truncation, which belongs to the target distribution
   proposal distribution  q = (1 - share) * processed + share * softmax(logits / temperature): a defensive mixture
                          (Hesterberg 1995), so that q covers every token that the target may allow and the weights p/q

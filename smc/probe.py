@@ -16,7 +16,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.scheduler.engine import Engine
-from smc.scheduler.round_plan import DraftSize
+from smc.scheduler.planner import DraftSize
 from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import ExactStats
 from smc.scheduler.tree_policy import ThroughputForecast

@@ -53,7 +53,8 @@ from smc.executor.graph_runner import AsyncResult
 from smc.executor.messages import Pending, PromptBatch
 from smc.executor.round_executor import LocalRoundExecutor, OneModelExecutor
 from smc.executor.worker import ModelWorker
-from smc.round.plan import RoundPlan, SequenceHandoff
+from smc.round.plan import RoundPlan
+from smc.round.slot_state import SequenceHandoff
 from smc.types import ModelRole
 
 ROOM = 8 << 20

@@ -24,7 +24,7 @@ from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow
-from smc.scheduler.round_plan import NODE_SHARES, DraftSize, bucket, room
+from smc.scheduler.planner import NODE_SHARES, DraftSize, bucket, room
 from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 logger = logging.getLogger(__name__)

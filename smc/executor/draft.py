@@ -1,6 +1,6 @@
-"""The draft stage of a round, except for running the model: rows of K tokens grow for every group, and afterwards the
-chosen rows become the particles. This is the torch form; the Triton form is `smc.kernels.draft`. Knows nothing about
-the target.
+"""The draft stage of a round: rows of K tokens grow for every group, and afterwards the chosen rows become the
+particles. `DraftStage` runs the model; the functions below it are its operations in torch, `smc.kernels.draft` has them
+in Triton. Knows nothing about the target.
 
 Rows grow step by step: each of a round's X = F A rows continues a row of the step before by one token. An independent
 row continues itself. The rows of other groups (`smc.algorithm.expansion`) are reparented, which permutes page numbers
@@ -19,33 +19,296 @@ Local axes: P chains (batch indices of groups whose rows are chains), Y = P * F 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from smc.algorithm.coupling import Coupling, is_ranked, score_of_exponent
+from smc.algorithm.expansion import SourceRows, expand
 from smc.algorithm.resampling import Spans
 from smc.arrays import PackedFields
 from smc.distributions import DistributionSpec
-from smc.philox import STREAMS_PER_PARTICLE, RoundKeys
+from smc.executor.draft_tree import (
+    RedraftStart,
+    known_step,
+    limit_outcomes,
+    plan_again,
+    prune_tree,
+    selected_again,
+    store_inner_nodes,
+    with_inner_nodes,
+)
+from smc.executor.guidance import GuidedPass, PassLogits
+from smc.executor.logit_changes import add_biases
+from smc.executor.masks import apply_mask
+from smc.executor.remap import advance, remap_draft
+from smc.executor.sampling import HeadSampling, Sampling
+from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose, RoundKeys
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import SlotState
+from smc.round.slot_state import BiasTables, InnerNodes, SlotState
 from smc.round.tensors import (
     CandidateLayout,
     ChainAssignment,
+    ChainDraws,
     ChosenTokens,
     Continuation,
     DraftedRows,
     DraftInputs,
+    DraftReport,
     DraftShape,
+    DraftStep,
+    GrownRows,
     LastTokens,
     ObservedDraws,
+    OwnDraws,
     RoundSelection,
     Rows,
     TokenTree,
 )
 from smc.stops import grow
 from smc.types import SEPARATE, Decoding
+
+
+class GrownStep(NamedTuple):
+    """Rows after a step of the draft."""
+
+    tree: TokenTree
+    kept: DraftStep | None
+    """The step as one of a draft tree. None: the step chose nothing."""
+    raw_logp_X: Tensor | None = None
+    """As `GrownRows.raw_logp_XK`, of this step's tokens."""
+
+
+@dataclass(frozen=True)
+class DraftStage:
+    """A model that drafts. Without a target it keeps everything that it drafts, one row for each particle: plain
+    decoding."""
+
+    run: GuidedPass
+    sampling: Sampling | HeadSampling
+    """Sampling from its logits."""
+    state: SlotState
+    ops: DraftOps
+    biases: BiasTables
+    """Biases of these logits."""
+    shape: DraftShape
+    mixture: float
+    """Share of the untruncated distribution in the proposal."""
+    nan: Tensor
+    """float32 [1] NaN, for reports without seen draws; allocated once, which saves a launch."""
+    purpose: Purpose = Purpose.PROPOSAL
+    kept_RV: Tensor | None = None
+    """Buffer for log q after the first R roots of exact decoding, with which the target's draws are compared. None: the
+    drafter has no target."""
+    nodes: InnerNodes | None = None
+    """Inner nodes of the blocks in flight, at which rows ahead may begin. None: there are no rows ahead."""
+    dists_YKV: Tensor | None = None
+    """Buffer for the log-distributions that the tokens of chains are drawn from: K of a row, or K - 1 if the
+    first token is a guess. None: the drafter has no chains."""
+
+    def draft(
+        self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]
+    ) -> tuple[PackedFields[DraftedRows], GrownRows]:
+        """Run the pending tokens of every particle, then extend rows by K tokens or by the plan's `steps`. The
+        distributions of chains are written to `dists_YKV`."""
+        inputs = self.begin(plan, distribution)
+        first = self.extend(plan, inputs, self.run_pending(plan, inputs), 0)
+        return self.finish(plan, inputs, (first,))
+
+    def begin(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> DraftInputs:
+        """Lay out the particles and their chains, before the first step."""
+        inputs = self.ops.begin_draft(self.state, plan, distribution, self.shape)
+        self.run.begin(plan, plan.arrays.begin_pages_AQ, plan.arrays.branch_pages_XB.view(len(plan.arrays.slot_A), -1))
+        if Decoding.REJECTION not in plan.kind.decodings:
+            return inputs
+        return inputs._replace(chains=assign_chains(plan, inputs.tree.alive_X))
+
+    def run_pending(self, plan: RoundPlan[Tensor], inputs: DraftInputs) -> PassLogits:
+        """Return logits [A, V] after the pending tokens of every particle."""
+        last_A = inputs.last_A if inputs.rows.queries > 1 else None
+        return self.run(plan, inputs.tokens_AQ.flatten(), inputs.rows, last_A)
+
+    def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, tree: TokenTree) -> PassLogits:
+        """Return logits [X, V] after the last tokens of rows."""
+        assert tree.run is not None, "rows, of which the last token alone is run"
+        rows = Rows(
+            table_SL=self.state.table_SL,
+            slot_R=tree.run.slot_X,
+            tail_RB=tree.tail_XB,
+            tail_R=tree.run.tail_X,
+            start_R=tree.run.start_X,
+            count_R=tree.run.count_X,
+            group_R=inputs.later.group_R,
+            first_G=inputs.later.rows.first_G,
+            size_G=inputs.later.rows.size_G,
+            shared_G=plan.arrays.shared_G,
+            queries=1,
+            contexts=plan.kind.contexts,
+            wanted_1=inputs.wanted_1,
+        )
+        return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
+
+    def extend(
+        self,
+        plan: RoundPlan[Tensor],
+        inputs: DraftInputs,
+        after: PassLogits,
+        step: int,
+        before: GrownStep | None = None,
+        mask_RW: Tensor | None = None,
+    ) -> GrownStep:
+        """Extend rows by one token. Every new row continues a particle or an inner node at the first step, and a row of
+        the step before at later steps. `after`: logits after the particles or rows; `before`: the rows after the last
+        step, None at the first; `mask`: tokens that may follow."""
+        logits_RV, raw_RV = after
+        layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
+        if plan.kind.biased:
+            slot_R = plan.arrays.slot_A if tree.run is None else tree.run.slot_X
+            logits_RV = self.ops.add_biases(
+                self.biases,
+                self.state.entry_S,
+                self.state.least_S,
+                logits_RV.float(),
+                slot_R,
+                tree.next_X,
+                plan.kind.biased,
+            )
+        if mask_RW is not None:
+            is_own = self.purpose is Purpose.TARGET
+            columns, ids_M = self.sampling.columns, self.sampling.ids_M
+            logits_RV = self.ops.apply_mask(logits_RV, mask_RW, columns, ids_M, fails=is_own)
+        own = chosen = chains = raw_logp_X = None
+        nodes = tree
+        if plan.kind.has_separate:
+            keys = DrawKeys(*layout.keys_R, layout.stream_RF, tree.next_X, self.purpose)
+            own = OwnDraws(*self.sampling.propose(logits_RV, layout.distribution, self.mixture, keys))
+        if raw_RV is not None:
+            assert own is not None and isinstance(self.sampling, Sampling), "a target that decodes alone"
+            raw_logp_X = self.sampling.raw_score(raw_RV, own.token_RF[:, 0])
+        if plan.kind.decodings - SEPARATE - {Decoding.REJECTION}:
+            chosen, nodes = self._expanded(plan, layout, logits_RV, tree, step)
+        if inputs.chains is not None:
+            width = len(nodes.root_X) // len(tree.root_X)
+            chains = self._drawn(plan, layout, logits_RV, tree, step, inputs.chains, width)
+        more = Continuation(chosen, own, chains)
+        grown = self.ops.reparent(nodes, more, plan, self.state, step=step)
+        kept = None if chosen is None else DraftStep(grown, chosen.expansion.parent_X, chosen.candidates)
+        return GrownStep(grown, kept, raw_logp_X)
+
+    def finish(
+        self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: tuple[GrownStep, ...]
+    ) -> tuple[PackedFields[DraftedRows], GrownRows]:
+        """Run the remaining steps. Returns the message to the target and the rows."""
+        steps = list(grown)
+        for step in range(len(grown), plan.kind.steps or self.shape.block):
+            steps.append(self.extend(plan, inputs, self.run_rows(plan, inputs, steps[-1].tree), step, steps[-1]))
+        tree, kept = steps[-1].tree, []
+        if Decoding.WALK in plan.kind.decodings:
+            kept = [step.kept for step in steps if step.kept]
+        raw_logp = [step.raw_logp_X for step in steps if step.raw_logp_X is not None]
+        rows = GrownRows(tree, tuple(kept), raw_logp_XK=torch.stack(raw_logp, 1) if raw_logp else None)
+        if kept:
+            rows = self.ops.prune_tree(plan, rows, self.nodes is not None)
+        return self.ops.pack_rows(self.state, plan, rows.tree), rows
+
+    def redraft(self, plan: RoundPlan[Tensor], start: RedraftStart) -> tuple[()]:
+        """Draft again after a miss, and make the rows the particles. Writes the message and the lineage of `start`."""
+        assert self.nodes is not None, "a drafter of look-ahead"
+        state, again = self.state, plan_again(plan, start)
+        inputs = self.begin(again, again.draft_distribution)._replace(wanted_1=start.any_1)
+        first = known_step(state, again, inputs, start.root_A)
+        _, grown = self.finish(again, inputs, (GrownStep(first.tree, first),))
+        rows = self.ops.pack_rows(state, again, grown.tree).fields
+        is_again_A = start.slot_A != state.dummy
+        start.message.write(rows._replace(count_X=torch.where(is_again_A, rows.count_X, 0)))
+        selection = selected_again(state, again, start.message.fields)
+        self.ops.store_inner_nodes(self.nodes, state, again, grown, selection)
+        lineage, next_ = self.ops.remap_draft(state, again, grown.tree, selection, plan.kind.redrafted + 1)
+        self.ops.advance(state, again.arrays.slot_A, selection, next_)
+        start.lineage.path_AB.copy_(lineage.path_AB)
+        start.lineage.kept_A.copy_(torch.where(is_again_A, lineage.kept_A, 0))
+        return ()
+
+    def remap(
+        self, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
+    ) -> DraftReport[Tensor]:
+        """Make the selected rows the particles."""
+        tree = grown.tree
+        nan_A = self.nan.expand(len(plan.arrays.slot_A))
+        observed = ObservedDraws(nan_A, nan_A, nan_A)
+        if self.kept_RV is not None and Decoding.WALK in plan.kind.decodings:
+            observed = self.ops.observe_draws(self.state, plan, tree, selection, self.kept_RV, self._coupling(plan))
+        if self.nodes is not None and grown.steps:
+            self.ops.store_inner_nodes(self.nodes, self.state, plan, grown, selection)
+        self.run.remap(plan, selection.particles.ancestor_A, tree.tail_XB, selection.particles.row_A, pending=True)
+        lineage, next_ = self.ops.remap_draft(self.state, plan, tree, selection, plan.kind.steps or self.shape.block)
+        self.ops.advance(self.state, plan.arrays.slot_A, selection, next_)
+        return DraftReport(lineage, observed)
+
+    def _drawn(
+        self,
+        plan: RoundPlan[Tensor],
+        layout: CandidateLayout,
+        logits_RV: Tensor,
+        tree: TokenTree,
+        step: int,
+        assigned: ChainAssignment,
+        width: int,
+    ) -> ChainDraws:
+        """Draw the next tokens of chains, or guess them. `width`: number of nodes into which each row of `tree` was
+        split; its first node is the row itself."""
+        begins, branches = step == 0, plan.kind.branches
+        at_Y = assigned.source_Y if begins else assigned.row_Y
+        logits_YV = logits_RV[at_Y]
+        if begins and self.shape.guesses:
+            token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, assigned.guess_Y[:, None])[:, 0]
+            logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
+        else:
+            seed_Y, rank_Y1 = layout.keys_R.seed[at_Y], assigned.rank_Y[:, None]
+            keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
+            assert self.dists_YKV is not None
+            dist_YV = self.dists_YKV[: len(at_Y), step - self.shape.guesses]
+            token_Y, logq_Y = self.sampling.propose_by(logits_YV, layout.distribution.take(at_Y), keys, dist_YV)
+        row_X = torch.arange(len(plan.arrays.slot_A) * branches, device=at_Y.device)
+        none_X = torch.zeros_like(row_X)
+        parent_X = row_X // branches if begins else row_X
+        return ChainDraws(
+            parent_X=assigned.spread(at_Y, parent_X) * width,
+            token_X=assigned.spread(token_Y, none_X),
+            logq_X=assigned.spread(logq_Y, none_X.float()),
+        )
+
+    def _coupling(self, plan: RoundPlan[Tensor]) -> Coupling:
+        temperature_A = plan.target_distribution.temperature_R
+        return Coupling(plan.arrays.exponent_A, temperature_A, plan.arrays.seed_A, self.sampling.ids_M)
+
+    def _expanded(
+        self, plan: RoundPlan[Tensor], layout: CandidateLayout, logits_RV: Tensor, tree: TokenTree, step: int
+    ) -> tuple[ChosenTokens, TokenTree]:
+        """Choose a group's rows among the candidate tokens of all its rows. Returns the choice with the candidates, and
+        the rows that it continues. Exact decoding keeps only tokens that are likely themselves, so it never uses
+        the candidate that stands for the rest."""
+        has_rest = Decoding.DISTINCT in plan.kind.decodings
+        coupling = self._coupling(plan) if Decoding.WALK in plan.kind.decodings else None
+        keys = DrawKeys(*layout.keys_R, layout.rank_R1, tree.next_X, self.purpose)
+        kept_RV = None if coupling is None or step else self.kept_RV
+        candidate_tokens = self.sampling.propose_candidates(
+            logits_RV, layout.distribution, self.mixture, keys, has_rest, coupling, kept_RV
+        )
+        sources, useful = layout.sources, candidate_tokens
+        if self.nodes is not None and coupling is not None:
+            if step == 0:
+                candidate_tokens, tree, sources = self.ops.with_inner_nodes(self.nodes, plan, tree, candidate_tokens)
+                useful = candidate_tokens
+            elif plan.kind.branches > 1:
+                useful = self.ops.limit_outcomes(plan, tree, candidate_tokens, has_rest)
+        source = SourceRows(useful, tree.mass_X, tree.alive_X, sources, tree.ended_X)
+        rows, total = layout.rows, len(plan.arrays.branch_pages_XB)
+        given = (source, rows, rows.size_G, plan.arrays.decoding_G, layout.keys_G, step, total)
+        chosen = self.ops.expand(*given, has_rest=has_rest)
+        return ChosenTokens(chosen, candidate_tokens), tree
 
 
 def begin_draft(
@@ -279,3 +542,21 @@ def observe_draws(
         information_A=information_A.masked_fill(is_missing_A, torch.nan),
         rank_A=rank_A,
     )
+
+
+class DraftOps:
+    """Operations of this stage that have Triton forms, in torch."""
+
+    add_biases = staticmethod(add_biases)
+    apply_mask = staticmethod(apply_mask)
+    begin_draft = staticmethod(begin_draft)
+    expand = staticmethod(expand)
+    reparent = staticmethod(reparent)
+    prune_tree = staticmethod(prune_tree)
+    store_inner_nodes = staticmethod(store_inner_nodes)
+    limit_outcomes = staticmethod(limit_outcomes)
+    with_inner_nodes = staticmethod(with_inner_nodes)
+    pack_rows = staticmethod(pack_rows)
+    observe_draws = staticmethod(observe_draws)
+    remap_draft = staticmethod(remap_draft)
+    advance = staticmethod(advance)

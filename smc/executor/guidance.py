@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from smc.executor.forward import StaticForward
-from smc.executor.ops import RoundOps
-from smc.executor.state import PageTokens
+from smc.executor.logit_changes import PageTokens
 from smc.round.plan import RoundPlan, UnconditionalRows
 from smc.round.slot_state import SlotState
 from smc.round.tensors import Rows
@@ -47,7 +46,8 @@ class GuidedPass:
     state: SlotState
     guide: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """See `smc.executor.sampling.Sampling.guide`."""
-    ops: RoundOps
+    remap_block_table: Callable[..., None]
+    """See `smc.executor.remap.remap_block_table`."""
     role: ModelRole
     beside_B: Tensor
     """int32: for every page of a guided batch index in this round, the unconditional row's page beside it."""
@@ -126,7 +126,7 @@ class GuidedPass:
         from_U = plan.arrays.slot_A[ancestor_U]
         end_U = (state.end_S[from_U] if pending else state.held(from_U)) + unconditional.shift_U
         source_U = _slots_of(unconditional, ancestor_U, slot_U)
-        self.ops.remap_block_table(state.table_SL, slot_U, source_U, state.base_S[slot_U], end_U, tail_UB, plan.columns)
+        self.remap_block_table(state.table_SL, slot_U, source_U, state.base_S[slot_U], end_U, tail_UB, plan.columns)
 
     def _with_unconditional(
         self, unconditional: UnconditionalRows[Tensor], rows: Rows, row_Y: Tensor, root_R: Tensor | None

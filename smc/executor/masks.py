@@ -2,8 +2,8 @@
 
 A model's stage is divided. The tokens that it is going to run are copied to the host, and the pass is queued. The host
 computes masks from the tokens (`smc.constraint_masks`) and copies them to the device, where drawing and scoring wait
-for them. A row's tokens are read from its pages (`smc.executor.state`), so they follow its block table wherever that
-goes.
+for them. A row's tokens are read from its pages (`smc.executor.logit_changes`), so they follow its block table wherever
+that goes.
 
 Every method draws from p(x | allowed): the target's distribution p without the forbidden tokens, renormalised. A
 population whose distribution is that of whole answers given the constraint (`by_answer`) multiplies its weights at
@@ -29,11 +29,11 @@ from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import StageRunner, TimeSpans
+from smc.executor.logit_changes import PageTokens
 from smc.executor.sampling import Sampling
-from smc.executor.state import PageTokens
 from smc.mask_reader import MaskPath
-from smc.round.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
-from smc.round.slot_state import SlotState
+from smc.round.plan import IN_FLIGHT, RoundPlan
+from smc.round.slot_state import SequenceHandoff, SlotState
 from smc.round.tensors import Blocks, TokenTree
 from smc.stops import StopMachine
 from smc.types import ModelRole, mask_span

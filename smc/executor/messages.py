@@ -28,7 +28,7 @@ class Stream(NamedTuple):
     role: ModelRole
     unconditional: bool = False
     redrafted: bool = False
-    """The row's tokens that are drafted again after a miss (`smc.executor.redraft`)."""
+    """The row's tokens that are drafted again after a miss (`smc.executor.draft_tree`)."""
 
 
 REDRAFTED = Stream(ModelRole.DRAFT, redrafted=True)
@@ -112,8 +112,8 @@ class TopLogprobsSpec:
     least_R: np.ndarray
     """int32: the token at a position below this must not end the answer."""
     machines: tuple[StopMachine | None, ...]
-    """Stop machine with each row's biases and the tokens that end its answer (`smc.executor.state`); None: nothing is
-    added to the row's logits."""
+    """Stop machine with each row's biases and the tokens that end its answer (`smc.executor.logit_changes`); None:
+    nothing is added to the row's logits."""
     unconditional_R: np.ndarray | None = None
     """As in `Draws`."""
     scale_R: np.ndarray | None = None

@@ -1,6 +1,7 @@
 """The select stage of a round: `score_rows` computes the candidates' mass from the target's outputs, groups
 select among them (`smc.algorithm`), and `apply_selection` applies the selections to all batch indices and makes the
-host's report. This is the torch form; the Triton forms are `smc.kernels.select` and `smc.kernels.apply_selection`.
+host's report. The functions below `SelectStage` are in torch; `smc.kernels.select` and
+`smc.kernels.apply_selection` have them in Triton.
 
 In look-ahead, candidates are the rows that the draft grew while the target scored the blocks before them. In lockstep
 they are the blocks themselves, each followed by a token of the target. In exact decoding, candidates that do not follow
@@ -8,26 +9,29 @@ the target's own draws are left out."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from smc.algorithm.expansion import CandidateTokens, SelectedTrees, SourceRows
-from smc.algorithm.resampling import Spans, block_log_weight
+from smc.algorithm.expansion import CandidateTokens, SelectedTrees, SourceRows, assign_rows, expand
+from smc.algorithm.resampling import Bounds, Spans, block_log_weight
 from smc.algorithm.selection import (
     PREFIX_POSITION,
     NextParticles,
     Selection,
     SelectionStatistics,
+    select,
     surviving_prefix,
 )
-from smc.algorithm.verification import Matches
+from smc.algorithm.verification import Matches, match_samples
 from smc.arrays import to_device, to_host, where
 from smc.executor.sampling import Sampling
 from smc.philox import DrawKeys, Purpose, uniforms
 from smc.round.plan import RoundPlan
+from smc.round.slot_state import SlotState
 from smc.round.tensors import (
     AppliedSelection,
     DraftedRows,
@@ -45,6 +49,78 @@ from smc.types import SEPARATE, Decoding
 LEAST_SHARE = 0.1
 """Distinct particles of less than this share of the mean weight are kept with a probability that is proportional to
 their weight: an answer waits for all of its particles."""
+
+
+class SelectStage:
+    """Selects how every batch index continues."""
+
+    def __init__(self, sampling: Sampling, state: SlotState, ops: SelectOps, *, lookahead: bool) -> None:
+        self.sampling, self.state, self.ops, self.lookahead = sampling, state, ops, lookahead
+
+    def select(self, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows) -> AppliedSelection:
+        """Select among candidates. `drafted`: the rows that may follow the blocks (look-ahead), or the blocks
+        themselves (lockstep)."""
+        matched = own = trees = None
+        if plan.kind.has_exact:
+            blocks, groups = scored.blocks, plan.arrays.groups
+            count_A = blocks.count_A if scored.nodes is None else scored.nodes.count_A
+            matched = self.ops.match_samples(blocks.tokens_AQ, count_A, scored.drawn_AQ, blocks.alive_A, groups)
+        if scored.next_mass_A is not None and plan.constraints is not None:
+            distribution = plan.target_distribution.neutral(plan.constraints.by_answer_A)
+            plan = replace(plan, target_distribution=distribution)
+        target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
+        inputs = ScoreInputs(plan, self.state, scored, drafted, target, matched, self.lookahead)
+        candidates = self.ops.score_rows(inputs)
+        if plan.kind.has_separate:
+            own = self._select_independent(plan, candidates)
+        if plan.kind.has_competing:
+            trees = self._select_trees(plan, candidates, drafted.block)
+        applied = self.ops.apply_selection(inputs, candidates, own, trees)
+        if scored.raw_TV is None:
+            return applied
+        raw_logp_AQ = self._raw_logprobs(scored, scored.raw_TV, applied.result)
+        return applied._replace(result=applied.result._replace(raw_logp_AQ=raw_logp_AQ))
+
+    def _raw_logprobs(self, scored: VerifyOutputs, raw_TV: Tensor, result: RoundResult[Tensor]) -> Tensor:
+        """Return log-probabilities [A, Q] under the softmax of the target's own logits, as in
+        `RoundResult.raw_logp_AQ`."""
+        blocks, selection, q = scored.blocks, result.selection, scored.blocks.tokens_AQ.shape[1]
+        if self.lookahead:
+            block_A = selection.particles.ancestor_A
+            kept_A = blocks.count_A[block_A] - selection.cut_A
+            next_A = torch.where(selection.count_A > 0, result.grown_AQ[:, 0], -1)
+        else:
+            block_A, kept_A, next_A = selection.particles.row_A, selection.taken_A + 1, selection.bonus_A
+        column_Q, last_A1 = torch.arange(q, device=block_A.device), kept_A[:, None] - 1
+        token_AQ = torch.where(column_Q < last_A1, blocks.tokens_AQ[block_A].roll(-1, 1), -1)
+        token_AQ = torch.where(column_Q == last_A1, next_A[:, None], token_AQ)
+        row_AQ = block_A[:, None] * q + column_Q if scored.nodes is None else scored.nodes.node_AQ[block_A]
+        logp_AQ = self.sampling.raw_score(raw_TV, token_AQ.flatten(), row_AQ.flatten()).view(token_AQ.shape)
+        return torch.where(token_AQ >= 0, logp_AQ, torch.nan)
+
+    def _select_independent(self, plan: RoundPlan[Tensor], candidates: ScoredRows) -> Selection:
+        """Select among independent particles (`smc.algorithm.selection`)."""
+        spans = Spans(plan.arrays.first_G, candidates.own_size_G)
+        bounds = Bounds(spans, plan.arrays.count_G, plan.arrays.draws_G)
+        random = (plan.arrays.threshold_G, plan.arrays.scheme_G, *candidates.keys_G)
+        logw_AF = candidates.source.mass_R.view(len(candidates.alive_A), -1)
+        return self.ops.select(logw_AF, candidates.alive_A, bounds, *random)
+
+    def _select_trees(self, plan: RoundPlan[Tensor], candidates: ScoredRows, step: int) -> SelectedTrees:
+        """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
+        rows, batch_size = plan.arrays.groups, len(plan.arrays.slot_A)
+        chosen = self.ops.expand(
+            candidates.source,
+            rows,
+            plan.arrays.draws_G,
+            plan.arrays.decoding_G,
+            candidates.keys_G,
+            step,
+            batch_size,
+            LEAST_SHARE,
+        )
+        kept = self.ops.assign_rows(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, batch_size)
+        return SelectedTrees(chosen, *kept)
 
 
 def target_outputs(
@@ -452,3 +528,14 @@ class SelectionApplier:
             hit_G=plan.is_exact_G & ~has_bonus_G,
             lineage=Lineage(plan.arrays.target_pages_AQ[selected.block_A], run_A.int(), torch.zeros_like(run_A).int()),
         )
+
+
+class SelectOps:
+    """Operations of this stage that have Triton forms, in torch."""
+
+    match_samples = staticmethod(match_samples)
+    score_rows = staticmethod(score_rows)
+    select = staticmethod(select)
+    expand = staticmethod(expand)
+    assign_rows = staticmethod(assign_rows)
+    apply_selection = staticmethod(apply_selection)

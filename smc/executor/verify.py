@@ -1,6 +1,6 @@
-"""The verify stage of a round: lays out the tokens that the target runs, and reads its outputs from the logits. This is
-the torch form; Triton forms are `smc.kernels.verify` and `smc.kernels.nodes`. The selection that follows is in
-`smc.executor.select`.
+"""The verify stage of a round: lays out the tokens that the target runs, runs them, and reads its outputs from the
+logits. The functions below `VerifyStage` are its operations in torch; `smc.kernels.verify` and `smc.kernels.nodes` have
+them in Triton. The selection that follows is in `smc.executor.select`.
 
 A block consists of the last tokens of a particle. Its first token is already counted in the particle's weight, or is
 known to be the target's own draw. In look-ahead a block was drafted one round earlier, and its batch index is that of
@@ -20,11 +20,160 @@ from torch import Tensor
 from smc.algorithm.resampling import Spans
 from smc.algorithm.verification import Chains, verify_by_rejection
 from smc.arrays import to_device
+from smc.executor.draft_tree import selected_again, with_slots_of
+from smc.executor.guidance import GuidedPass, PassLogits
+from smc.executor.logit_changes import add_biases
+from smc.executor.masks import apply_mask, given_constraint
+from smc.executor.remap import advance, remap_target
+from smc.executor.sampling import Sampling
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose, exponentials, words
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import SlotState
-from smc.round.tensors import Blocks, DraftedRows, NodeLayout, Rows, TargetDraws, VerifyInputs, VerifyOutputs
+from smc.round.slot_state import BiasTables, SequenceHandoff, SlotState
+from smc.round.tensors import (
+    Blocks,
+    DraftedRows,
+    NodeLayout,
+    RoundSelection,
+    Rows,
+    TargetDraws,
+    VerifyInputs,
+    VerifyOutputs,
+)
 from smc.types import Decoding
+
+
+class VerifyStage:
+    """A model that scores blocks."""
+
+    def __init__(
+        self,
+        run: GuidedPass,
+        sampling: Sampling,
+        state: SlotState,
+        ops: VerifyOps,
+        biases: BiasTables,
+        *,
+        block: int,
+        lookahead: bool,
+        chains: int,
+    ) -> None:
+        """`block`: K; in lockstep the seed is scored, too. `chains`: maximum number of chains in a round."""
+        self.run, self.sampling, self.state = run, sampling, state
+        self._ops, self._biases, self.lookahead = ops, biases, lookahead
+        self.queries = block if lookahead else block + 1
+        self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
+        """log q of the pending tokens of each slot."""
+        # Entries are read only after they have been written.
+        vocab = sampling.vocab
+        self.drawn_PKV = torch.empty(chains, self.queries - 1, vocab, device=state.device)
+        """float32 log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in
+        every round."""
+        self._dist_TV = torch.empty(chains * self.queries, vocab, device=state.device)
+
+    def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
+        self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
+
+    def verify(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
+        """Run and verify blocks: in look-ahead the pending ones, in lockstep those that have just been `drafted`."""
+        inputs = self.lay_out(plan, drafted)
+        return self.read_logits(plan, inputs, self.run_blocks(plan, inputs))
+
+    def lay_out(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyInputs:
+        inputs = self._ops.lay_out_blocks(self.state, self.logq_SQ, plan, drafted)
+        return self._ops.lay_out_nodes(plan, inputs) if plan.kind.nodes else inputs
+
+    def run_blocks(self, plan: RoundPlan[Tensor], inputs: VerifyInputs) -> PassLogits:
+        """Return logits [T, V] after all tokens of the pass."""
+        tokens_T, root_R = inputs.blocks.tokens_AQ.flatten(), inputs.blocks.origin_A
+        if inputs.nodes is not None:
+            index_T = inputs.nodes.token_T // inputs.blocks.tokens_AQ.shape[1]
+            tokens_T, root_R, plan = tokens_T[inputs.nodes.token_T], root_R[index_T], plan.penalising(index_T)
+        self.run.begin(plan, plan.arrays.target_pages_AQ[:, :0], plan.arrays.target_pages_AQ)
+        logits_TV, raw_TV = self.run(plan, tokens_T, inputs.rows, root_R=root_R)
+        if plan.kind.biased:
+            logits_TV = self._ops.add_biases(
+                self._biases,
+                self.state.entry_S,
+                self.state.least_S,
+                logits_TV.float(),
+                inputs.rows.slot_R,
+                inputs.keys.position_R,
+                plan.kind.biased,
+            )
+        return PassLogits(logits_TV, raw_TV)
+
+    def read_logits(
+        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, after: PassLogits, mask_TW: Tensor | None = None
+    ) -> VerifyOutputs:
+        """Compute the target's outputs for blocks from its logits. `mask`: tokens that may follow each token of the
+        blocks."""
+        logits_TV, raw_TV = after
+        distribution_T, log_mass_T = inputs.distribution_T, None
+        if mask_TW is not None and plan.constraints is not None:
+            by_answer_T = None
+            if inputs.nodes is not None:
+                mask_TW = mask_TW[inputs.nodes.token_T]
+            elif plan.kind.has_answers:
+                by_answer_T = plan.constraints.by_answer_A[plan.index_of_rows(inputs.rows.queries)]
+            masked_TV = self._ops.apply_mask(logits_TV, mask_TW, self.sampling.vocab)
+            logits_TV, distribution_T, log_mass_T = given_constraint(
+                self.sampling, logits_TV, masked_TV, mask_TW, distribution_T, by_answer_T
+            )
+            inputs = inputs._replace(distribution_T=distribution_T)
+        labelled_T = drawn = next_AV = None
+        if not plan.kind.all_exact:
+            labelled_T = self.sampling.score(logits_TV, distribution_T, inputs.label_T)
+            next_AV = logits_TV[inputs.last_A]
+        if plan.kind.decodings != {Decoding.REJECTION}:
+            # Exact decoding follows these draws; a population in which no particle has weight continues with them.
+            drawn = TargetDraws(*self.sampling.own_draws(logits_TV, distribution_T, inputs.keys))
+        if log_mass_T is not None:
+            # Without the constraint, log p is log p given the constraint plus the log mass that it allows.
+            if labelled_T is not None:
+                labelled_T = labelled_T + torch.where(inputs.label_T >= 0, log_mass_T, 0.0)
+            if drawn is not None:
+                drawn = drawn._replace(logp_T1=drawn.logp_T1 + log_mass_T[:, None])
+        if len(plan.arrays.chain_P):
+            drawn = self._verified(plan, inputs, logits_TV, drawn)
+        scored = self._ops.collect_outputs(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
+        return scored if log_mass_T is None else scored._replace(next_mass_A=log_mass_T[inputs.last_A])
+
+    def _verified(
+        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
+    ) -> TargetDraws:
+        """Return the target's draws, with the results of rejection sampling in the place of those for chains."""
+        index_P, q = plan.arrays.chain_P, inputs.rows.queries
+        token_P = (index_P[:, None] * q + torch.arange(q, device=index_P.device)).flatten()
+        logp_TV = self._dist_TV[: len(token_P)]
+        self.sampling.write_distribution(logits_TV[token_P], inputs.distribution_T.take(token_P), logp_TV)
+        logp_PQV, groups = logp_TV.view(len(index_P), q, -1), chain_groups(plan)
+        verdicts = self._ops.verify_chains(plan, inputs, logp_PQV, self.drawn_PKV[: len(index_P)], groups)
+        # Padding repeats the first chain.
+        chain_P = torch.arange(len(index_P), device=index_P.device)
+        chain_P = torch.where(chain_P < groups.size_G.sum(), chain_P, 0)
+        token_PQ, logp_PQ = (values_PQ[chain_P] for values_PQ in verdicts)
+        none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
+        token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
+        return TargetDraws(
+            token_T1.index_copy(0, token_P, token_PQ.view(-1, 1).to(token_T1.dtype)),
+            logp_T1.index_copy(0, token_P, logp_PQ.view(-1, 1)),
+            # If a distribution has a NaN, every entry of it is NaN.
+            log_z_T.index_copy(0, token_P, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
+        )
+
+    def redrafted(self, plan: RoundPlan[Tensor], rows: DraftedRows) -> Tensor:
+        """Make the rows that were drafted again the particles, before their blocks are verified. Returns as
+        `remap`."""
+        again = with_slots_of(self.state, plan, rows)
+        return self.remap(again, rows, selected_again(self.state, again, rows))
+
+    def remap(self, plan: RoundPlan[Tensor], drafted: DraftedRows, selection: RoundSelection[Tensor]) -> Tensor:
+        """Make the selected candidates the particles. Returns the number of pending tokens of each [A]."""
+        block_A = selection.particles.ancestor_A if self.lookahead else selection.particles.row_A
+        self.run.remap(plan, selection.particles.ancestor_A, plan.arrays.target_pages_AQ, block_A, pending=False)
+        next_ = self._ops.remap_target(self.state, self.logq_SQ, plan, drafted, selection, self.lookahead)
+        self._ops.advance(self.state, plan.arrays.slot_A, selection, next_)
+        return next_.pending_A
 
 
 def lay_out_blocks(
@@ -256,3 +405,16 @@ def _words(seed_P1: Tensor, stream_P1: Tensor, position_PQ: Tensor, purpose: Pur
         key.cpu().numpy() for key in (seed_P1, torch.zeros_like(seed_P1), stream_P1, position_PQ)
     )
     return [to_device(word, seed_P1.device) for word in words(seed, rounds, stream, position, purpose)]
+
+
+class VerifyOps:
+    """Operations of this stage that have Triton forms, in torch."""
+
+    add_biases = staticmethod(add_biases)
+    apply_mask = staticmethod(apply_mask)
+    lay_out_blocks = staticmethod(lay_out_blocks)
+    lay_out_nodes = staticmethod(lay_out_nodes)
+    collect_outputs = staticmethod(collect_outputs)
+    verify_chains = staticmethod(verify_chains)
+    remap_target = staticmethod(remap_target)
+    advance = staticmethod(advance)

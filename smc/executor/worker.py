@@ -26,11 +26,11 @@ from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import AsyncResult, StageRunner
+from smc.executor.logit_changes import LogitBiases, add_biases, repeated, width_of
 from smc.executor.masks import Sharing, given_constraint
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps
 from smc.executor.sampling import Sampling
-from smc.executor.state import LogitBiases, add_biases, repeated, width_of
 from smc.mask_reader import MaskPath
 from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE

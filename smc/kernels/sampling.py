@@ -6,9 +6,9 @@ draft's head, whole distributions, and guided logits.
 `score` takes one pass over the vocabulary, too. If a distribution is truncated, `smc.kernels.truncation` finds its cut
 first.
 
-`add_biases` adds biases to logits in one launch (`smc.executor.state.add_biases`), with a program for some of the
-tokens of one row. `spread` and `spread_rest` turn columns of a draft's head into tokens (`smc.executor.sampling`), in
-one launch each.
+`add_biases` adds biases to logits in one launch (`smc.executor.logit_changes.add_biases`), with a program for some of
+the tokens of one row. `spread` and `spread_rest` turn columns of a draft's head into tokens (`smc.executor.sampling`),
+in one launch each.
 
 The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
@@ -253,7 +253,7 @@ def add_biases(
     position_R: Tensor,
     width: int,
 ) -> Tensor:
-    """See `smc.executor.state.add_biases`. Changes the logits in place."""
+    """See `smc.executor.logit_changes.add_biases`. Changes the logits in place."""
     rows = len(logits_RV)
     _add_biases[(triton.cdiv(width, BIAS_BLOCK), rows)](
         logits_RV, logits_RV.stride(0), slot_X.contiguous(), position_R.contiguous(), entry_S, least_S, tables,

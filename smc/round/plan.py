@@ -1,5 +1,4 @@
-"""Messages from the host to the two models about rounds: the plan of a round, and particles that join. NumPy arrays on
-the host, tensors at the models."""
+"""The plan of a round, which the host sends to the two models: NumPy arrays on the host, tensors at the models."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from smc.algorithm.resampling import Spans
 from smc.arrays import FieldMemory, is_one_of, map_tensors
 from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
 from smc.philox import RoundKeys
-from smc.stops import StopMachine
 from smc.types import EXACT, SEPARATE, Array, Decoding, ModelRole
 
 SHORT, SHORT_SINGLE = 384, 640
@@ -43,46 +41,6 @@ class Contexts(IntEnum):
         """Choose the fastest way for a round at whose end no row holds more than `columns` positions."""
         short, longer = (SHORT_SINGLE, Contexts.SINGLE) if 2 * batch_size < 3 * groups else (SHORT, Contexts.SHARED)
         return Contexts.SHORT if columns <= short else longer
-
-
-@dataclass(frozen=True)
-class SequenceHandoff:
-    """Particles that take part at one model from the next round on. Their request starts or is resumed."""
-
-    slots_N: np.ndarray
-    """int32 slots."""
-    pages_RL: np.ndarray
-    """int32 page of every position whose keys and values are stored: [N, L], or [1, L] if all particles have the
-    same."""
-    base: int
-    """Number of leading positions whose pages no round changes: those of the prompt."""
-    limit: int
-    """Maximum number of tokens of a sequence, prompt included."""
-    least: int
-    """Number of leading tokens of a sequence, prompt included, that must not end the answer."""
-    end_N: np.ndarray
-    """int32 number of tokens of the sequence so far, prompt included."""
-    pending_NQ: np.ndarray
-    """int32 last tokens of the sequence, whose keys and values are not stored yet."""
-    pending_N: np.ndarray
-    """int32 number of these tokens, at least 1."""
-    logq_NQ: np.ndarray
-    """float32 log-probability of these tokens under the proposal; that of the first one is not used."""
-    ended_N: np.ndarray
-    """bool: the last token is terminal."""
-    alive_N: np.ndarray
-    """bool: the slot holds a particle. A slot without one counts as ended."""
-    text_N: np.ndarray
-    """int32 state of the stop machine before the pending tokens."""
-    logw_N: np.ndarray
-    """float64 log-weight."""
-    stops: int
-    """Entry of the request in the stop tables."""
-    machine: StopMachine | None
-    """Stop machine to write to that entry; None: it is already there."""
-    tokens_RL: np.ndarray | None = None
-    """int32 token of every page of `pages_RL`, for a request with penalties or a constraint; None for other
-    requests."""
 
 
 class UnconditionalRows(NamedTuple, Generic[Array]):
@@ -115,7 +73,7 @@ class UnconditionalRows(NamedTuple, Generic[Array]):
 
 
 class Penalties(NamedTuple, Generic[Array]):
-    """Penalties of a round with penalised requests, per batch index; see `smc.executor.state`."""
+    """Penalties of a round with penalised requests, per batch index; see `smc.executor.logit_changes`."""
 
     presence_A: Array
     """float32 presence penalty; 0: none."""
@@ -150,8 +108,8 @@ class RoundKind:
     """Number of tokens by which the draft extends every row; None: all K of a block. Only rounds of exact decoding
     alone have fewer."""
     biased: int = 0
-    """Maximum number of tokens whose logits are changed for a row, one of `smc.executor.state.WIDTHS`; 0: no row has
-    any."""
+    """Maximum number of tokens whose logits are changed for a row, one of `smc.executor.logit_changes.WIDTHS`; 0: no
+    row has any."""
     every_step: bool = False
     """The draft waits for the masks of all its steps; otherwise only for those of the first step."""
     has_answers: bool = False
@@ -162,7 +120,7 @@ class RoundKind:
     raw_logprobs: bool = False
     """The target also reports log-probabilities under the softmax of its own logits."""
     redrafted: int = 0
-    """R: tokens that the draft first drafts for groups whose last round was a miss (`smc.executor.redraft`)."""
+    """R: tokens that the draft first drafts for groups whose last round was a miss (`smc.executor.draft_tree`)."""
     batch_size: int = 0
     """A."""
     branches: int = 0

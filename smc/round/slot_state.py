@@ -1,17 +1,62 @@
-"""What each model keeps for every slot between rounds."""
+"""What each model keeps for every slot between rounds, and how particles enter slots."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from smc.arrays import to_device
 from smc.memory.pages import DUMMY_PAGE
-from smc.stops import START, StopTables
+from smc.round.plan import RoundPlan
+from smc.stops import START, StopMachine, StopTables
+from smc.types import Decoding
 
 KEPT_CANDIDATES = 16
 """Number of candidate tokens that are kept for an inner node."""
+
+
+@dataclass(frozen=True)
+class SequenceHandoff:
+    """Particles that take part at one model from the next round on. Their request starts or is resumed."""
+
+    slots_N: np.ndarray
+    """int32 slots."""
+    pages_RL: np.ndarray
+    """int32 page of every position whose keys and values are stored: [N, L], or [1, L] if all particles have the
+    same."""
+    base: int
+    """Number of leading positions whose pages no round changes: those of the prompt."""
+    limit: int
+    """Maximum number of tokens of a sequence, prompt included."""
+    least: int
+    """Number of leading tokens of a sequence, prompt included, that must not end the answer."""
+    end_N: np.ndarray
+    """int32 number of tokens of the sequence so far, prompt included."""
+    pending_NQ: np.ndarray
+    """int32 last tokens of the sequence, whose keys and values are not stored yet."""
+    pending_N: np.ndarray
+    """int32 number of these tokens, at least 1."""
+    logq_NQ: np.ndarray
+    """float32 log-probability of these tokens under the proposal; that of the first one is not used."""
+    ended_N: np.ndarray
+    """bool: the last token is terminal."""
+    alive_N: np.ndarray
+    """bool: the slot holds a particle. A slot without one counts as ended."""
+    text_N: np.ndarray
+    """int32 state of the stop machine before the pending tokens."""
+    logw_N: np.ndarray
+    """float64 log-weight."""
+    stops: int
+    """Entry of the request in the stop tables."""
+    machine: StopMachine | None
+    """Stop machine to write to that entry; None: it is already there."""
+    tokens_RL: np.ndarray | None = None
+    """int32 token of every page of `pages_RL`, for a request with penalties or a constraint; None for other
+    requests."""
 
 
 class SlotState(NamedTuple):
@@ -81,6 +126,40 @@ class SlotState(NamedTuple):
     def held(self, slot_A: Tensor) -> Tensor:
         """Return the number of positions [A] whose keys and values are stored."""
         return self.end_S[slot_A] - self.pending_S[slot_A]
+
+    def join(self, group: SequenceHandoff) -> Tensor:
+        """Write particles to their slots. Returns the slots as an index."""
+
+        def here(values: np.ndarray) -> Tensor:
+            return to_device(values, self.device)
+
+        slots_N = here(group.slots_N).long()
+        self.table_SL[slots_N, : group.pages_RL.shape[1]] = here(group.pages_RL)
+        self.base_S[slots_N] = group.base
+        self.limit_S[slots_N] = group.limit
+        self.least_S[slots_N] = group.least
+        self.end_S[slots_N] = here(group.end_N).long()
+        self.pending_SQ[slots_N, : group.pending_NQ.shape[1]] = here(group.pending_NQ).long()
+        self.pending_S[slots_N] = here(group.pending_N).long()
+        self.ended_S[slots_N] = here(group.ended_N)
+        self.alive_S[slots_N] = here(group.alive_N)
+        self.text_S[slots_N] = here(group.text_N).long()
+        self.logw_S[slots_N] = here(group.logw_N)
+        self.entry_S[slots_N] = group.stops
+        if group.machine is not None:
+            self.stops.set(group.stops, group.machine)
+        return slots_N
+
+    def reweigh(self, plan: RoundPlan[Tensor]) -> tuple[()]:
+        """Replace the particles' log-weights by those of the plan, where it has any. A distinct particle that has lost
+        its weight is removed."""
+        assert plan.weights_A is not None, "a round with potentials"
+        slot_A, given_A = plan.arrays.slot_A, ~torch.isnan(plan.weights_A)
+        lost_A = given_A & plan.is_decoded_by(Decoding.DISTINCT) & (plan.weights_A == -torch.inf)
+        self.logw_S[slot_A] = torch.where(given_A, plan.weights_A, self.logw_S[slot_A])
+        self.alive_S[slot_A] = self.alive_S[slot_A] & ~lost_A
+        self.ended_S[slot_A] = self.ended_S[slot_A] | lost_A
+        return ()
 
 
 class BiasTables(NamedTuple):

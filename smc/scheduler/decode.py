@@ -1,4 +1,4 @@
-"""Decoding: how running requests advance by rounds. Rounds are planned (`smc.scheduler.round_plan`) and launched here,
+"""Decoding: how running requests advance by rounds. Rounds are planned (`smc.scheduler.planner`) and launched here,
 and their results are written to slots and pages. The state of the models is in smc/executor.
 
 A round of the draft-target pair, in either form:
@@ -34,7 +34,7 @@ from smc.round.plan import RoundKind
 from smc.round.tensors import Lineage, ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts
-from smc.scheduler.round_plan import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
+from smc.scheduler.planner import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import RoundPages, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import Acceptance, DraftExponents

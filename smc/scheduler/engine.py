@@ -30,13 +30,13 @@ from smc.scheduler.decode import RoundScheduler
 from smc.scheduler.detokenizer import StopRules
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import RULES_OF_ROUNDS, DecodingRules, rules_of
+from smc.scheduler.planner import DraftSize
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.preparation import Preparation
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.results import ResultReporter
-from smc.scheduler.round_plan import DraftSize
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import LatencyModel

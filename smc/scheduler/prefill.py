@@ -17,13 +17,13 @@ from smc.api.request import Answer
 from smc.executor.messages import Pending, Stream, Worker
 from smc.executor.round_executor import RoundExecutor
 from smc.memory.kv_cache import KVCacheManager
-from smc.round.plan import SequenceHandoff
+from smc.round.slot_state import SequenceHandoff
 from smc.scheduler.capacity import PageForecast
 from smc.scheduler.decode import commit_tokens
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules
+from smc.scheduler.planner import Population
 from smc.scheduler.prefill_batches import Chunk, PrefillJob, PrefillRequest, PromptRow, RescoringJob, prefill_step
 from smc.scheduler.prefix_reuse import PrefixReuse
-from smc.scheduler.round_plan import Population
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots, row_of_batch
 from smc.stops import DONE, START, StopMachine, TokenBytes

@@ -22,7 +22,7 @@ from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.methods import TARGET_ALONE, Progress
-from smc.scheduler.round_plan import Population, reports_raw
+from smc.scheduler.planner import Population, reports_raw
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.types import ModelRole
 

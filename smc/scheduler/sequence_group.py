@@ -42,8 +42,8 @@ from smc.algorithm.coupling import ExponentFit
 from smc.api.engine_config import EngineConfig
 from smc.api.request import CONTINUED, Request, Times
 from smc.api.sampling_params import SamplingParams
+from smc.executor.logit_changes import biased_tokens
 from smc.executor.messages import ModelLost, Pending, Stream
-from smc.executor.state import biased_tokens
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules, rules_of
 from smc.scheduler.slots import Checkpoint, RandomKeys, Slots

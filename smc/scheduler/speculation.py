@@ -13,7 +13,7 @@ each request, which starts from that of its temperature.
 In look-ahead there are two kinds of rounds. One verifies a block, as above. Unless rows ahead begin with the outcome,
 the next one verifies a single token, which is known: it *restarts*. The outcome has a miss rate of its own after a
 restart, after a whole block, and after a part of one. All of them fall with N and with F (`Falls`). If the draft drafts
-again instead (`smc.executor.redraft`), a block follows with miss rates of its own, which fall as in lockstep.
+again instead (`smc.executor.draft_tree`), a block follows with miss rates of its own, which fall as in lockstep.
 
 Local axes: Y pairs of a number of rows and a number of branches, P numbers of tokens that are drafted again. K are
 depths of a tree."""

@@ -20,9 +20,9 @@ import numpy as np
 
 from smc.api.engine_config import PATHS, EngineConfig
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules
+from smc.scheduler.planner import DraftSize, bucket, node_room
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
-from smc.scheduler.round_plan import DraftSize, bucket, node_room
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.speculation import Acceptance, Confirmed, LatencyModel, MissRates, tokens_a_round
 from smc.types import BOTH_MODELS, ModelRole

@@ -21,7 +21,7 @@ from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.model.draft_vocab import DraftVocab
 from smc.model.vocabularies import ForeignIds
-from smc.scheduler.round_plan import DraftSize
+from smc.scheduler.planner import DraftSize
 from smc.scheduler.tree_policy import LatencyTreePolicy
 from smc.stops import TokenBytes
 from tests.executor.test_same_answers import assert_same
@@ -338,5 +338,5 @@ def test_heads_that_the_kernels_cannot_do_are_refused_at_once():
 
 
 def test_every_operation_has_a_triton_form():
-    operations = {name for name in vars(RoundOps) if not name.startswith("_")}
+    operations = {name for name in dir(RoundOps) if not name.startswith("_")}
     assert operations and operations <= set(vars(TritonOps))

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.round_stages import DraftStage
+from smc.executor.draft import DraftStage
 from smc.executor.triton_forward import TritonForward
 from smc.local_engine import local_engine
 from tests.executor.test_kernels import KERNELS, pair

@@ -38,7 +38,7 @@ from smc.attention.backend import ForwardBatch
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.invariant_forward import InvariantForward
 from smc.executor.ops import RoundOps
-from smc.executor.round_stages import SelectStage
+from smc.executor.select import SelectStage
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out_blocks

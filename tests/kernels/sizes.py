@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from smc.calibration.warm_up import crowded
-from smc.scheduler.round_plan import bucket
+from smc.scheduler.planner import bucket
 
 SLOTS = [12, 16, 28, 32, 44, 64, 128]
 

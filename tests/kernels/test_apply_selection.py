@@ -9,7 +9,7 @@ import torch
 from smc.algorithm.verification import match_samples
 from smc.arrays import map_tensors
 from smc.executor.ops import RoundOps
-from smc.executor.round_stages import SelectStage
+from smc.executor.select import SelectStage
 from smc.executor.triton_ops import TritonOps
 from smc.executor.verify import lay_out_blocks
 from smc.round.tensors import ScoreInputs

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
-from smc.executor.state import WIDTHS, LogitBiases, add_biases, width_of
+from smc.executor.logit_changes import WIDTHS, LogitBiases, add_biases, width_of
 from smc.kernels import sampling
 from smc.stops import StopMachine
 

@@ -9,7 +9,7 @@ from typing import Any
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.scheduler.round_plan import NODE_SHARES, DraftSize
+from smc.scheduler.planner import NODE_SHARES, DraftSize
 from smc.scheduler.tree_policy import LatencyTreePolicy, TreeRequest
 
 Settings = dict[str, Any]

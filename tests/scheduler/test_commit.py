@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from smc.scheduler.decode import WINDOW, commit_tokens
 from smc.scheduler.methods import RULES
-from smc.scheduler.round_plan import Population
+from smc.scheduler.planner import Population
 from smc.scheduler.slots import Slots
 from smc.types import Decoding
 

@@ -14,7 +14,7 @@ from smc.api.request import Answer, FinishReason, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.round_plan import DraftSize
+from smc.scheduler.planner import DraftSize
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.tree_policy import OtherLoad, TreeRequest

@@ -14,7 +14,7 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.round.plan import RoundPlan
-from smc.scheduler.round_plan import NODE_SHARES, DraftSize, node_room, shared_nodes, tree_nodes
+from smc.scheduler.planner import NODE_SHARES, DraftSize, node_room, shared_nodes, tree_nodes
 from smc.scheduler.tree_policy import LatencyTreePolicy
 from tests.scheduler.harness import answers, assert_empty, assert_pages_follow, request
 from tests.scheduler.pairs import tiny_pair

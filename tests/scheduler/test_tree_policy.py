@@ -16,7 +16,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
-from smc.scheduler.round_plan import tree_nodes
+from smc.scheduler.planner import tree_nodes
 from smc.scheduler.speculation import (
     PRIOR_MISS_RATE,
     WIDTH_GAIN,

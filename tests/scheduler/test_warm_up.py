@@ -16,7 +16,7 @@ from smc.round.plan import RoundPlan
 from smc.scheduler.decode import MEMORY
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS
-from smc.scheduler.round_plan import COMMON
+from smc.scheduler.planner import COMMON
 from smc.scheduler.speculation import Acceptance
 from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.sizes import possible

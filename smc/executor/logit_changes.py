@@ -1,5 +1,5 @@
-"""How particles enter the slots of a model (`smc.round.slot_state`), and changes of logits before they become a token
-distribution: penalties, the biases of requests, and -inf for tokens that would end an answer too early.
+"""Changes of logits before they become a token distribution: penalties, the biases of requests, and -inf for tokens
+that would end an answer too early.
 
 Both models' logits are changed alike, so proposals stay close to the target's distribution, and every log-probability
 is of the distribution after the change. Only rounds with requests that need it do so. `add_biases` is the torch form;
@@ -26,11 +26,10 @@ from torch import Tensor
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.arrays import to_device
 from smc.memory.pages import DUMMY_PAGE
-from smc.round.plan import Penalties, RoundPlan, SequenceHandoff
-from smc.round.slot_state import BiasTables, SlotState
+from smc.round.plan import Penalties
+from smc.round.slot_state import BiasTables
 from smc.round.tensors import Rows
 from smc.stops import StopMachine
-from smc.types import Decoding
 
 MAX_EOS = 64
 WIDTHS = (16, 256, MAX_STOP_IDS + MAX_BIASES + MAX_EOS)
@@ -103,42 +102,6 @@ def add_biases(
     entry_R, is_early_R1 = entry_S[slot_R], (position_R < least_S[slot_R])[:, None]
     value_RT = torch.where(is_early_R1, tables.early_ZT[entry_R, :width], tables.late_ZT[entry_R, :width])
     return logits_RV.scatter_add(1, tables.column_ZT[entry_R, :width].long(), value_RT.to(logits_RV.dtype))
-
-
-def join(state: SlotState, group: SequenceHandoff) -> Tensor:
-    """Write particles to their slots. Returns the slots as an index."""
-
-    def here(values: np.ndarray) -> Tensor:
-        return to_device(values, state.device)
-
-    slots_N = here(group.slots_N).long()
-    state.table_SL[slots_N, : group.pages_RL.shape[1]] = here(group.pages_RL)
-    state.base_S[slots_N] = group.base
-    state.limit_S[slots_N] = group.limit
-    state.least_S[slots_N] = group.least
-    state.end_S[slots_N] = here(group.end_N).long()
-    state.pending_SQ[slots_N, : group.pending_NQ.shape[1]] = here(group.pending_NQ).long()
-    state.pending_S[slots_N] = here(group.pending_N).long()
-    state.ended_S[slots_N] = here(group.ended_N)
-    state.alive_S[slots_N] = here(group.alive_N)
-    state.text_S[slots_N] = here(group.text_N).long()
-    state.logw_S[slots_N] = here(group.logw_N)
-    state.entry_S[slots_N] = group.stops
-    if group.machine is not None:
-        state.stops.set(group.stops, group.machine)
-    return slots_N
-
-
-def reweigh(state: SlotState, plan: RoundPlan[Tensor]) -> tuple[()]:
-    """Replace the particles' log-weights by those of the plan, where it has any. A distinct particle that has lost its
-    weight is removed."""
-    assert plan.weights_A is not None, "a round with potentials"
-    slot_A, given_A = plan.arrays.slot_A, ~torch.isnan(plan.weights_A)
-    lost_A = given_A & plan.is_decoded_by(Decoding.DISTINCT) & (plan.weights_A == -torch.inf)
-    state.logw_S[slot_A] = torch.where(given_A, plan.weights_A, state.logw_S[slot_A])
-    state.alive_S[slot_A] = state.alive_S[slot_A] & ~lost_A
-    state.ended_S[slot_A] = state.ended_S[slot_A] | lost_A
-    return ()
 
 
 @dataclass(frozen=True)

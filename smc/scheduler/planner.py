@@ -18,8 +18,8 @@ from smc.api.engine_config import EngineConfig
 from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import DistributionSpec
+from smc.executor.logit_changes import width_of
 from smc.executor.messages import REDRAFTED, Stream
-from smc.executor.state import width_of
 from smc.memory.pages import PageAllocator
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
 from smc.round.tensors import Lineage
