@@ -2,7 +2,7 @@
 
     python -m benchmarks.policy --latency FILE [--target DIR --draft DIR] [--prompts-file FILE ..] [--traces FILE]
         [--temperature 0.7 ..] [--form lookahead lockstep] [--requests 1 4 16 64] [-n 1 4 8] [-k 3 5 8] [-f 1 4 8]
-        [--grow] [--without-inner-nodes] [--json FILE]
+        [--grow] [--device cuda] [--without-inner-nodes] [--json FILE]
 
 The engine replays answers of the target (`benchmarks.traces`), so what it accepts, and what the policy chooses, are
 those of the pair. Time is that of a latency model (`smc.scheduler.speculation`), for instance one of
@@ -10,7 +10,8 @@ those of the pair. Time is that of a latency model (`smc.scheduler.speculation`)
 kind of prompts and temperature the command prints the tokens a round of each fixed N, K and F; then for each number of
 requests the fastest of these, and the policy with the largest N, K and F. Contexts count as empty.
 
-With `--traces`, the answers and the draft's offers around them are read from a file if it exists, and written to it."""
+With `--traces`, the answers and the draft's offers around them are read from a file if it exists, and written to it.
+Without `--latency`, nothing else is done: with `--grow`, a GPU writes a file that a CPU replays without the draft."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.load import ClosedLoop, problem_prompts
-from benchmarks.traces import DraftReader, TraceLibrary, load, replay_engine, replayed_request, save, write_traces
+from benchmarks.trace_writer import DraftReader, write_traces
+from benchmarks.traces import TraceLibrary, load, replay_engine, replayed_request, save
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.executor.messages import Pending
@@ -40,7 +42,7 @@ from smc.scheduler.planner import bucket
 from smc.scheduler.speculation import LatencyModel
 from smc.types import BOTH_MODELS, ModelRole
 
-GROWN_WIDTH, GROWN_DEPTH = 8, 5
+GROWN_WIDTH, GROWN_DEPTH = 8, 8
 """Nodes at a depth, and depths, that `--grow` lets the draft run after each node of an answer."""
 TURNS = 2
 """Minimum number of answers for each request that runs at the same time."""
@@ -281,17 +283,19 @@ def prompts_of(pair: ModelPair, files: Sequence[Path], count: int) -> list[tuple
 
 
 def record(given: argparse.Namespace) -> TraceLibrary:
-    """Read or write the traces."""
+    """Read or write the traces. Without a draft, unlikely nodes that a file lacks offer what nodes do on average; with
+    one, only the answers are read."""
     if given.traces is not None and given.traces.exists():
         library = load(given.traces)
         if given.draft is None:
+            library.offer_averages()
             return library
-        traces = library.traces
-        exponents = library.exponents
-        pair = ModelPair.load(given.target or given.draft, given.draft, dtype=DTYPES[given.dtype])
+        traces = [replace(each, parents=[], places=[], tokens=[], offered={}, children={}) for each in library.traces]
+        exponents, target = library.exponents, given.target or given.draft
+        pair = ModelPair.load(target, given.draft, dtype=DTYPES[given.dtype], device=given.device)
     else:
-        where = (given.target or demo.TARGET, given.draft or demo.DRAFT)
-        pair, exponents = ModelPair.load(*where, dtype=DTYPES[given.dtype]), {}
+        where, exponents = (given.target or demo.TARGET, given.draft or demo.DRAFT), {}
+        pair = ModelPair.load(*where, dtype=DTYPES[given.dtype], device=given.device)
         prompts = prompts_of(pair, given.prompts_file, given.prompts)
         traces = [
             trace
@@ -303,15 +307,18 @@ def record(given: argparse.Namespace) -> TraceLibrary:
     library = TraceLibrary(traces, reader)
     if given.grow:
         library.grow(GROWN_WIDTH, GROWN_DEPTH)
+    if given.traces is not None:
+        save(library, given.traces)
     return library
 
 
 def main(argv: Sequence[str] | None = None) -> list[Comparison]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latency", type=Path, required=True, help="latency model, as JSON")
+    parser.add_argument("--latency", type=Path, help="latency model, as JSON; without it, traces are written only")
     parser.add_argument("--target", help="directory of the target; default: that of the shipped pair")
     parser.add_argument("--draft", help="directory of the draft; default: that of the shipped pair")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of both models; default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="where both models run; default: %(default)s")
     parser.add_argument("--traces", type=Path, help="file of traces")
     parser.add_argument("--grow", action="store_true", help="run likely nodes first, in batches: for large drafts")
     parser.add_argument("--prompts-file", type=Path, action="append", default=[], help="chats; default: problems")
@@ -328,7 +335,14 @@ def main(argv: Sequence[str] | None = None) -> list[Comparison]:
     parser.add_argument("--without-inner-nodes", action="store_true", help="draft ahead after whole rows only")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     given = parser.parse_args(argv)
-    latency, library = LatencyModel.from_json(given.latency.read_text()), record(given)
+    if given.latency is None and given.traces is None:
+        parser.error("--latency and --traces: allowed: to give at least one of them")
+    latency = given.latency and LatencyModel.from_json(given.latency.read_text())
+    library = record(given)
+    nodes = sum(len(trace.offered) for trace in library.traces)
+    print(f"{len(library.traces)} answers, {sum(len(trace.answer) for trace in library.traces)} tokens, {nodes} nodes")
+    if latency is None:
+        return []
     print(f"{given.latency}: {latency}")
     found: list[Comparison] = []
     records: list[dict[str, Any]] = []

@@ -14,11 +14,13 @@ from benchmarks.policy import (
     TreeSize,
     config_of,
     fixed_tokens,
+    main,
     replay,
     replay_all,
     seconds_of_round,
 )
-from benchmarks.traces import DraftReader, TraceLibrary, load, save, write_traces
+from benchmarks.trace_writer import DraftReader, write_traces
+from benchmarks.traces import LEAST_WIN, TraceLibrary, load, save
 from smc import demo
 from smc.api.request import Request
 from smc.api.sampling_params import Method, SamplingParams
@@ -61,13 +63,37 @@ def test_a_replay_confirms_as_many_tokens_as_the_models(form, size):
 
 def test_traces_survive_a_file(tmp_path):
     size, file = TreeSize(4, 4, 2), tmp_path / "traces"
-    found = fixed_tokens(library(), "lookahead", [size])
+    [found] = fixed_tokens(library(), "lookahead", [size]).values()
     save(library(), file)
     read = load(file)
     assert [trace.text for trace in read.traces] == [trace.text for trace in library().traces]
-    assert fixed_tokens(read, "lookahead", [size]) == found
+    assert read.exponents == library().exponents
+    for trace, other in zip(read.traces, library().traces):
+        assert trace.offered.keys() == other.offered.keys()
+        assert trace.children == other.children
+        for node, (_, win_C) in trace.offered.items():
+            likely = other.offered[node][1] > LEAST_WIN
+            likely[0] = True
+            assert win_C == pytest.approx(other.offered[node][1][likely], abs=0.5 / 64 + 1e-6)
     with pytest.raises(ValueError, match="give the draft"):
         fixed_tokens(read, "lookahead", [TreeSize(16, 8, 4)])
+    read = load(file)
+    read.offer_averages()
+    [again] = fixed_tokens(read, "lookahead", [size]).values()
+    assert again == pytest.approx(found, rel=0.02)
+
+
+def test_a_grown_file_needs_no_draft(tmp_path, capsys):
+    """Nodes that are unlikely need not be in the file."""
+    size, file = TreeSize(4, 4, 2), tmp_path / "traces"
+    options = f"--traces {file} --prompts {ANSWERS} --tokens {TOKENS} --temperature {TEMPERATURE} --grow"
+    assert not main(options.split())
+    assert f"{ANSWERS} answers, {ANSWERS * TOKENS} tokens" in capsys.readouterr().out
+    read = load(file)
+    read.offer_averages()
+    [found] = fixed_tokens(read, "lookahead", [size]).values()
+    [expected] = fixed_tokens(library(), "lookahead", [size]).values()
+    assert found == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("form", ["lookahead", "lockstep"])
