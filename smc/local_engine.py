@@ -110,8 +110,13 @@ def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_o
 def fitted_engine(
     pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int = 1, **engine_options
 ) -> Engine:
-    """Make an engine with exactly the slots and pages that `concurrency` of these requests need at once, so that none
-    of them waits for memory. `engine_options` are passed on to Engine.
+    """Make an engine of `fitted_config`. `engine_options` are passed on to Engine."""
+    return local_engine(pair, fitted_config(pair, config, requests, concurrency), **engine_options)
+
+
+def fitted_config(pair: ModelPair, config: EngineConfig, requests: Sequence[Request], concurrency: int) -> EngineConfig:
+    """Return the configuration with exactly the slots and pages that `concurrency` of these requests need at once, so
+    that none of them waits for memory.
 
     `max_slots` and `pages` of `config` are replaced. Raises ValueError if a request is too large for the models."""
     needs = [rules_of(r.params).ample_pages(config, r.params, len(r.prompt), r.negative_size) for r in requests]
@@ -122,7 +127,7 @@ def fitted_engine(
         check_fits(request, replace(config, max_slots=slots), most, context, pair.tokenizer.size)
     # At least two pages: a plain method leaves one of the models idle, and a pool cannot be empty.
     pages = max(2, pool_for(concurrency * max(most.values())))
-    return local_engine(pair, replace(config, max_slots=concurrency * slots, pages=pages), **engine_options)
+    return replace(config, max_slots=concurrency * slots, pages=pages)
 
 
 def stored_latency(pair: ModelPair, directories: Sequence[Path], config: EngineConfig) -> LatencyModel | None:
