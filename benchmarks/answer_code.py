@@ -30,7 +30,7 @@ BLOCK = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | r
 class CodeLimits:
     """Limits of a process."""
 
-    cpu_seconds: int = 5
+    cpu_seconds: int = 2
     wall_seconds: float = 30.0
     memory: int = 1 << 30
     """Bytes of address space."""
