@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from services.cli import options
 from services.cli.options import with_options
 from smc.api.sampling_params import SamplingParams
 from smc.terminal import check_drawing, err, out, progress_bar
+from smc.types import ModelRole
 
 if TYPE_CHECKING:
+    from benchmarks.problem_file import FileProblem
     from benchmarks.quality import DecodingSetting
     from benchmarks.reports.quality import QualityPlan
 
@@ -67,8 +70,8 @@ class EvalOptions:
         str | None,
         options.option(
             options.MODELS,
-            "With --load grown, the shape of the target, such as llama-8b; with a file of problems, the target: a "
-            "directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub.",
+            "With --load grown, the shape of the target, such as llama-8b; otherwise the target: a directory, or "
+            "ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub.",
             metavar="SHAPE|MODEL",
         ),
     ] = None
@@ -83,14 +86,14 @@ class EvalOptions:
     draft_vocab: options.DraftVocab = None
     draft_vocab_text: options.DraftVocabText = None
     problems: Annotated[
-        str,
+        list[str] | None,
         options.option(
             options.MEASURE,
             "Number of held-out problems that each setting answers; or a file of JSON lines with other "
-            "problems (docs/quality.md).",
+            "problems (docs/quality.md). With files, and with a pair of one's own, it may be repeated. Default: 1000.",
             metavar="COUNT|FILE",
         ),
-    ] = "1000"
+    ] = None
     max_tokens: Annotated[
         int | None,
         options.option(
@@ -112,7 +115,8 @@ class EvalOptions:
         list[str] | None,
         options.option(
             options.MEASURE,
-            "Measure only settings whose name has all of these words, such as 'exact N=8'; may be repeated.",
+            "Measure only settings whose name has all of these words, such as 'exact N=8'; may be repeated. They are "
+            "measured in this order.",
             metavar="TEXT",
         ),
     ] = None
@@ -120,13 +124,36 @@ class EvalOptions:
     block: GridBlocks = None
     branches: GridBranches = None
     temperature: Annotated[
-        float,
+        list[float] | None,
         options.option(
-            options.SAMPLING, "Temperature of the target distribution; 0 = greedy, without SMC.", metavar="T"
+            options.SAMPLING,
+            "Temperature of the target distribution; 0 = greedy, without SMC. With files it may be repeated. "
+            "Default: 1.",
+            metavar="T",
         ),
-    ] = 1.0
+    ] = None
     ess_threshold: Annotated[float | None, options.option_of(SamplingParams, "ess_threshold")] = None
+    alpha: Annotated[float | None, options.option_of(SamplingParams, "alpha")] = None
+    regex: options.Regex = None
+    constraint_scope: Annotated[str | None, options.option_of(SamplingParams, "constraint_scope")] = None
     concurrency: Annotated[int, options.option(options.ENGINE, "Number of requests in flight.", metavar="COUNT")] = 8
+    max_rows: Annotated[
+        int | None,
+        options.option(
+            options.ENGINE,
+            "Maximum number of rows of all requests in flight, so that settings with N rows have at most COUNT / N "
+            "requests; only with files. Default: no limit.",
+            metavar="COUNT",
+        ),
+    ] = None
+    time_limit: Annotated[
+        float | None,
+        options.option(
+            options.MEASURE,
+            "Stop after so many seconds, and report what has been measured; only with files.",
+            metavar="SECONDS",
+        ),
+    ] = None
     threads: Annotated[int, options.option(options.ENGINE, "Number of CPU threads of torch.", metavar="COUNT")] = 1
     json: Annotated[
         Path | None, options.option(options.OUTPUT, "Write results to this file after every setting.", metavar="FILE")
@@ -152,17 +179,18 @@ class EvalOptions:
 
 
 @with_options(EvalOptions)
-def evaluate(arguments: EvalOptions) -> None:
+def evaluate(arguments: EvalOptions) -> int:
     """Measure quality and speed of every way of decoding, on generated problems or on those of a file."""
     from benchmarks.reports.quality import DemoPairs, QualityPlan, measure_all, prepare, report
 
-    if not _is_count(arguments.problems):
-        _evaluate_file(arguments)
-        return
-    if arguments.max_tokens is not None:
-        raise ValueError(f"--max-tokens {arguments.max_tokens} has no effect without --problems FILE; leave it out")
+    if _is_own(arguments):
+        return _evaluate_own(arguments)
+    for name in OF_OWN_PROBLEMS:
+        if (value := getattr(arguments, name)) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value} has no effect without --problems FILE; leave it out")
+    (count,), (temperature,) = arguments.problems or ["1000"], _one_temperature(arguments.temperature)
     given = {name: getattr(arguments, name) for name in QualityPlan.__dataclass_fields__}
-    plan = QualityPlan(**given | {"problems": int(arguments.problems)})
+    plan = QualityPlan(**given | {"problems": int(count), "temperature": temperature})
     _check_outputs(plan, arguments.json, arguments.markdown, arguments.picture)
     settings = settings_of(arguments)
     if arguments.accuracy_from and not arguments.speed_problems:
@@ -173,42 +201,112 @@ def evaluate(arguments: EvalOptions) -> None:
     record, known = prepare(plan, settings, pairs, arguments.json, arguments.resume, arguments.accuracy_from or ())
     measure_all(pairs, plan, settings, record, known)
     report(plan, settings, record, arguments.markdown, arguments.picture)
+    return 0
 
 
 def _is_count(problems: str) -> bool:
     return problems.removeprefix("-").isdigit()
 
 
-OF_THE_DEMO_PAIR = ("load", "speed_problems", "accuracy_from", "resume", "markdown", "picture")
-"""Options that have no effect with a file of problems."""
+def _is_own(arguments: EvalOptions) -> bool:
+    """Return whether problems or pair are the user's own."""
+    problems = arguments.problems or ["1000"]
+    has_pair = arguments.load == "files" and (arguments.target is not None or arguments.draft is not None)
+    return has_pair or len(problems) > 1 or not _is_count(problems[0])
 
 
-def _evaluate_file(arguments: EvalOptions) -> None:
-    """Run `smcserve eval --problems FILE`."""
-    from benchmarks.own_problems import MAX_TOKENS, USUAL, evaluate_own
-    from benchmarks.problem_file import read_problems
-    from benchmarks.quality import Terms
+def _one_temperature(temperatures: list[float] | None) -> list[float]:
+    if temperatures and len(temperatures) > 1:
+        raise ValueError(
+            f"--temperature {' --temperature '.join(f'{each:g}' for each in temperatures)}; allowed: once, unless "
+            "problems or pair are your own"
+        )
+    return temperatures or [1.0]
+
+
+OF_OWN_PROBLEMS = ("max_tokens", "alpha", "regex", "constraint_scope", "max_rows", "time_limit")
+"""Options that have no effect without problems or a pair of one's own."""
+OF_THE_DEMO_PAIR = ("load", "speed_problems", "accuracy_from")
+"""Options that have an effect only without them."""
+
+
+def _evaluate_own(arguments: EvalOptions) -> int:
+    """Run `smcserve eval` with problems or a pair of the user's own. Return the exit code: 1 if something could not be
+    measured."""
+    began = time.monotonic()
+    from benchmarks.own_problems import MAX_TOKENS, USUAL, OwnPlan, evaluate_own
+    from benchmarks.own_record import OwnRecord
+    from benchmarks.quality import machine
+    from benchmarks.reports import own
     from smc.api.sampling_params import Method
     from smc.loading import load_pair, pair_directories, use_threads
 
     for name in OF_THE_DEMO_PAIR:
         if (value := getattr(arguments, name)) != EvalOptions.__dataclass_fields__[name].default:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} {value} has no effect with --problems FILE; leave it out")
-    problems = read_problems(Path(arguments.problems))
-    settings = settings_of(arguments, USUAL)
-    longest = MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens
-    SamplingParams(method=Method.TARGET, max_tokens=longest, temperature=arguments.temperature)
-    if arguments.concurrency < 1:
-        raise ValueError(f"--concurrency {arguments.concurrency}; allowed: >= 1")
-    _check_writable(arguments.json)
+            raise ValueError(f"--{option} {value} has no effect with problems or a pair of your own; leave it out")
+    plan = OwnPlan(
+        problems=_own_problems(arguments),
+        temperatures=list(dict.fromkeys(arguments.temperature or [1.0])),
+        settings=list(dict.fromkeys((USUAL[0], *settings_of(arguments, USUAL)))),
+        seed=arguments.seed,
+        ess_threshold=arguments.ess_threshold,
+        max_tokens=MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens,
+        concurrency=arguments.concurrency,
+        max_rows=arguments.max_rows,
+        deadline=None if arguments.time_limit is None else began + arguments.time_limit,
+        alpha=arguments.alpha,
+        regex=arguments.regex,
+        constraint_scope=arguments.constraint_scope,
+    )
+    for name in ("alpha", "constraint_scope"):
+        if (value := getattr(arguments, name)) is not None and not any(each.population for each in plan.settings):
+            raise ValueError(f"--{name.replace('_', '-')} {value} has no effect without settings of SMC; leave it out")
+    for temperature in plan.temperatures:
+        SamplingParams(method=Method.TARGET, max_tokens=plan.max_tokens, temperature=temperature)
+    for name in ("concurrency", "max_rows"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}; allowed: >= 1")
+    if arguments.time_limit is not None and not arguments.time_limit > 0:
+        raise ValueError(f"--time-limit {arguments.time_limit:g}; allowed: > 0")
+    _check_writable(arguments.json, arguments.markdown, arguments.picture)
+    if arguments.picture is not None:
+        check_drawing()
     directories = pair_directories(
         *(None if each is None else Path(each) for each in (arguments.target, arguments.draft))
     )
     use_threads(arguments.threads, directories)
+    models = {str(role): each.name for role, each in zip(ModelRole, directories)}
+    conditions = plan.conditions() | models | {"dtype": arguments.dtype, **own_options(arguments)}
+    record = OwnRecord.open(arguments.json, conditions | machine(arguments.device), arguments.resume)
     pair = load_pair(directories, arguments.device, arguments.dtype, **own_options(arguments))
-    terms = Terms(arguments.seed, arguments.temperature, arguments.ess_threshold, longest)
-    evaluate_own(pair, problems, settings, terms, arguments.concurrency, arguments.json)
+    complete = evaluate_own(pair, plan, record)
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(own.markdown(record), encoding="utf-8")
+    if arguments.picture is not None:
+        own.draw(record, arguments.picture)
+    return 0 if complete else 1
+
+
+def _own_problems(arguments: EvalOptions) -> dict[str, Sequence[FileProblem]]:
+    """Return the problems of every --problems, by name. Raises ValueError for invalid ones."""
+    from benchmarks.own_problems import WORD_PROBLEMS, word_problems
+    from benchmarks.problem_file import read_problems
+
+    found: dict[str, Sequence[FileProblem]] = {}
+    for given in arguments.problems or ["1000"]:
+        is_count = _is_count(given)
+        if is_count and int(given) < 1:
+            raise ValueError(f"--problems {given}; allowed: >= 1")
+        name = WORD_PROBLEMS if is_count else Path(given).stem
+        if name in found:
+            raise ValueError(f"--problems {given}: there are two times problems of the name {name}; rename one")
+        found[name] = (
+            word_problems(arguments.seed, int(given), reasoning=arguments.target is not None)
+            if is_count
+            else read_problems(Path(given))
+        )
+    return found
 
 
 def own_options(arguments: EvalOptions) -> dict[str, Any]:
@@ -235,21 +333,18 @@ def _check_outputs(plan: QualityPlan, *paths: Path | None) -> None:
 
 
 def settings_of(arguments: EvalOptions, usual: Sequence[DecodingSetting] = ()) -> list[DecodingSetting]:
-    """Return the settings to measure: those of the table that the options choose, or `usual`, if there are some and no
-    option chooses; without SMC at temperature 0, where it is not defined. Raises ValueError if no setting is left, and
-    for a threshold without effect."""
+    """Return the settings to measure: those of the table that the options choose, in the order of --only, or `usual`,
+    if there are some and no option chooses; without SMC if every temperature is 0, where it is not defined. Raises
+    ValueError if no setting is left, and for a threshold without effect."""
     from benchmarks.quality import grid
 
     values, only = (arguments.particles, arguments.block, arguments.branches), arguments.only
     is_usual = bool(usual) and only is None and not any(values)
-    settings = [
-        setting
-        for setting in (usual if is_usual else grid(*values))
-        if setting.method != "smc" or arguments.temperature != 0
-    ]
+    has_smc = any(arguments.temperature or [1.0])
+    settings = [setting for setting in (usual if is_usual else grid(*values)) if setting.method != "smc" or has_smc]
     if only:
         wanted = [text.lower().replace("lookahead", "look-ahead").split() for text in only]
-        chosen = [setting for setting in settings if any(_fits(setting.name, words) for words in wanted)]
+        chosen = list(dict.fromkeys(each for words in wanted for each in settings if _fits(each.name, words)))
         if not chosen:
             raise ValueError(
                 f"--only {' --only '.join(map(repr, only))} leaves no setting; "

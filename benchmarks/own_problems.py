@@ -1,231 +1,300 @@
-"""Measures `smcserve eval --problems FILE`: a pair answers the problems of a file in several ways of decoding.
+"""Measures `smcserve eval` over a pair and problems of one's own: the pair answers files of problems in several ways of
+decoding, at several temperatures.
 
 For problems with an expected answer, measures the share solved; for all problems, agreement with the target's answers,
-log-probability, and the share of drafted tokens that are accepted at each depth."""
+log-probability, and the share of drafted tokens that are accepted at each depth. Settings of one block size share an
+engine, so that kernels are compiled and graphs captured once for all of them."""
 
 from __future__ import annotations
 
-import json
+import hashlib
+import os
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
+from benchmarks.load import ClosedLoop
+from benchmarks.own_record import OwnAnswer, OwnRecord, OwnRow, RowKey
 from benchmarks.problem_file import FileProblem
-from benchmarks.quality import DecodingSetting, Terms, answers_of, prompt_requests
-from benchmarks.reports import interval, number_cell
-from smc.api.request import Answer, FinishReason
-from smc.demo.problems import Accuracy
-from smc.local_engine import ModelPair, fitted_engine
-from smc.scheduler.stats import ExactStats
-from smc.terminal import out, progress_bar
+from benchmarks.quality import DecodingSetting, Terms, prompt_requests
+from benchmarks.reports.own import in_words, print_report
+from smc.api.constraint import Constraint
+from smc.api.engine_config import EngineConfig
+from smc.api.request import Answer, Request
+from smc.demo.problems import generate
+from smc.local_engine import ModelPair, fitted_config, local_engine
+from smc.scheduler.engine import Engine
+from smc.terminal import err, print_error, print_warning, progress_bar
 
+TARGET = DecodingSetting.plain("target")
+"""Always measured: all other settings are compared with it."""
 USUAL = (
-    DecodingSetting.plain("target"),
+    TARGET,
     DecodingSetting.plain("draft"),
     DecodingSetting.lockstep("exact", 8, 5),
     DecodingSetting.lockstep("distinct", 8, 5),
 )
 """Default ways of decoding."""
 MAX_TOKENS = 256
-HEADERS = (
-    "decoding",
-    "solved",
-    "95%",
-    "cut",
-    "same",
-    "log p",
-    "round",
-    "log Z",
-    "tok",
-)
-LEGEND = (
-    "solved: of the answers that came to an end; 95%: its interval; cut: answers that reached --max-tokens first; "
-    "same: share of problems whose answer is the target's own, token by token; "
-    "log p: "
-    "mean log-probability of an answer token under the target, minus that of the target's own answers; round: tokens "
-    "that a round confirms; "
-    "accepted by depth: share of rounds in which the first, the first two, .. drafted tokens were accepted; log Z: of "
-    "SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer."
-)
-SMC_MEANING = "SMC draws other answers, from a distribution that nears the target's as N grows: see solved and log p."
-MEANINGS = {
-    "exact": "Exact decoding by walk gives the target's own answers in float32. In other types sums depend on the rows "
-    "of a pass, so near ties between tokens may fall otherwise, and the answers differ from there on.",
-    "rejection": "Exact decoding by rejection follows the target's distribution, but draws other answers from it.",
-    "independent": SMC_MEANING,
-    "distinct": SMC_MEANING,
-    "draft": "The draft answers by itself: it shows what is lost without the target.",
-}
-"""What agreement with the target's answers means, by `DecodingSetting.kind`."""
+WORD_PROBLEMS = "word_problems"
+"""Name of the problems that are given by their number."""
+REASONING = "\n\nReason step by step. Then write the result on a line of its own, as #### and the number."
+"""What follows a word problem when a model that was not trained on such problems is asked."""
 
 
 @dataclass(frozen=True)
-class OwnRow:
-    """Results of one setting. None: the method has no such value."""
+class OwnTask:
+    """What one row measures."""
 
-    decoding: str
-    problems: int
-    graded: int
-    """Number of answers that came to an end and have an expected answer to compare with."""
-    correct: int
-    cut: int
-    """Number of answers that reached the maximum number of tokens."""
-    same_as_target: float | None
-    mean_logp: float | None
-    """Mean log-probability of an answer token under the target."""
-    tokens_a_round: float | None
-    accepted_by_depth: tuple[float, ...]
-    log_evidence: float | None
-    tokens: float
-    """Mean length of an answer."""
-    batch_tokens_per_second: float
+    key: RowKey
+    problems: str
+    """Name of the problems, a key of `OwnPlan.problems`."""
+    setting: DecodingSetting
 
-
-def evaluate_own(
-    pair: ModelPair,
-    problems: Sequence[FileProblem],
-    settings: Sequence[DecodingSetting],
-    terms: Terms,
-    concurrency: int,
-    json_path: Path | None,
-) -> list[OwnRow]:
-    """Measure every setting and print the table. Raises ValueError for a problem that is too long, before any problem
-    is answered."""
-    prompts = [_fitting(pair, problem, terms) for problem in problems]
-    for setting in settings:  # invalid ones are refused before anything is answered
-        prompt_requests(prompts[:1], setting, terms, logprobs=False)
-    others = [setting for setting in settings if setting.method != "target"]
-    rows, texts = [], {}
-    with progress_bar() as progress:
-        task = progress.add_task(USUAL[0].name, total=len(prompts) * (1 + len(others)))
-
-        def answer_all(setting: DecodingSetting) -> Answered:
-            progress.update(task, description=setting.name)
-            return _answer_all(pair, setting, prompts, terms, concurrency, lambda: progress.advance(task))
-
-        target = answer_all(USUAL[0])
-        for setting in settings:
-            answered = target if setting.method == "target" else answer_all(setting)
-            rows.append(_row(setting, problems, answered, target))
-            texts[setting.name] = [answer.text for answer in answered.answers]
-            if json_path is not None:
-                _write(json_path, asdict(terms) | {"concurrency": concurrency}, rows, problems, texts)
-    base = mean_logp_of(target.answers)
-    depths = [
-        f"accepted by depth, {row.decoding}: {' '.join(f'{share:.0%}' for share in row.accepted_by_depth)}"
-        for row in rows
-        if row.accepted_by_depth
-    ]
-    meanings = dict.fromkeys(MEANINGS[setting.kind] for setting in settings if setting.kind in MEANINGS)
-    out.print(own_table(rows, base), *depths, LEGEND, *meanings, sep="\n", soft_wrap=True)
-    if not any(problem.answer is not None for problem in problems):
-        out.print("The file has no answers, so the share of solved problems is not known.", style="dim")
-    return rows
+    @property
+    def words(self) -> str:
+        problems, temperature, setting = self.key
+        return f"{problems}, T = {temperature:g}, {setting}"
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The answers of one setting, in the order of the problems."""
+class OwnPlan:
+    """What is measured, in this order: for each temperature, for each setting, every file."""
 
-    answers: list[Answer]
-    spec: ExactStats
-    seconds: float
+    problems: Mapping[str, Sequence[FileProblem]]
+    """By the name of their file."""
+    temperatures: Sequence[float]
+    settings: Sequence[DecodingSetting]
+    seed: int
+    ess_threshold: float | None
+    max_tokens: int
+    concurrency: int
+    """Maximum number of requests in flight."""
+    max_rows: int | None
+    """Maximum number of rows of all requests in flight; None: no limit. One request may always run."""
+    deadline: float | None
+    """Time, by `time.monotonic`, at which measuring stops; None: never."""
 
+    alpha: float | None = None
+    """Power of the target's probability; SMC only."""
+    regex: str | None = None
+    """What every answer matches."""
+    constraint_scope: str | None = None
+    """SMC only."""
 
-def _fitting(pair: ModelPair, problem: FileProblem, terms: Terms) -> tuple[int, ...]:
-    tokens = tuple(problem.tokens(pair.tokenizer, raw=False))
-    if len(tokens) + terms.max_tokens > pair.max_context:
-        raise ValueError(
-            f"line {problem.number}: the prompt has {len(tokens)} tokens; allowed: at most "
-            f"{pair.max_context - terms.max_tokens} beside answers of {terms.max_tokens} (--max-tokens)"
+    def terms(self, temperature: float) -> Terms:
+        constraint = None if self.regex is None else Constraint.of({"regex": self.regex}, "--regex")
+        return Terms(
+            self.seed,
+            temperature,
+            self.ess_threshold,
+            self.max_tokens,
+            alpha=self.alpha,
+            constraint=constraint,
+            constraint_scope=self.constraint_scope,
         )
-    return tokens
+
+    def name(self, setting: DecodingSetting) -> str:
+        """Return the name of a setting, with what SMC alone has."""
+        if setting.method != "smc":
+            return setting.name
+        alpha = "" if self.alpha is None else f" alpha={self.alpha:g}"
+        return setting.name + alpha + ("" if self.constraint_scope is None else f" scope={self.constraint_scope}")
+
+    def in_flight(self, setting: DecodingSetting) -> int:
+        """Return the number of requests in flight."""
+        rows = setting.particles or 1
+        return self.concurrency if self.max_rows is None else max(1, min(self.concurrency, self.max_rows // rows))
+
+    def tasks(self) -> Iterator[OwnTask]:
+        """Yield what is to be measured, the most important first. SMC is not defined at temperature 0."""
+        constrained = "" if self.regex is None else f" matching {self.regex}"
+        for temperature in self.temperatures:
+            for setting in self.settings:
+                if setting.method == "smc" and temperature == 0:
+                    continue
+                for name in self.problems:
+                    yield OwnTask((name + constrained, temperature, self.name(setting)), name, setting)
+
+    def conditions(self) -> dict[str, object]:
+        """Return the part of a record's conditions that decides which problems are solved."""
+        hashes = {
+            name: hashlib.sha256(repr([(each.prompt, each.answer) for each in problems]).encode()).hexdigest()
+            for name, problems in self.problems.items()
+        }
+        return {
+            "seed": self.seed,
+            "ess_threshold": self.ess_threshold,
+            "max_tokens": self.max_tokens,
+            "problems": hashes,
+        }
 
 
-def _answer_all(
-    pair: ModelPair,
-    setting: DecodingSetting,
-    prompts: Sequence[tuple[int, ...]],
-    terms: Terms,
-    concurrency: int,
-    on_answer: Callable[[], object],
-) -> Answered:
-    """Answer all prompts with one setting. Raises RuntimeError if an answer ends in an error."""
-    requests = prompt_requests(prompts, setting, terms, logprobs=setting.method != "draft")
-    engine = fitted_engine(pair, setting.engine, requests, concurrency)
-    begin = time.perf_counter()
-    found = {}
-    for answer in answers_of(engine, setting, requests, concurrency):
-        found[answer.request_id] = answer
-        on_answer()
-    seconds = time.perf_counter() - begin
-    spec = engine.take_stats().exact[setting.verification or "walk"]
-    return Answered([found[request.request_id] for request in requests], spec, seconds)
-
-
-def _row(setting: DecodingSetting, problems: Sequence[FileProblem], answered: Answered, target: Answered) -> OwnRow:
-    answers, spec = answered.answers, answered.spec
-    ended = [answer.finish_reason is not FinishReason.LENGTH for answer in answers]
-    grades = [problem.grade(answer.text) for problem, answer, whole in zip(problems, answers, ended) if whole]
-    tokens = sum(len(answer.tokens) for answer in answers)
-    same = sum(one.tokens == other.tokens for one, other in zip(answers, target.answers)) / len(answers)
-    return OwnRow(
-        decoding=setting.name,
-        problems=len(problems),
-        graded=sum(grade is not None for grade in grades),
-        correct=sum(grade is True for grade in grades),
-        cut=ended.count(False),
-        same_as_target=None if setting.method == "target" else same,
-        mean_logp=mean_logp_of(answers),
-        tokens_a_round=spec.tokens_a_round,
-        accepted_by_depth=spec.accepted_by_depth,
-        log_evidence=sum(one.statistics.log_z for one in answers) / tokens if setting.method == "smc" else None,
-        tokens=tokens / len(answers),
-        batch_tokens_per_second=tokens / answered.seconds,
-    )
-
-
-def mean_logp_of(answers: Sequence[Answer]) -> float | None:
-    known = [value for answer in answers if answer.logprobs is not None for value in answer.logprobs]
-    return sum(known) / len(known) if known else None
-
-
-def own_table(rows: Sequence[OwnRow], target_logp: float | None) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
-    for header in HEADERS:
-        table.add_column(header, justify="left" if header == "decoding" else "right", no_wrap=True)
-    for row in rows:
-        accuracy = Accuracy(row.correct, row.graded) if row.graded else None
-        logp = None if row.mean_logp is None or target_logp is None else row.mean_logp - target_logp
-        table.add_row(
-            row.decoding,
-            f"{accuracy.share:.1%}" if accuracy else "",
-            interval(accuracy) if accuracy else "",
-            str(row.cut),
-            number_cell(row.same_as_target, ".0%"),
-            number_cell(logp, "+.3f"),
-            number_cell(row.tokens_a_round, ".2f"),
-            number_cell(row.log_evidence, "+.2f"),
-            f"{row.tokens:.1f}",
-        )
-    return table
-
-
-def _write(
-    path: Path,
-    conditions: dict[str, Any],
-    rows: Sequence[OwnRow],
-    problems: Sequence[FileProblem],
-    texts: dict[str, list[str]],
-) -> None:
-    answers = [
-        {"line": problem.number, "answers": {name: found[i] for name, found in texts.items()}}
-        for i, problem in enumerate(problems)
+def word_problems(seed: int, count: int, reasoning: bool) -> list[FileProblem]:
+    """Return generated word problems of the test split. `reasoning`: whether the question asks for reasoning and for
+    the form of the result, which the demo pair writes by itself."""
+    return [
+        FileProblem(number, problem.question + REASONING * reasoning, str(problem.result), "number")
+        for number, problem in enumerate(generate(seed, count, "test"), 1)
     ]
-    content = {"conditions": conditions, "rows": [asdict(row) for row in rows], "problems": answers}
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def evaluate_own(pair: ModelPair, plan: OwnPlan, record: OwnRecord) -> bool:
+    """Measure what the record lacks, and print the tables. Return whether all has been measured: a setting whose answer
+    ends in an error is reported and left out. Raises ValueError for a problem that is too long, and for invalid
+    settings, before any problem is answered."""
+    measurement = _Measurement(pair, plan)
+    todo = [task for task in plan.tasks() if task.key not in record.rows]
+    done = len(record.rows)
+    if done:
+        err.print(f"{done} rows are in {record.path} already", style="dim")
+    failed, late = 0, False
+    try:
+        with progress_bar() as progress:
+            bar = progress.add_task("", total=sum(len(plan.problems[task.problems]) for task in todo))
+            for task in todo:
+                progress.update(bar, description=task.words)
+                try:
+                    row = measurement.row(task, lambda: progress.advance(bar))
+                except _AnswerError as error:
+                    print_error(str(error))
+                    failed += 1
+                    continue
+                if row is None:
+                    late = True
+                    break
+                record.add(row)
+                progress.console.print(in_words(row, record.target_of(row)), style="dim", soft_wrap=True)
+    except KeyboardInterrupt:
+        if record.path:
+            err.print(f"stopped; {len(record.rows)} rows are in {record.path}, --resume continues from there")
+        raise
+    if late:
+        print_warning(
+            f"the time limit ended the measurement: {len(record.rows) - done} of {len(todo)} rows are new"
+            + (f"; --resume continues from {record.path}" if record.path else "")
+        )
+    print_report(record, [setting.kind for setting in plan.settings])
+    return not failed and not late
+
+
+class _AnswerError(RuntimeError):
+    """An answer ended in an error."""
+
+
+class _Measurement:
+    """Measures rows one after the other, with one engine for as many of them as possible."""
+
+    def __init__(self, pair: ModelPair, plan: OwnPlan) -> None:
+        self._pair, self._plan = pair, plan
+        self._prompts = {
+            name: [self._fitting(problem) for problem in problems] for name, problems in plan.problems.items()
+        }
+        for task in plan.tasks():  # invalid settings are refused before anything is answered
+            self._requests(task)
+        self._config: EngineConfig | None = None
+        self._engine: Engine | None = None
+
+    def row(self, task: OwnTask, on_answer: Callable[[], object]) -> OwnRow | None:
+        """Answer all problems; None if the deadline passes before. Raises _AnswerError if an answer ends in an
+        error."""
+        setting, problems = task.setting, self._plan.problems[task.problems]
+        requests, in_flight = self._requests(task), self._plan.in_flight(setting)
+        engine = self._engine_for(setting)
+        engine.take_stats()
+        full, spans = min(in_flight, len(requests)), []
+        found: dict[str, Answer] = {}
+        began = time.perf_counter()
+        loop = ClosedLoop(engine, requests, in_flight)
+        while loop.running:
+            if self._plan.deadline is not None and time.monotonic() > self._plan.deadline:
+                loop.stop()
+                return None
+            all_run, before = loop.running == full, time.perf_counter()
+            answers = [output.answer for output in loop.step() if output.answer is not None]
+            if all_run and not answers:
+                spans.append(time.perf_counter() - before)
+            for answer in answers:
+                if answer.error:
+                    loop.stop()
+                    raise _AnswerError(f"{task.words}, problem {answer.request_id}: {answer.error}")
+                found[answer.request_id] = answer
+                on_answer()
+        engine.check_books()
+        spec = engine.take_stats().exact[setting.verification or "walk"]
+        whole = [found[request.request_id] for request in requests]
+        return OwnRow(
+            *task.key,
+            in_flight=full,
+            tokens_a_round=spec.tokens_a_round,
+            accepted_by_depth=spec.accepted_by_depth,
+            tokens_per_second=_speed(whole, full, spans),
+            seconds=time.perf_counter() - began,
+            answers=tuple(
+                OwnAnswer.of(answer, solved, is_smc=setting.method == "smc")
+                for answer, solved in zip(whole, _grades(whole, problems))
+            ),
+        )
+
+    def _requests(self, task: OwnTask) -> list[Request]:
+        """Return one request for each problem. Settings do not share cached prompts, so that none is faster for coming
+        later."""
+        terms, logprobs = self._plan.terms(task.key[1]), task.setting.method != "draft"
+        requests = prompt_requests(self._prompts[task.problems], task.setting, terms, logprobs=logprobs)
+        return [replace(request, cache_salt=task.words) for request in requests]
+
+    def _engine_for(self, setting: DecodingSetting) -> Engine:
+        """Return an engine of the setting's configuration, large enough for all settings of the same one. At most one
+        engine is held."""
+        wanted = self._config_of(setting)
+        if self._engine is None or wanted != self._config:
+            self._engine, self._config = None, wanted  # memory is free before the next engine takes it
+            fitted = [
+                fitted_config(self._pair, wanted, self._requests(task), self._plan.in_flight(task.setting))
+                for task in self._plan.tasks()
+                if self._config_of(task.setting) == wanted
+            ]
+            sized = replace(
+                wanted,
+                max_slots=max(each.max_slots for each in fitted),
+                pages=max(each.pages or 0 for each in fitted),
+                max_context=self._plan.max_tokens + max(map(len, chain.from_iterable(self._prompts.values()))),
+            )
+            self._engine = local_engine(self._pair, sized)
+        return self._engine
+
+    def _config_of(self, setting: DecodingSetting) -> EngineConfig:
+        """Return the configuration of a setting's engine, sizes apart. A model alone has that of the first setting with
+        both models, whose form does not affect it."""
+        both = next((each for each in self._plan.settings if each.form), setting)
+        config = setting.engine if setting.form else both.engine
+        # Raw log-probabilities would keep the logits of every token of a round with each recorded graph.
+        return replace(config, logprobs_mode="processed")
+
+    def _fitting(self, problem: FileProblem) -> tuple[int, ...]:
+        tokens, longest = tuple(problem.tokens(self._pair.tokenizer, raw=False)), self._plan.max_tokens
+        if len(tokens) + longest > self._pair.max_context:
+            raise ValueError(
+                f"line {problem.number}: the prompt has {len(tokens)} tokens; allowed: at most "
+                f"{self._pair.max_context - longest} beside answers of {longest} (--max-tokens)"
+            )
+        return tokens
+
+
+def _grades(answers: Sequence[Answer], problems: Sequence[FileProblem]) -> list[bool | None]:
+    """Grade answers, several at a time: the code of an answer runs in a process of its own."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda answer, problem: problem.grade(answer.text), answers, problems))
+
+
+def _speed(answers: Sequence[Answer], in_flight: int, spans: Sequence[float]) -> float | None:
+    """Return answer tokens per second of `in_flight` requests: tokens a round by the median duration of a step. So
+    prompts, and first uses of a shape, do not count."""
+    rounds = sum(answer.statistics.rounds for answer in answers)
+    if not spans or not rounds:
+        return None
+    tokens = sum(len(answer.tokens) - 1 for answer in answers) / rounds
+    return in_flight * tokens / statistics.median(spans)

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
 from smc.api.limits import UNSET
 from smc.api.request import Answer, Request
@@ -108,6 +109,11 @@ class Terms:
     """ESS threshold of independent particles."""
     max_tokens: int = MAX_ANSWER
     """Maximum number of tokens of an answer."""
+    alpha: float | None = None
+    """Power of the target's probability; SMC only."""
+    constraint: Constraint | None = None
+    constraint_scope: str | None = None
+    """SMC only."""
 
 
 @dataclass(frozen=True)
@@ -257,8 +263,11 @@ def prompt_requests(
         "ess_threshold": terms.ess_threshold if setting.population == "independent" else None,
         "temperature": terms.temperature,
         "max_tokens": terms.max_tokens,
+        "constraint": terms.constraint,
         "logprobs": logprobs,
     }
+    if setting.method == "smc":
+        own |= {"alpha": terms.alpha, "constraint_scope": terms.constraint_scope}
     return [
         Request(str(index), prompt, SamplingParams(seed=derived_seed(terms.seed, index), **own))
         for index, prompt in enumerate(prompts)
@@ -399,14 +408,18 @@ def _read(
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return the part of a record's conditions that describes weights, torch and device."""
+    """Return the part of a record's conditions that describes the demo pair's weights, torch and device."""
+    weights = {
+        directory.name: hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest() for directory in DEMO
+    }
+    return {"weights_sha256": weights, **machine(device)}
+
+
+def machine(device: str) -> dict[str, str]:
+    """Return the part of a record's conditions that describes torch and device."""
     import torch
 
     return {
-        "weights_sha256": {
-            directory.name: hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
-            for directory in DEMO
-        },
         "torch": torch.__version__,
         "device": device,
         "device_name": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),

@@ -99,12 +99,13 @@ def with_fields_of(*kinds: type) -> Callable[[type[Record]], type[Record]]:
     return of
 
 
+Regex = Annotated[str | None, option(SAMPLING, "The answer matches this regular expression.", metavar="REGEX")]
 CONSTRAINTS: dict[str, Any] = {
     "json_schema": Annotated[
         Path | None, option(SAMPLING, "File with a JSON schema, which the answer matches.", metavar="FILE")
     ],
     "json_object": Annotated[bool | None, flag(SAMPLING, "The answer is a JSON object.", "--json-object")],
-    "regex": Annotated[str | None, option(SAMPLING, "The answer matches this regular expression.", metavar="REGEX")],
+    "regex": Regex,
     "grammar": Annotated[
         Path | None,
         option(SAMPLING, "File with a grammar in Lark's syntax or GBNF, which the answer matches.", metavar="FILE"),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import benchmarks
+from benchmarks import own_problems
+from benchmarks.load import ClosedLoop
+from benchmarks.own_record import OwnAnswer, OwnRecord, OwnRow
 from benchmarks.problem_file import FileProblem, read_problems
+from benchmarks.reports.own import draw
 from smc import demo
 from smc.model.tokenizer import Tokenizer
 
@@ -97,30 +103,153 @@ def test_a_mistake_names_its_line(file, line, message):
     assert f"{path}, line 2: " in str(error.value) and message in str(error.value)
 
 
+@pytest.fixture
+def run_eval(smcserve, tmp_path):
+    """Run `smcserve eval` with a record. Returns the run, and the rows by problems, temperature and setting."""
+    record = tmp_path / "found.json"
+
+    def run(*arguments):
+        ran = smcserve("eval", *arguments, "--json", record)
+        rows = json.loads(record.read_text())["rows"] if record.exists() else []
+        return ran, {(row["problems"], row["temperature"], row["decoding"]): row for row in rows}
+
+    return run
+
+
 @pytest.mark.slow
-def test_eval_of_a_file(smcserve, file, tmp_path):
-    written = tmp_path / "found.json"
-    ran = smcserve("eval", "--problems", file(OURS, GSM8K, MT_BENCH), "--max-tokens", 40, "--json", written)
+def test_eval_of_a_file(run_eval, file):
+    ran, rows = run_eval("--problems", file(OURS, GSM8K, MT_BENCH), "--max-tokens", 40)
     assert ran.code == 0 and "exact lockstep N=8 K=5" in ran.out and "accepted by depth" in ran.out
-    record = json.loads(written.read_text())
-    rows = {row["decoding"]: row for row in record["rows"]}
-    exact, target = rows["exact lockstep N=8 K=5"], rows["target alone"]
-    assert (target["problems"], target["graded"]) == (3, 2) and target["same_as_target"] is None
+    exact, target = (rows["problems", 1, name] for name in ("exact lockstep N=8 K=5", "target alone"))
+    assert (target["count"], target["graded"]) == (3, 2)
     assert "Exact decoding by walk gives the target's own answers" in ran.out and "SMC draws other" in ran.out
-    assert exact["same_as_target"] == 1 and exact["correct"] == target["correct"]
+    assert [answer["text"] for answer in exact["answers"]] == [answer["text"] for answer in target["answers"]]
     assert exact["mean_logp"] == pytest.approx(target["mean_logp"], abs=1e-4) and exact["tokens_a_round"] > 1.5
-    assert len(exact["accepted_by_depth"]) == 5 and rows["distinct lockstep N=8 K=5"]["log_evidence"] < 0.5
-    assert [each["line"] for each in record["problems"]] == [1, 2, 3]
-    assert set(record["problems"][0]["answers"]) == set(rows)
+    assert len(exact["accepted_by_depth"]) == 5 and rows["problems", 1, "distinct lockstep N=8 K=5"]["log_evidence"] < 1
+    assert all(row["tokens_per_second"] > 0 for row in rows.values())
 
 
-def test_answers_that_are_cut_count_apart(smcserve, file, tmp_path):
+def test_answers_that_are_cut_count_apart(run_eval, file):
     """An answer of 3 tokens is no wrong answer: it did not come to an end."""
-    written = tmp_path / "found.json"
     chosen = ("--only", "exact lockstep", "-n", 2, "-k", 4)
-    ran = smcserve("eval", "--problems", file(OURS, GSM8K), "--max-tokens", 3, *chosen, "--json", written)
-    (row,) = json.loads(written.read_text())["rows"]
-    assert ran.code == 0 and (row["problems"], row["graded"], row["cut"]) == (2, 0, 2)
+    ran, rows = run_eval("--problems", file(OURS, GSM8K), "--max-tokens", 3, *chosen)
+    row = rows["problems", 1, "exact lockstep N=2 K=4"]
+    assert ran.code == 0 and (row["count"], row["graded"], row["cut"]) == (2, 0, 2)
+
+
+SIZES = ("--max-tokens", 12, "-n", 2, "-k", 4)
+
+
+def test_rows_come_in_the_order_of_importance_from_one_engine(run_eval, file, monkeypatch, tmp_path):
+    engines = []
+    original = own_problems.local_engine
+    monkeypatch.setattr(own_problems, "local_engine", lambda *given: engines.append(given) or original(*given))
+    order = ("--only", "distinct lockstep N=4", "--only", "draft", "--only", "lockstep N=2", "-n", 4)
+    files = ("--problems", file(MT_BENCH), "--problems", 2)
+    outputs = ("--markdown", tmp_path / "found.md", "--picture", tmp_path / "found.png")
+    temperatures = ("--temperature", 0.7, "--temperature", 0)
+    ran, rows = run_eval(*files, *temperatures, *SIZES, *order, "--max-rows", 4, *outputs)
+    names = ["target alone", "distinct lockstep N=4 K=4", "draft alone"]
+    names += [f"{kind} lockstep N=2 K=4" for kind in ("exact", "rejection", "distinct", "independent")]
+    assert ran.code == 0 and len(engines) == 1
+    measured = [(name, 0.7, each) for each in names for name in ("problems", "word_problems")]
+    greedy = [each for each in names if "distinct" not in each and "independent" not in each]
+    assert list(rows) == [*measured, *((name, 0, each) for each in greedy for name in ("problems", "word_problems"))]
+    in_flight = {each: rows["word_problems", 0.7, each]["in_flight"] for each in names}
+    assert in_flight == dict(zip(names, (2, 1, 2, 2, 2, 2, 2)))
+    table = (tmp_path / "found.md").read_text()
+    assert table.count("| target alone |") == 4 and "**word_problems**, 2 problems, temperature 0.7" in table
+    assert "no answer could be graded" in ran.err and not (tmp_path / "found.png").exists()
+
+
+def test_power_and_constraint_have_rows_of_their_own(run_eval, file):
+    more = ("--alpha", 2, "--regex", "[0-9]{2}", "--constraint-scope", "answer")
+    given = ("--problems", file(OURS), *SIZES, "--only", "draft", "--only", "independent lockstep")
+    _, before = run_eval(*given)
+    ran, rows = run_eval(*given, *more, "--resume")
+    assert ran.code == 0 and len(rows) == 6 and {key: rows[key] for key in before} == before
+    name = "problems matching [0-9]{2}"
+    constrained = [rows[name, 1, each] for each in ("target alone", "draft alone")]
+    constrained.append(rows[name, 1, "independent lockstep N=2 K=4 alpha=2 scope=answer"])
+    assert all(re.fullmatch("[0-9]{2}", row["answers"][0]["text"]) for row in constrained)
+
+
+def test_an_own_run_resumes(run_eval, file):
+    given = ("--problems", file(OURS, GSM8K), *SIZES)
+    _, before = run_eval(*given, "--only", "draft")
+    ran, rows = run_eval(*given, "--only", "draft", "--only", "exact lockstep", "--resume")
+    assert ran.code == 0 and "2 rows are in" in ran.err and "exact lockstep N=2 K=4" in ran.out
+    assert len(rows) == 3 and {key: rows[key] for key in before} == before
+    ran, _ = run_eval(*given, "--only", "draft", "--seed", 3, "--resume")
+    assert ran.code == 2 and "cannot be resumed: seed was 0 and is now 3" in ran.err
+    pair = ("--target", demo.TARGET, "--draft", demo.DRAFT)
+    ran, rows = run_eval("--problems", 1, *pair, *SIZES, "--only", "draft", "--resume")
+    assert ran.code == 0 and len(rows) == 5  # further problems in the same record
+    ran, _ = run_eval("--problems", file(OURS), *SIZES, "--only", "draft", "--resume")
+    assert ran.code == 2 and "cannot be resumed: problems was" in ran.err
+
+
+def test_the_time_limit_ends_a_run_with_what_it_has(run_eval, file, monkeypatch):
+    given = ("--problems", file(OURS, GSM8K), *SIZES, "--only", "draft", "--only", "exact lockstep")
+    ran, rows = run_eval(*given, "--time-limit", 1e-3)
+    assert ran.code == 1 and not rows and "the time limit ended the measurement: 0 of 3 rows are new" in ran.err
+    clock = iter([0.0, *[0.1] * 8])
+    monkeypatch.setattr(own_problems.time, "monotonic", lambda: next(clock, 99.0))
+    ran, rows = run_eval(*given, "--time-limit", 5)
+    assert ran.code == 1 and 0 < len(rows) < 3 and "target alone" in ran.out
+    monkeypatch.undo()
+
+
+class FailingDraft(ClosedLoop):
+    """Answers of the draft alone end in an error."""
+
+    def __init__(self, engine, requests, concurrency):
+        self.fails = requests[0].params.method == "draft"
+        super().__init__(engine, requests, concurrency)
+
+    def step(self):
+        return [
+            replace(output, answer=replace(output.answer, error="it broke"))
+            if self.fails and output.answer is not None
+            else output
+            for output in super().step()
+        ]
+
+
+def test_a_failed_answer_costs_its_row_alone(run_eval, file, monkeypatch):
+    monkeypatch.setattr(own_problems, "ClosedLoop", FailingDraft)
+    given = ("--problems", file(OURS, GSM8K), *SIZES, "--only", "draft", "--only", "exact lockstep")
+    ran, rows = run_eval(*given)
+    assert ran.code == 1 and "problems, T = 1, draft alone, problem" in ran.err and "it broke" in ran.err
+    assert [key[2] for key in rows] == ["target alone", "exact lockstep N=2 K=4"]
+
+
+def answers(*solved: bool | None) -> tuple[OwnAnswer, ...]:
+    return tuple(OwnAnswer("", 3, str(i), grade is None, grade, -1.5, None) for i, grade in enumerate(solved))
+
+
+def row_of(*solved: bool | None) -> OwnRow:
+    return OwnRow("problems", 1.0, "draft alone", 1, None, (), None, 1.0, answers(*solved))
+
+
+def test_the_difference_from_the_target_is_taken_problem_by_problem():
+    target, other = row_of(True, True, True, False, None), row_of(True, False, False, True, True)
+    difference = other.difference_from(target)
+    assert difference.mean == pytest.approx(-1 / 4)
+    spread = 1.96 * (((1 + 1 + 1) / 4 - 1 / 16) / 4) ** 0.5
+    assert (difference.low, difference.high) == pytest.approx((-1 / 4 - spread, -1 / 4 + spread))
+    assert target.difference_from(target).low == 0 == target.difference_from(target).high
+    assert row_of(None).difference_from(row_of(True)) is None and row_of(None).accuracy is None
+    assert OwnRow.from_dict(json.loads(json.dumps(other.as_dict()))) == other
+    assert other.mean_logp == pytest.approx(-0.5) and other.log_evidence is None and other.same_as(target) == 1
+
+
+def test_a_picture_of_a_record(tmp_path):
+    record = OwnRecord(None, {"seed": 0, "problems": {}}, [row_of(True, False, None)])
+    draw(record, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    draw(OwnRecord(None, {"problems": {}}, [row_of(None)]), tmp_path / "y.png")
+    assert not (tmp_path / "y.png").exists()
 
 
 @pytest.mark.parametrize("name", ["chat_prompts", "code_prompts", "number_questions"])
@@ -135,13 +264,20 @@ def test_a_file_without_answers(smcserve, file):
     chosen = ("--only", "exact lockstep", "-n", 2, "-k", 4)
     ran = smcserve("eval", *pair, "--problems", file(BATCH), "--max-tokens", 20, *chosen)
     assert ran.code == 0 and "has no answers" in ran.out and "100%" in ran.out and "N=2 K=4" in ran.out
+    assert "T = 1, exact lockstep N=2 K=4: " in ran.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--problems", "nowhere.jsonl"), "nowhere.jsonl is not a file"),
-        (("--markdown", "x.md"), "--markdown x.md has no effect with --problems FILE"),
+        (("--speed-problems", 3), "--speed-problems 3 has no effect with problems or a pair of your own"),
+        (("--problems", "problems.jsonl"), "two times problems of the name problems"),
+        (("--alpha", 2, "--only", "exact"), "--alpha 2.0 has no effect without settings of SMC"),
+        (("--max-rows", 0), "--max-rows 0; allowed: >= 1"),
+        (("--time-limit", 0), "--time-limit 0; allowed: > 0"),
+        (("--temperature", -1), "temperature=-1.0; allowed"),
+        (("--resume",), "--resume has no effect without --json"),
         (("--max-tokens", 600), "line 1: the prompt has"),
         (("--max-tokens", 0), "max_tokens=0; allowed"),
         (("--target", "x"), "--target is given without --draft"),
@@ -154,8 +290,10 @@ def test_eval_refuses(smcserve, file, arguments, message):
     assert (ran.code, ran.out) == (2, "") and message in ran.err
 
 
-def test_max_tokens_is_for_files(smcserve):
+def test_options_that_are_for_files(smcserve):
     assert "--max-tokens 5 has no effect without --problems FILE" in smcserve("eval", "--max-tokens", 5).err
+    assert "--regex a has no effect without --problems FILE" in smcserve("eval", "--regex", "a").err
+    assert "allowed: once, unless" in smcserve("eval", "--temperature", 1, "--temperature", 0.5).err
 
 
 @pytest.mark.slow

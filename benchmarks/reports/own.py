@@ -1,0 +1,175 @@
+"""Tables and picture of `smcserve eval` over a pair and problems of one's own.
+
+`python -m benchmarks.reports.own FILE [--markdown OUT] [--picture OUT]` prints the tables of a record. Knows records;
+knows nothing about engines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from benchmarks.own_record import TARGET, OwnRecord, OwnRow
+from benchmarks.reports import interval, number_cell
+from benchmarks.reports.quality import COLOURS
+from smc.terminal import check_drawing, out, print_warning
+
+HEADERS = (
+    *("decoding", "solved", "95%", "- target", "95%", "cut", "same", "log p"),
+    *("round", "log Z", "tok", "tok/s", "in flight"),
+)
+LEGEND = (
+    "solved: of the answers that came to an end; 95%: its interval; - target: percentage points solved more than the "
+    "target, over the problems that both answers end for, and its interval; cut: answers that reached --max-tokens "
+    "first; same: share of problems whose answer is the target's own, token by token; log p: mean log-probability of "
+    "an answer token under the target's distribution, minus that of the target's own answers; round: tokens that a "
+    "round confirms; accepted by depth: share of rounds in which the first, the first two, .. drafted tokens were "
+    "accepted; log Z: of SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer; "
+    "tok/s: tokens a second of all requests in flight, prompts apart."
+)
+SMC_MEANING = "SMC draws other answers, from a distribution that nears the target's as N grows: see solved and log p."
+MEANINGS = {
+    "exact": "Exact decoding by walk gives the target's own answers in float32. In other types sums depend on the rows "
+    "of a pass, so near ties between tokens may fall otherwise, and the answers differ from there on.",
+    "rejection": "Exact decoding by rejection follows the target's distribution, but draws other answers from it.",
+    "independent": SMC_MEANING,
+    "distinct": SMC_MEANING,
+    "draft": "The draft answers by itself: it shows what is lost without the target.",
+}
+"""What agreement with the target's answers means, by `DecodingSetting.kind`."""
+Part = tuple[str, float, list[OwnRow]]
+"""Problems, temperature, and the rows for them."""
+
+
+def parts(record: OwnRecord) -> Iterator[Part]:
+    """Yield the rows by problems and temperature, in the order in which they were measured."""
+    for problems, temperature in dict.fromkeys((row.problems, row.temperature) for row in record.rows.values()):
+        rows = [row for row in record.rows.values() if (row.problems, row.temperature) == (problems, temperature)]
+        yield problems, temperature, rows
+
+
+def print_report(record: OwnRecord, kinds: Sequence[str]) -> None:
+    """Print a table for each file and temperature, and what its columns mean. `kinds`: those of the settings."""
+    for problems, temperature, rows in parts(record):
+        out.print(f"{problems}: {len(rows[0].answers)} problems, temperature {temperature:g}", style="bold")
+        out.print(own_table(rows), *depths(rows), sep="\n", soft_wrap=True)
+        if all(row.accuracy is None and not row.cut for row in rows):
+            out.print("The file has no answers, so the share of solved problems is not known.", style="dim")
+    if not record.rows:
+        return
+    out.print(LEGEND, *dict.fromkeys(MEANINGS[kind] for kind in kinds if kind in MEANINGS), sep="\n", soft_wrap=True)
+
+
+def own_table(rows: Sequence[OwnRow]) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), show_edge=False)
+    for header in HEADERS:
+        table.add_column(header, justify="left" if header == "decoding" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row, target_among(rows)))
+    return table
+
+
+def depths(rows: Sequence[OwnRow]) -> list[str]:
+    """Return a line for each setting with accepted tokens by depth."""
+    return [
+        f"accepted by depth, {row.decoding}: {' '.join(f'{share:.0%}' for share in row.accepted_by_depth)}"
+        for row in rows
+        if row.accepted_by_depth
+    ]
+
+
+def target_among(rows: Sequence[OwnRow]) -> OwnRow | None:
+    return next((row for row in rows if row.decoding == TARGET), None)
+
+
+def cells(row: OwnRow, target: OwnRow | None) -> list[str]:
+    """Return the cells of a row in the order of HEADERS. `target`: the row of the target for the same problems."""
+    accuracy, other = row.accuracy, None if target is None or row.key == target.key else target
+    difference = other and row.difference_from(other)
+    base = None if target is None else target.mean_logp
+    return [
+        row.decoding,
+        f"{accuracy.share:.1%}" if accuracy else "",
+        interval(accuracy) if accuracy else "",
+        number_cell(100 * difference.mean if difference else None, "+.1f"),
+        f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}" if difference else "",
+        str(row.cut),
+        number_cell(row.same_as(other) if other else None, ".0%"),
+        number_cell(None if row.mean_logp is None or base is None else row.mean_logp - base, "+.3f"),
+        number_cell(row.tokens_a_round, ".2f"),
+        number_cell(row.log_evidence, "+.3f"),
+        f"{row.mean_tokens:.1f}",
+        number_cell(row.tokens_per_second, ",.0f"),
+        str(row.in_flight),
+    ]
+
+
+def in_words(row: OwnRow, target: OwnRow | None) -> str:
+    """Return a row as a line."""
+    named = zip(HEADERS[1:], cells(row, target)[1:])
+    values = ", ".join(f"{name} {value}" for name, value in named if value)
+    return f"{row.problems}, T = {row.temperature:g}, {row.decoding}: {values}; {row.seconds:.1f} s"
+
+
+def markdown(record: OwnRecord) -> str:
+    """Return the tables as Markdown, with the conditions of the measurement above and the legend below."""
+    conditions = {name: value for name, value in record.conditions.items() if name != "problems"}
+    lines = [", ".join(f"{name} {value}" for name, value in conditions.items() if value is not None), ""]
+    for problems, temperature, rows in parts(record):
+        table = [list(HEADERS), [":---", *["---:"] * (len(HEADERS) - 1)]]
+        table += [cells(row, target_among(rows)) for row in rows]
+        lines += [f"**{problems}**, {len(rows[0].answers)} problems, temperature {temperature:g}", ""]
+        lines += ["| " + " | ".join(line) + " |" for line in table] + [""]
+    return "\n".join([*lines, LEGEND, ""])
+
+
+def draw(record: OwnRecord, path: Path) -> None:
+    """Draw the share solved with its 95% interval: a panel for each file and temperature that has expected answers."""
+    from matplotlib.figure import Figure
+
+    graded = [(name, temperature, [row for row in rows if row.accuracy]) for name, temperature, rows in parts(record)]
+    graded = [part for part in graded if part[2]]
+    if not graded:
+        print_warning(f"no answer could be graded, so {path} is not drawn")
+        return
+    tall = max(len(rows) for _, _, rows in graded)
+    figure = Figure(figsize=(4.5 * len(graded), 1.2 + 0.28 * tall), layout="constrained")
+    for index, (name, temperature, rows) in enumerate(graded):
+        axes = figure.add_subplot(1, len(graded), index + 1)
+        axes.set_title(f"{name}, temperature {temperature:g}", fontsize=9, loc="left")
+        axes.set_xlabel("problems solved, with 95% interval")
+        axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        axes.set_yticks(range(len(rows)), [row.decoding for row in rows], fontsize=7)
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.25)
+        for place, row in enumerate(rows):
+            assert row.accuracy is not None
+            low, high = row.accuracy.interval
+            share, colour = row.accuracy.share, COLOURS[row.decoding.split()[0]]
+            axes.errorbar(share, place, xerr=[[share - low], [high - share]], fmt="o", color=colour, capsize=2)
+        if (target := target_among(rows)) is not None and target.accuracy is not None:
+            axes.axvline(target.accuracy.share, color="0.6", linewidth=1, zorder=0)
+    figure.savefig(path, dpi=130)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path, help="file of smcserve eval --problems FILE --json")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
+    parser.add_argument("--picture", type=Path, help="draw the shares solved to this PNG file")
+    given = parser.parse_args(arguments)
+    record = OwnRecord.read(given.record)
+    print_report(record, list(dict.fromkeys(row.decoding.split()[0] for row in record.rows.values())))
+    if given.markdown:
+        given.markdown.write_text(markdown(record), encoding="utf-8")
+    if given.picture:
+        check_drawing()
+        draw(record, given.picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
