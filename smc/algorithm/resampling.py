@@ -86,7 +86,7 @@ class Bounds(NamedTuple):
     """The batch indices of each group; a padding group has none."""
     count_G: Tensor
     """Number of particles before selection, over which the mean weight is taken. At most the size."""
-    draws_G: Tensor
+    next_count_G: Tensor
     """Number of particles after selection. At most the size."""
 
     def used(self) -> tuple[Tensor, Bounds]:

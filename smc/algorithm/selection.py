@@ -103,7 +103,7 @@ def select(
     # NaN makes all normalised weights zero as well.
     collapsed_Z = weights_ZN.sum(-1) == 0
     is_low_Z = ess_Z < threshold_G[used_Z] * own.count_G * (1 - EQUAL)
-    resampled_Z = (is_low_Z | (own.draws_G != own.count_G)) & ~collapsed_Z
+    resampled_Z = (is_low_Z | (own.next_count_G != own.count_G)) & ~collapsed_Z
     reset_Z = resampled_Z | collapsed_Z
     keys = (scheme_G[used_Z], seed_G[used_Z], round_G[used_Z])
     ancestor_ZN, branch_ZN, held_ZN = _assign(candidates_ZNF, alive_ZN, own, resampled_Z, collapsed_Z, *keys)
@@ -151,9 +151,9 @@ def _assign(
     uniforms_GU, branch_uniforms_GN = to_device(drawn_GU, seed_G.device).tensor_split([count], dim=1)
     # All groups are resampled; groups without `resampled` then keep their particles.
     weights_GY, _ = normalise(candidates_GNF.flatten(1))
-    counts_GY = offspring(scheme_G, weights_GY, own.draws_G.long(), n, uniforms_GU)
+    counts_GY = offspring(scheme_G, weights_GY, own.next_count_G.long(), n, uniforms_GU)
     ancestor_GN, branch_GN, filled_GN = assign_slots(counts_GY.view(-1, n, branches), own.spans.size_G)
-    is_first_GN = alive_GN.cumsum(-1) <= own.draws_G[:, None]
+    is_first_GN = alive_GN.cumsum(-1) <= own.next_count_G[:, None]
     kept_GN = alive_GN & (is_first_GN | ~collapsed_G[:, None])
     resampled_G1 = resampled_G[:, None]
     return (

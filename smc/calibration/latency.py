@@ -252,7 +252,7 @@ def live_plan(
         first_G=of_groups(first_Y),
         size_G=of_groups(sizes_Y),
         count_G=of_groups(sizes_Y),
-        draws_G=of_groups(sizes_Y),
+        next_count_G=of_groups(sizes_Y),
         shared_G=of_groups(context),
         decoding_G=of_groups(int(decoding)),
     )

@@ -185,7 +185,7 @@ def padding_plan(
         first_G=whole,
         size_G=whole,
         count_G=whole,
-        draws_G=whole,
+        next_count_G=whole,
         shared_G=whole,
         threshold_G=np.zeros(batch_size),
         decoding_G=whole,

@@ -80,7 +80,9 @@ def prune_tree(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> Gr
     outcome_Y = torch.cat([step.tree.outcome_X for step in steps]) if lookahead else torch.zeros_like(group_Y)
     kept_Y = is_useful_KX.flatten()
     if lookahead:
-        kept_Y = kept_Y & (_rank(worth_Y.masked_fill(~kept_Y, -1.0), outcome_Y) < plan.arrays.draws_G.long()[group_Y])
+        kept_Y = kept_Y & (
+            _rank(worth_Y.masked_fill(~kept_Y, -1.0), outcome_Y) < plan.arrays.next_count_G.long()[group_Y]
+        )
     most_G = plan.arrays.size_G.long() * plan.kind.branches
     kept_Y = kept_Y & (_rank(worth_Y.masked_fill(~kept_Y, -1.0), group_Y) < most_G[group_Y])
     # Rows with the same outcome are adjacent, the heaviest first.
@@ -231,7 +233,7 @@ def limit_outcomes(
     (rows, width), group_X = share_XC.shape, plan.arrays.group_A.repeat_interleave(plan.kind.branches)
     is_ended_X = tree.ended_X & tree.alive_X
     ended_X = torch.zeros(rows, dtype=torch.int64, device=device).index_add(0, tree.outcome_X, is_ended_X.long())
-    most_X = plan.arrays.draws_G.long()[group_X] - ended_X[tree.outcome_X]
+    most_X = plan.arrays.next_count_G.long()[group_X] - ended_X[tree.outcome_X]
     is_walk_X = (plan.arrays.decoding_G == Decoding.WALK)[group_X]
     mass_XC = (tree.mass_X[:, None] + share_XC.double()).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     mass_XC = mass_XC.masked_fill((tree.ended_X | ~tree.alive_X)[:, None], -torch.inf)

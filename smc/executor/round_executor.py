@@ -447,16 +447,16 @@ class TargetRunner(ModelRunner):
                 queued = self._queue_pass(plan, here, drafted)
             if queued is None:
                 began = stages.event()
-                scored = stages.run(key, "verify", lambda: verify.verify(here, drafted and drafted()))
+                verified = stages.run(key, "verify", lambda: verify.verify(here, drafted and drafted()))
                 span = (began, stages.event())
             else:
                 inputs, after, mask_TW, span = queued.inputs, queued.after, queued.masks(), queued.span
-                scored = stages.run(key, "read logits", lambda: verify.read_logits(here, inputs, after, mask_TW))
-            if scored.nodes is not None:
-                here = here.with_target_pages(scored.nodes.pages_AQ)
+                verified = stages.run(key, "read logits", lambda: verify.read_logits(here, inputs, after, mask_TW))
+            if verified.nodes is not None:
+                here = here.with_target_pages(verified.nodes.pages_AQ)
             rows = self._receive_rows(key) if drafted is None else drafted
             heard = stages.event()
-            applied = stages.run(key, "select", lambda: self._select.select(here, scored, rows()))
+            applied = stages.run(key, "select", lambda: self._select.select(here, verified, rows()))
             selected = stages.event()
             self._channel.send("selection", self._channel.share(applied.memory))
             sent = stages.event()

@@ -1,11 +1,11 @@
-"""The select stage of a round: `score_rows` computes the candidates' mass from the target's outputs, groups
-select among them (`smc.algorithm`), and `apply_selection` applies the selections to all batch indices and makes the
-host's report. The functions below `SelectStage` are in torch; `smc.kernels.select` and
-`smc.kernels.apply_selection` have them in Triton.
+"""The select stage of a round: `score_rows` computes the mass of rows from the target's outputs, groups select among
+them (`smc.algorithm`), and `apply_selection` applies the selections to all batch indices and makes the host's report.
+The functions below `SelectStage` are in torch; `smc.kernels.select` and `smc.kernels.apply_selection` have them in
+Triton.
 
-In look-ahead, candidates are the rows that the draft grew while the target scored the blocks before them. In lockstep
-they are the blocks themselves, each followed by a token of the target. In exact decoding, candidates that do not follow
-the target's own draws are left out."""
+In look-ahead, the rows are those that the draft grew while the target verified the blocks before them. In lockstep they
+are the blocks themselves, each followed by a token of the target. In exact decoding, rows that do not follow the
+target's own draws are left out."""
 
 from __future__ import annotations
 
@@ -57,34 +57,34 @@ class SelectStage:
     def __init__(self, sampling: Sampling, state: SlotState, ops: SelectOps, *, lookahead: bool) -> None:
         self.sampling, self.state, self.ops, self.lookahead = sampling, state, ops, lookahead
 
-    def select(self, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows) -> AppliedSelection:
-        """Select among candidates. `drafted`: the rows that may follow the blocks (look-ahead), or the blocks
+    def select(self, plan: RoundPlan[Tensor], verified: VerifyOutputs, drafted: DraftedRows) -> AppliedSelection:
+        """Select among rows. `drafted`: the rows that may follow the blocks (look-ahead), or the blocks
         themselves (lockstep)."""
         matched = own = trees = None
         if plan.kind.has_exact:
-            blocks, groups = scored.blocks, plan.arrays.groups
-            count_A = blocks.count_A if scored.nodes is None else scored.nodes.count_A
-            matched = self.ops.match_samples(blocks.tokens_AQ, count_A, scored.drawn_AQ, blocks.alive_A, groups)
-        if scored.next_mass_A is not None and plan.constraints is not None:
+            blocks, groups = verified.blocks, plan.arrays.groups
+            count_A = blocks.count_A if verified.nodes is None else verified.nodes.count_A
+            matched = self.ops.match_samples(blocks.tokens_AQ, count_A, verified.drawn_AQ, blocks.alive_A, groups)
+        if verified.next_mass_A is not None and plan.constraints is not None:
             distribution = plan.target_distribution.neutral(plan.constraints.by_answer_A)
             plan = replace(plan, target_distribution=distribution)
-        target = target_outputs(self.sampling, plan, scored, drafted, self.lookahead)
-        inputs = ScoreInputs(plan, self.state, scored, drafted, target, matched, self.lookahead)
-        candidates = self.ops.score_rows(inputs)
+        target = target_outputs(self.sampling, plan, verified, drafted, self.lookahead)
+        inputs = ScoreInputs(plan, self.state, verified, drafted, target, matched, self.lookahead)
+        scored = self.ops.score_rows(inputs)
         if plan.kind.has_separate:
-            own = self._select_independent(plan, candidates)
+            own = self._select_independent(plan, scored)
         if plan.kind.has_competing:
-            trees = self._select_trees(plan, candidates, drafted.block)
-        applied = self.ops.apply_selection(inputs, candidates, own, trees)
-        if scored.raw_TV is None:
+            trees = self._select_trees(plan, scored, drafted.block)
+        applied = self.ops.apply_selection(inputs, scored, own, trees)
+        if verified.raw_TV is None:
             return applied
-        raw_logp_AQ = self._raw_logprobs(scored, scored.raw_TV, applied.result)
+        raw_logp_AQ = self._raw_logprobs(verified, verified.raw_TV, applied.result)
         return applied._replace(result=applied.result._replace(raw_logp_AQ=raw_logp_AQ))
 
-    def _raw_logprobs(self, scored: VerifyOutputs, raw_TV: Tensor, result: RoundResult[Tensor]) -> Tensor:
+    def _raw_logprobs(self, verified: VerifyOutputs, raw_TV: Tensor, result: RoundResult[Tensor]) -> Tensor:
         """Return log-probabilities [A, Q] under the softmax of the target's own logits, as in
         `RoundResult.raw_logp_AQ`."""
-        blocks, selection, q = scored.blocks, result.selection, scored.blocks.tokens_AQ.shape[1]
+        blocks, selection, q = verified.blocks, result.selection, verified.blocks.tokens_AQ.shape[1]
         if self.lookahead:
             block_A = selection.particles.ancestor_A
             kept_A = blocks.count_A[block_A] - selection.cut_A
@@ -94,48 +94,48 @@ class SelectStage:
         column_Q, last_A1 = torch.arange(q, device=block_A.device), kept_A[:, None] - 1
         token_AQ = torch.where(column_Q < last_A1, blocks.tokens_AQ[block_A].roll(-1, 1), -1)
         token_AQ = torch.where(column_Q == last_A1, next_A[:, None], token_AQ)
-        row_AQ = block_A[:, None] * q + column_Q if scored.nodes is None else scored.nodes.node_AQ[block_A]
+        row_AQ = block_A[:, None] * q + column_Q if verified.nodes is None else verified.nodes.node_AQ[block_A]
         logp_AQ = self.sampling.raw_score(raw_TV, token_AQ.flatten(), row_AQ.flatten()).view(token_AQ.shape)
         return torch.where(token_AQ >= 0, logp_AQ, torch.nan)
 
-    def _select_independent(self, plan: RoundPlan[Tensor], candidates: ScoredRows) -> Selection:
+    def _select_independent(self, plan: RoundPlan[Tensor], scored: ScoredRows) -> Selection:
         """Select among independent particles (`smc.algorithm.selection`)."""
-        spans = Spans(plan.arrays.first_G, candidates.own_size_G)
-        bounds = Bounds(spans, plan.arrays.count_G, plan.arrays.draws_G)
-        random = (plan.arrays.threshold_G, plan.arrays.scheme_G, *candidates.keys_G)
-        logw_AF = candidates.source.mass_R.view(len(candidates.alive_A), -1)
-        return self.ops.select(logw_AF, candidates.alive_A, bounds, *random)
+        spans = Spans(plan.arrays.first_G, scored.own_size_G)
+        bounds = Bounds(spans, plan.arrays.count_G, plan.arrays.next_count_G)
+        random = (plan.arrays.threshold_G, plan.arrays.scheme_G, *scored.keys_G)
+        logw_AF = scored.source.mass_R.view(len(scored.alive_A), -1)
+        return self.ops.select(logw_AF, scored.alive_A, bounds, *random)
 
-    def _select_trees(self, plan: RoundPlan[Tensor], candidates: ScoredRows, step: int) -> SelectedTrees:
+    def _select_trees(self, plan: RoundPlan[Tensor], scored: ScoredRows, step: int) -> SelectedTrees:
         """Select for distinct populations and for exact decoding (`smc.algorithm.expansion`)."""
         rows, batch_size = plan.arrays.groups, len(plan.arrays.slot_A)
         chosen = self.ops.expand(
-            candidates.source,
+            scored.source,
             rows,
-            plan.arrays.draws_G,
+            plan.arrays.next_count_G,
             plan.arrays.decoding_G,
-            candidates.keys_G,
+            scored.keys_G,
             step,
             batch_size,
             LEAST_SHARE,
         )
-        kept = self.ops.assign_rows(candidates.root_X, chosen.parent_X, chosen.alive_X, rows, rows, batch_size)
+        kept = self.ops.assign_rows(scored.root_X, chosen.parent_X, chosen.alive_X, rows, rows, batch_size)
         return SelectedTrees(chosen, *kept)
 
 
 def target_outputs(
-    sampling: Sampling, plan: RoundPlan[Tensor], scored: VerifyOutputs, drafted: DraftedRows, lookahead: bool
+    sampling: Sampling, plan: RoundPlan[Tensor], verified: VerifyOutputs, drafted: DraftedRows, lookahead: bool
 ) -> TargetOutputs:
     """Compute the target's outputs that a selection depends on."""
     if plan.kind.all_exact:
         # The target's own draws decide.
         return TargetOutputs()
-    next_AV, mass_A = scored.next_AV, scored.next_mass_A
+    next_AV, mass_A = verified.next_AV, verified.next_mass_A
     assert next_AV is not None, "kept unless all are decoded exactly"
     if lookahead:
         logp_X = sampling.score(next_AV, plan.target_distribution, drafted.tokens_XK[:, 0], drafted.root_X)
         return TargetOutputs(logp_X if mass_A is None else logp_X + mass_A[drafted.root_X])
-    target, blocks = TargetOutputs(), scored.blocks
+    target, blocks = TargetOutputs(), verified.blocks
 
     def keys(stream_A: Tensor) -> DrawKeys:
         return DrawKeys(plan.arrays.seed_A, plan.arrays.round_A, stream_A[:, None], blocks.position_A, Purpose.TARGET)
@@ -168,21 +168,21 @@ def _with_mass(target: TargetOutputs, mass_A: Tensor, alpha_A: Tensor) -> Target
 
 
 def score_rows(inputs: ScoreInputs) -> ScoredRows:
-    """Return the candidates and their mass."""
-    return RowScorer(inputs).candidates()
+    """Return the rows and their mass."""
+    return RowScorer(inputs).scored_rows()
 
 
 class RowScorer:
-    """Scores the candidates of one round."""
+    """Scores the rows of one round."""
 
     def __init__(self, inputs: ScoreInputs) -> None:
-        self.inputs, self.plan, self.scored, self.drafted = inputs, inputs.plan, inputs.scored, inputs.drafted
+        self.inputs, self.plan, self.verified, self.drafted = inputs, inputs.plan, inputs.verified, inputs.drafted
         self.holder_X = self.plan.index_of_rows(inputs.width)
         """Batch index that holds each row, F of them. The row's root, whose particle it continues, may be another one
         of the group."""
         self.group_X = self.plan.arrays.group_A[self.holder_X]
 
-    def candidates(self) -> ScoredRows:
+    def scored_rows(self) -> ScoredRows:
         plan, lookahead = self.plan, self.inputs.lookahead
         mass_X, there_X, nan_2X = self._rows_ahead() if lookahead else self._blocks_with_bonus()
         nan_2G = self._of_group(nan_2X)
@@ -194,10 +194,10 @@ class RowScorer:
         if candidate_tokens is None:
             candidate_tokens = CandidateTokens.whole(mass_X)
         else:
-            candidate_tokens = candidate_tokens.mask_ended(~self.scored.blocks.open_A | plan.is_exact_A)
+            candidate_tokens = candidate_tokens.mask_ended(~self.verified.blocks.open_A | plan.is_exact_A)
         width = self.inputs.width
         return ScoredRows(
-            root_X=self.drafted.root_X.long() if lookahead else self.scored.blocks.origin_A,
+            root_X=self.drafted.root_X.long() if lookahead else self.verified.blocks.origin_A,
             source=SourceRows(
                 candidates=candidate_tokens,
                 mass_R=mass_X,
@@ -215,49 +215,49 @@ class RowScorer:
         """Score the rows that were drafted while the blocks were scored (look-ahead). A row's mass is the product of
         its block's weight, its share of its root, and the target/draft ratio of its first token. Returns log masses
         [X], which rows exist [X], and NaN of target and draft [2, X]."""
-        scored, drafted, root_X, open_X = self.scored, self.drafted, self.drafted.root_X, self.inputs.open_X
+        verified, drafted, root_X, open_X = self.verified, self.drafted, self.drafted.root_X, self.inputs.open_X
         logq_X = drafted.logq_XK[:, 0]
         logp_X = torch.zeros_like(logq_X) if self.inputs.target.logp_X is None else self.inputs.target.logp_X
         next_X = torch.where(open_X, self.plan.arrays.alpha_A[root_X] * logp_X - logq_X, 0.0)
-        target_nan_X = (open_X & torch.isnan(logp_X)) | scored.nan_A[self.holder_X]
+        target_nan_X = (open_X & torch.isnan(logp_X)) | verified.nan_A[self.holder_X]
         return (
             self._weight_of_blocks()[root_X] + next_X + drafted.share_X.double(),
-            scored.blocks.alive_A[root_X] & (drafted.share_X > -torch.inf),
+            verified.blocks.alive_A[root_X] & (drafted.share_X > -torch.inf),
             torch.stack((target_nan_X, open_X & torch.isnan(logq_X))),
         )
 
     def _blocks_with_bonus(self) -> tuple[Tensor, Tensor, Tensor]:
         """Score the blocks themselves with the target's normaliser after them (lockstep). Returns the same as
         `_rows_ahead`."""
-        scored, weight_A = self.scored, self._weight_of_blocks()
+        verified, weight_A = self.verified, self._weight_of_blocks()
         log_z_A = self.inputs.target.log_z_A
-        log_z_A = torch.zeros_like(weight_A) if log_z_A is None else torch.where(scored.blocks.open_A, log_z_A, 0.0)
-        nan_A = scored.nan_A | torch.isnan(log_z_A)
-        return weight_A + log_z_A, scored.blocks.alive_A, torch.stack((nan_A, torch.zeros_like(nan_A)))
+        log_z_A = torch.zeros_like(weight_A) if log_z_A is None else torch.where(verified.blocks.open_A, log_z_A, 0.0)
+        nan_A = verified.nan_A | torch.isnan(log_z_A)
+        return weight_A + log_z_A, verified.blocks.alive_A, torch.stack((nan_A, torch.zeros_like(nan_A)))
 
     def _matching(self, mass_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep, in groups that are decoded exactly, only the candidates that follow the target's own draws: in lockstep
+        """Keep, in groups that are decoded exactly, only the rows that follow the target's own draws: in lockstep
         the block that agrees longest; in look-ahead the rows that begin where it ceases to agree, with the token that
         the target draws there."""
-        plan, scored, holder_X = self.plan, self.scored, self.holder_X
+        plan, verified, holder_X = self.plan, self.verified, self.holder_X
         assert self.inputs.matched is not None, "groups that are decoded exactly"
         best_A, right_A = self.inputs.matched
         is_exact_X = plan.is_exact_A[holder_X]
         agrees_X = holder_X == best_A[holder_X]
         if self.inputs.lookahead:
             root_X = self.drafted.root_X
-            next_A = scored.drawn_AQ[best_A, right_A - 1]
+            next_A = verified.drawn_AQ[best_A, right_A - 1]
             matches_X = self.drafted.tokens_XK[:, 0] == next_A[holder_X]
             cut_X = self.drafted.cut_X
             agrees_X = (
                 self._agrees_up_to(cut_X, self.inputs.matched)
                 & matches_X
-                & (scored.blocks.open_A[root_X] | (cut_X > 0))
+                & (verified.blocks.open_A[root_X] | (cut_X > 0))
             )
         # The draft's outputs do not change exact answers, even if they are NaN, and neither do the target's outputs
         # after wrong tokens.
-        column_Q = torch.arange(scored.nan_AQ.shape[1], device=holder_X.device)
-        nan_A = (scored.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
+        column_Q = torch.arange(verified.nan_AQ.shape[1], device=holder_X.device)
+        nan_A = (verified.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
         target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A), nan_2G[0])
         share_X = self.drafted.share_X.double().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
@@ -270,7 +270,7 @@ class RowScorer:
     def _agrees_up_to(self, cut_X: Tensor, matched: Matches) -> Tensor:
         """Return bool [X]: the block that a row continues, without its last `cut` tokens, is exactly the prefix that
         agrees with the target's draws. Among chains this may hold for several blocks with the same tokens."""
-        blocks, root_X, (best_A, right_A) = self.scored.blocks, self.drafted.root_X, matched
+        blocks, root_X, (best_A, right_A) = self.verified.blocks, self.drafted.root_X, matched
         best_X, right_X = best_A[self.holder_X], right_A[self.holder_X]
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=best_A.device)
         is_same_XQ = blocks.tokens_AQ[root_X] == blocks.tokens_AQ[best_X]
@@ -278,14 +278,14 @@ class RowScorer:
         return same_X & blocks.alive_A[root_X] & (blocks.count_A[root_X] - cut_X == right_X)
 
     def _weight_of_blocks(self) -> Tensor:
-        blocks = self.scored.blocks
+        blocks = self.verified.blocks
         return blocks.logw_A + block_log_weight(
-            self.scored.logp_AQ[:, :-1], blocks.logq_AQ[:, 1:], blocks.count_A - 1, self.plan.arrays.alpha_A
+            self.verified.logp_AQ[:, :-1], blocks.logq_AQ[:, 1:], blocks.count_A - 1, self.plan.arrays.alpha_A
         )
 
     def _nan_of_blocks(self) -> Tensor:
         """Return bool [X]: the draft returned NaN in the block of the row's batch index."""
-        blocks = self.scored.blocks
+        blocks = self.verified.blocks
         exists_AQ = torch.arange(blocks.logq_AQ.shape[1], device=self.holder_X.device) < blocks.count_A[:, None]
         nan_X = (torch.isnan(blocks.logq_AQ) & exists_AQ).any(-1)[self.holder_X]
         if Decoding.DISTINCT in self.plan.kind.decodings:
@@ -316,20 +316,20 @@ class SelectedRows(NamedTuple):
 
 
 def apply_selection(
-    inputs: ScoreInputs, candidates: ScoredRows, own: Selection | None, trees: SelectedTrees | None
+    inputs: ScoreInputs, scored: ScoredRows, own: Selection | None, trees: SelectedTrees | None
 ) -> AppliedSelection:
     """Return the continuation of every batch index, and the report to the host. `own`: the selection of independent
     particles; `trees`: that of the other groups."""
-    return SelectionApplier(inputs, candidates).of(own, trees)
+    return SelectionApplier(inputs, scored).of(own, trees)
 
 
 class SelectionApplier:
     """Applies the groups' selections to all batch indices."""
 
-    def __init__(self, inputs: ScoreInputs, candidates: ScoredRows) -> None:
-        self.inputs, self.candidates, self.plan = inputs, candidates, inputs.plan
-        self.scored, self.drafted, self.lookahead = inputs.scored, inputs.drafted, inputs.lookahead
-        self.blocks = self.scored.blocks
+    def __init__(self, inputs: ScoreInputs, scored: ScoredRows) -> None:
+        self.inputs, self.scored, self.plan = inputs, scored, inputs.plan
+        self.verified, self.drafted, self.lookahead = inputs.verified, inputs.drafted, inputs.lookahead
+        self.blocks = self.verified.blocks
         self.is_exact_A = self.plan.is_exact_A
 
     def of(self, own: Selection | None, trees: SelectedTrees | None) -> AppliedSelection:
@@ -396,9 +396,9 @@ class SelectionApplier:
         )
 
     def _of_trees(self, trees: SelectedTrees) -> SelectedRows:
-        target, chosen, candidate_tokens = self.inputs.target, trees.chosen, self.candidates.source.candidates
+        target, chosen, candidate_tokens = self.inputs.target, trees.chosen, self.scored.source.candidates
         row_A, candidate_A = chosen.parent_X[trees.selected_A], chosen.candidate_X[trees.selected_A]
-        ancestor_A, open_A = self.candidates.root_X[row_A], self.inputs.open_X[row_A]
+        ancestor_A, open_A = self.scored.root_X[row_A], self.inputs.open_X[row_A]
         bonus_A, logp_A = torch.full_like(row_A, -1), torch.full_like(row_A, torch.nan, dtype=torch.float32)
         if target.candidate_logp_AC is not None:
             bonus_A = torch.where(open_A, candidate_tokens.token_RC[row_A, candidate_A], bonus_A)
@@ -426,7 +426,7 @@ class SelectionApplier:
         is_over_A = blocks.ended_A[best_A] & (right_A == blocks.count_A[best_A])
         has_next_A = is_exact_A & ~is_over_A & (misses_A if self.lookahead else is_exact_A)
         next_A, next_logp_A = (
-            values_AQ[best_A, right_A - 1] for values_AQ in (self.scored.drawn_AQ, self.scored.logp_AQ)
+            values_AQ[best_A, right_A - 1] for values_AQ in (self.verified.drawn_AQ, self.verified.logp_AQ)
         )
         lone_logw_A = torch.where(index_A == ancestor_A, 0.0, -torch.inf)
         return SelectedRows(
@@ -448,11 +448,11 @@ class SelectionApplier:
         """Let groups in which no particle has weight continue from a prefix of a block (`surviving_prefix`), followed
         by the token that the target draws after it: independent populations as copies of it, distinct ones as one row.
         Returns the rows, and the number of tokens that are kept of each block."""
-        plan, blocks, scored = self.plan, self.blocks, self.scored
+        plan, blocks, verified = self.plan, self.blocks, self.verified
         lost_A = (collapsed_G & ~plan.is_exact_G & (plan.arrays.size_G > 0))[plan.arrays.group_A]
         if not lost_A.any():
             return selected, right_A
-        step_AQ = plan.arrays.alpha_A[:, None] * scored.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
+        step_AQ = plan.arrays.alpha_A[:, None] * verified.logp_AQ[:, :-1] - blocks.logq_AQ[:, 1:]
         logw_A = torch.where(blocks.alive_A, blocks.logw_A, -torch.inf)
         seed_G, round_G = map(to_host, plan.keys_G)
         uniform_G1 = uniforms(seed_G, round_G, np.array([PREFIX_POSITION]), Purpose.SELECTION)
@@ -460,10 +460,12 @@ class SelectionApplier:
         drawn_A, kept_A = surviving_prefix(step_AQ, blocks.count_A, logw_A, plan.arrays.groups, uniform_G)
         index_A = torch.arange(len(drawn_A), device=drawn_A.device)
         origin_A = blocks.origin_A[drawn_A]
-        is_copy_A = index_A - plan.arrays.first_G[plan.arrays.group_A] < plan.arrays.draws_G[plan.arrays.group_A]
+        is_copy_A = index_A - plan.arrays.first_G[plan.arrays.group_A] < plan.arrays.next_count_G[plan.arrays.group_A]
         stays_A = torch.where(plan.is_decoded_by(*SEPARATE), is_copy_A, index_A == origin_A)
         is_over_A = blocks.ended_A[drawn_A] & (kept_A == blocks.count_A[drawn_A])
-        next_A, next_logp_A = (values_AQ[drawn_A, kept_A - 1] for values_AQ in (scored.drawn_AQ, scored.drawn_logp_AQ))
+        next_A, next_logp_A = (
+            values_AQ[drawn_A, kept_A - 1] for values_AQ in (verified.drawn_AQ, verified.drawn_logp_AQ)
+        )
         redrawn = SelectedRows(
             particles=NextParticles(
                 ancestor_A=origin_A,
@@ -504,7 +506,7 @@ class SelectionApplier:
         statistics: SelectionStatistics[Tensor],
         kept_A: Tensor,
     ) -> RoundResult[Tensor]:
-        plan, blocks, candidates, has_bonus_A = self.plan, self.blocks, self.candidates, selection.bonus_A >= 0
+        plan, blocks, scored, has_bonus_A = self.plan, self.blocks, self.scored, selection.bonus_A >= 0
         row_A, bonus_A1 = selection.particles.row_A, selection.bonus_A.clamp(min=0)[:, None]
         if self.lookahead:
             grown_AQ = torch.where(has_bonus_A[:, None], bonus_A1, self.drafted.tokens_XK[row_A].long())
@@ -514,17 +516,17 @@ class SelectionApplier:
             logq_AQ = torch.zeros_like(grown_AQ, dtype=torch.float32)
         column_Q = torch.arange(blocks.tokens_AQ.shape[1], device=kept_A.device)
         has_bonus_G = plan.any_of_group(has_bonus_A & selection.particles.alive_A)
-        run_A = torch.minimum(self.scored.blocks.run_A[selected.block_A], kept_A)
+        run_A = torch.minimum(self.verified.blocks.run_A[selected.block_A], kept_A)
         return RoundResult(
             selection=selection,
             grown_AQ=grown_AQ,
             logq_AQ=logq_AQ,
-            logp_AQ=torch.where(column_Q < kept_A[:, None] - 1, self.scored.logp_AQ[selected.block_A], torch.nan),
+            logp_AQ=torch.where(column_Q < kept_A[:, None] - 1, self.verified.logp_AQ[selected.block_A], torch.nan),
             first_logp_A=selected.logp_A,
             raw_logp_AQ=logq_AQ[:, :0],
             statistics=statistics,
-            draft_nan_G=candidates.draft_nan_G,
-            target_nan_G=candidates.target_nan_G,
+            draft_nan_G=scored.draft_nan_G,
+            target_nan_G=scored.target_nan_G,
             hit_G=plan.is_exact_G & ~has_bonus_G,
             lineage=Lineage(plan.arrays.target_pages_AQ[selected.block_A], run_A.int(), torch.zeros_like(run_A).int()),
         )

@@ -135,8 +135,8 @@ class VerifyStage:
                 drawn = drawn._replace(logp_T1=drawn.logp_T1 + log_mass_T[:, None])
         if len(plan.arrays.chain_P):
             drawn = self._verified(plan, inputs, logits_TV, drawn)
-        scored = self._ops.collect_outputs(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
-        return scored if log_mass_T is None else scored._replace(next_mass_A=log_mass_T[inputs.last_A])
+        outputs = self._ops.collect_outputs(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
+        return outputs if log_mass_T is None else outputs._replace(next_mass_A=log_mass_T[inputs.last_A])
 
     def _verified(
         self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
@@ -168,7 +168,7 @@ class VerifyStage:
         return self.remap(again, rows, selected_again(self.state, again, rows))
 
     def remap(self, plan: RoundPlan[Tensor], drafted: DraftedRows, selection: RoundSelection[Tensor]) -> Tensor:
-        """Make the selected candidates the particles. Returns the number of pending tokens of each [A]."""
+        """Make the selected rows the particles. Returns the number of pending tokens of each [A]."""
         block_A = selection.particles.ancestor_A if self.lookahead else selection.particles.row_A
         self.run.remap(plan, selection.particles.ancestor_A, plan.arrays.target_pages_AQ, block_A, pending=False)
         next_ = self._ops.remap_target(self.state, self.logq_SQ, plan, drafted, selection, self.lookahead)

@@ -24,13 +24,13 @@ PREFIX = tl.constexpr(PREFIX_POSITION)
 
 
 def apply_selection(
-    inputs: ScoreInputs, candidates: ScoredRows, own: Selection | None, trees: SelectedTrees | None
+    inputs: ScoreInputs, scored: ScoredRows, own: Selection | None, trees: SelectedTrees | None
 ) -> AppliedSelection:
     """See `smc.executor.select.apply_selection`."""
     plan, drafted, state, room = inputs.plan.arrays, inputs.drafted, inputs.state, Room(inputs.state.device)
-    verified = contiguous(inputs.scored.alone)
+    verified = contiguous(inputs.verified.alone)
     (batch_size, q), groups = verified.blocks.tokens_AQ.shape, len(plan.first_G)
-    (rows, block), candidates = drafted.tokens_XK.shape, contiguous(candidates)
+    (rows, block), scored = drafted.tokens_XK.shape, contiguous(scored)
     # In look-ahead the next block, of which this one may have had fewer tokens.
     grown = block if inputs.lookahead else q
     memory, selection = RoundSelection.memory(batch_size).allocate(state.device)
@@ -47,17 +47,17 @@ def apply_selection(
             resampled_G=room.bools(groups),
             collapsed_G=room.bools(groups),
         ),
-        draft_nan_G=candidates.draft_nan_G,
-        target_nan_G=candidates.target_nan_G,
+        draft_nan_G=scored.draft_nan_G,
+        target_nan_G=scored.target_nan_G,
         hit_G=room.bools(groups),
         lineage=Lineage(
             path_AB=room.ints(batch_size, q), kept_A=room.ints(batch_size), dropped_A=room.ints(batch_size)
         ),
     )
     _apply_selection[(programs(batch_size, groups),)](
-        plan, state, verified, drafted, contiguous(inputs.target), candidates, contiguous(inputs.matched),
+        plan, state, verified, drafted, contiguous(inputs.target), scored, contiguous(inputs.matched),
         contiguous(own), contiguous(trees), result, groups, batch_size,
-        F=rows // batch_size, K=block, Q=q, C=candidates.source.candidates.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
+        F=rows // batch_size, K=block, Q=q, C=scored.source.candidates.token_RC.shape[1], BLOCK_N=MAX_PARTICLES,
         BLOCK_Q=triton.next_power_of_2(max(q, grown)), LOOKAHEAD=inputs.lookahead, num_warps=4,
     )  # fmt: skip
     return AppliedSelection(memory, result)
@@ -65,7 +65,7 @@ def apply_selection(
 
 @one_variant()
 def _apply_selection(
-    plan, slots, verified, drafted, target, candidates, matched, own, trees, out, groups, batch_size,
+    plan, slots, verified, drafted, target, scored, matched, own, trees, out, groups, batch_size,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     LOOKAHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -78,13 +78,13 @@ def _apply_selection(
     if own is not None:
         mine = exists & is_separate(decoding) if trees is not None else exists
         row, ancestor, alive, logw, bonus, logp = _of_own(
-            mine, index, own.particles, target, candidates.root_X, blocks.open_A, LOOKAHEAD
+            mine, index, own.particles, target, scored.root_X, blocks.open_A, LOOKAHEAD
         )
         block = ancestor
     if trees is not None:
         theirs = exists & (is_separate(decoding) == 0) if own is not None else exists
         tree_row, tree_ancestor, tree_alive, tree_logw, tree_bonus, tree_logp = _of_trees(
-            theirs, index, trees, target, candidates, blocks.open_A, C, LOOKAHEAD
+            theirs, index, trees, target, scored, blocks.open_A, C, LOOKAHEAD
         )
         tree_block = tree_ancestor if LOOKAHEAD else tree_row
         row, block = tl.where(theirs, tree_row, row), tl.where(theirs, tree_block, block)
@@ -114,7 +114,7 @@ def _apply_selection(
         block, right = _surviving_prefix(index, exists, group, first, plan, verified, Q, BLOCK_Q)
         origin = tl.load(blocks.origin_A + block).to(tl.int32)
         is_over = (tl.load(blocks.ended_A + block) != 0) & (right == tl.load(blocks.count_A + block))
-        is_copy = index - first < tl.load(plan.draws_G + group)
+        is_copy = index - first < tl.load(plan.next_count_G + group)
         alive = exists & tl.where(is_separate(group_decoding), is_copy, index == origin)
         follows, at = exists & (is_over == 0), block * Q + right - 1
         bonus = tl.load(verified.drawn_AQ + at, mask=follows, other=-1).to(tl.int64)
@@ -226,19 +226,19 @@ def _of_own(exists, index, particles, target, root_X, open_A, LOOKAHEAD: tl.cons
 
 
 @triton.jit
-def _of_trees(exists, index, trees, target, candidates, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
+def _of_trees(exists, index, trees, target, scored, open_A, C: tl.constexpr, LOOKAHEAD: tl.constexpr):
     """Return the same as `_of_own` for distinct particles and exact decoding, with the candidate token that was
     chosen."""
     pick = tl.load(trees.selected_A + index, mask=exists, other=0)
     alive = tl.load(trees.alive_A + index, mask=exists, other=0) != 0
     row = tl.load(trees.chosen.parent_X + pick, mask=exists, other=0).to(tl.int32)
-    ancestor = tl.load(candidates.root_X + row, mask=exists, other=0).to(tl.int32)
+    ancestor = tl.load(scored.root_X + row, mask=exists, other=0).to(tl.int32)
     logw = tl.load(trees.chosen.mass_X + pick, mask=exists & alive, other=NONE)
     bonus, logp = index.to(tl.int64) * 0 - 1, index.to(tl.float32) * 0 + float("nan")
     is_open = exists & (tl.load(open_A + (ancestor if LOOKAHEAD else row), mask=exists, other=0) != 0)
     if target.candidate_logp_AC is not None:
         at = row * C + tl.load(trees.chosen.candidate_X + pick, mask=exists, other=0).to(tl.int32)
-        bonus = tl.load(candidates.source.candidates.token_RC + at, mask=is_open, other=-1).to(tl.int64)
+        bonus = tl.load(scored.source.candidates.token_RC + at, mask=is_open, other=-1).to(tl.int64)
         logp = tl.load(target.candidate_logp_AC + at, mask=is_open, other=float("nan"))
     elif LOOKAHEAD and target.logp_X is not None:
         logp = tl.load(target.logp_X + row, mask=is_open, other=float("nan"))

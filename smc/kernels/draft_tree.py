@@ -136,7 +136,7 @@ def _prune_tree(
         _keep_first_nodes(steps, scratch, first, size, rows, K, AHEAD, BLOCK)
         tl.debug_barrier()
     if (FROM <= OUTCOMES) & (UPTO > OUTCOMES) & AHEAD:
-        most = tl.load(plan.draws_G + group).to(tl.int32)
+        most = tl.load(plan.next_count_G + group).to(tl.int32)
         _limit_outcomes_to(most, scratch, first, size, rows, K, BLOCK)
         tl.debug_barrier()
     if (FROM <= HEAVIEST) & (UPTO > HEAVIEST):
@@ -507,7 +507,7 @@ def _limit_outcomes(
     alive_N = tl.load(tree.alive_X + n, mask=of_N, other=0) != 0
     ended_N = tl.load(tree.ended_X + n, mask=of_N, other=0) != 0
     count = tl.sum(of_N.to(tl.int32), 0) * width
-    most = tl.load(plan.draws_G + group).to(tl.int32) - tl.sum((alive_N & ended_N).to(tl.int32), 0)
+    most = tl.load(plan.next_count_G + group).to(tl.int32) - tl.sum((alive_N & ended_N).to(tl.int32), 0)
     share_U, log_mass_U = share_XC + first * width, log_mass_U + first * width
     valid, lowest, top = 0, tl.full((), float("inf"), tl.float64), tl.full((), NONE, tl.float64)
     for begin in range(0, count, CHUNK):

@@ -50,7 +50,7 @@ def score_rows(inputs: ScoreInputs) -> ScoredRows:
     """See `smc.executor.select.score_rows`."""
     plan, drafted, target = inputs.plan.arrays, inputs.drafted, contiguous(inputs.target)
     room = Room(inputs.state.device)
-    verified = contiguous(inputs.scored.alone)
+    verified = contiguous(inputs.verified.alone)
     (batch_size, q), groups = verified.blocks.tokens_AQ.shape, len(plan.first_G)
     (rows, block), given = drafted.tokens_XK.shape, target.candidate_tokens
     width = 1 if given is None else given.share_RC.shape[1]
@@ -72,7 +72,7 @@ def score_rows(inputs: ScoreInputs) -> ScoredRows:
         own_size_G=room.ints(groups),
         keys_G=RoundKeys(room.longs(groups), room.longs(groups)),
     )
-    _score_candidates[(triton.cdiv(rows, ROWS) + groups,)](
+    _score_rows[(triton.cdiv(rows, ROWS) + groups,)](
         plan, inputs.state.alive_S, verified, drafted, target, contiguous(inputs.matched), out,
         Sizes(batch_size, groups, rows),
         F=rows // batch_size, K=block, Q=q, C=width, BLOCK_X=ROWS, BLOCK_Q=triton.next_power_of_2(max(q, block)),
@@ -121,7 +121,7 @@ def select(
 
 
 @one_variant()
-def _score_candidates(
+def _score_rows(
     plan, alive_S, verified, drafted, target, matched, out, sizes,
     F: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr, LOOKAHEAD: tl.constexpr,
@@ -468,7 +468,7 @@ def _select(
         tl.store(statistics.resampled_G + group, False)
         tl.store(statistics.collapsed_G + group, False)
         return
-    particles, draws = tl.load(groups.count_G + group), tl.load(groups.draws_G + group)
+    particles, draws = tl.load(groups.count_G + group), tl.load(groups.next_count_G + group)
     seed, rounds = tl.load(seed_G + group), tl.load(round_G + group)
     n, f = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_F)
     exists_N, index_N = n < size, first + n

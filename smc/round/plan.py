@@ -188,7 +188,7 @@ class RoundArrays(NamedTuple, Generic[Array]):
     """int32 number of batch indices of each group."""
     count_G: Array
     """int32 number of particles before the round's selection."""
-    draws_G: Array
+    next_count_G: Array
     """int32 number of particles after the round's selection, which draws them."""
     shared_G: Array
     """int32 number of leading positions at which all particles of a group have the same tokens."""

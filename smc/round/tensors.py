@@ -1,4 +1,4 @@
-"""The tensors that the stages of a round exchange.
+"""The tensors that the stages of a round exchange, in the order of the stages.
 
 Particles have log-weights (`logw`). Rows are selected by their log mass (`mass`): the weight of the particle that a row
 continues, times the row's `share` of it and the ratios p^alpha / q of its tokens. In exact decoding, which has no
@@ -24,6 +24,8 @@ from smc.philox import DrawKeys, RoundKeys
 from smc.round.plan import Contexts, RoundPlan
 from smc.round.slot_state import SlotState
 from smc.types import Array
+
+# A pass through a model.
 
 
 class Rows(NamedTuple):
@@ -74,6 +76,21 @@ class LastTokens(NamedTuple):
     """Position of the last token."""
     count_X: Tensor
     """Whether the last token runs."""
+
+
+# Draft.
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What a drafter drafts for every batch index."""
+
+    block: int
+    """K: tokens of a row."""
+    by_round: bool
+    """Random numbers are keyed by the round and the position; otherwise by the position alone."""
+    guesses: bool = False
+    """Chains begin with a guess (look-ahead)."""
 
 
 class TokenTree(NamedTuple):
@@ -136,18 +153,6 @@ class TokenTree(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class DraftShape:
-    """What a drafter drafts for every batch index."""
-
-    block: int
-    """K: tokens of a row."""
-    by_round: bool
-    """Random numbers are keyed by the round and the position; otherwise by the position alone."""
-    guesses: bool = False
-    """Chains begin with a guess (look-ahead)."""
-
-
 class CandidateLayout(NamedTuple):
     """Properties of the rows that propose tokens, as far as reparenting does not change them. There is one row for each
     batch index at the first step, and F later."""
@@ -165,23 +170,6 @@ class CandidateLayout(NamedTuple):
     keys_R: RoundKeys
     keys_G: RoundKeys
     distribution: DistributionSpec[Tensor]
-
-
-class ChainAssignment(NamedTuple):
-    """The particle that every row of chains continues; int64."""
-
-    row_Y: Tensor
-    """Index of the row among all X rows."""
-    source_Y: Tensor
-    """Batch index of the particle."""
-    guess_Y: Tensor
-    """Index, among the likeliest tokens, of the token that the row guesses first, if it begins with a guess."""
-    rank_Y: Tensor
-    """Index of the row in its group."""
-
-    def spread(self, values_Y: Tensor, others_X: Tensor) -> Tensor:
-        """Return `others` with the values of these rows in their positions."""
-        return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
 
 
 class DraftInputs(NamedTuple):
@@ -203,13 +191,13 @@ class DraftInputs(NamedTuple):
     """bool [1]: whether passes over the rows are wanted, as in `Rows`."""
 
 
-class ChainDraws(NamedTuple):
-    """Continuations of chains, as arrays over all rows. Only the entries of chains are used."""
+class OwnDraws(NamedTuple):
+    """Tokens that rows draw for themselves: F rows continue each of the R rows."""
 
-    parent_X: Tensor
-    """int64 row of the step before."""
-    token_X: Tensor
-    logq_X: Tensor
+    token_RF: Tensor
+    """Integers of any type."""
+    logq_RF: Tensor
+    """float32."""
 
 
 class ChosenTokens(NamedTuple):
@@ -218,15 +206,6 @@ class ChosenTokens(NamedTuple):
     expansion: Expansion
     candidates: CandidateTokens
     """The candidates that it was made from."""
-
-
-class OwnDraws(NamedTuple):
-    """Tokens that rows draw for themselves: F rows continue each of the R rows."""
-
-    token_RF: Tensor
-    """Integers of any type."""
-    logq_RF: Tensor
-    """float32."""
 
 
 class Continuation(NamedTuple):
@@ -307,145 +286,7 @@ class DraftedRows(NamedTuple):
         )
 
 
-class RoundSelection(NamedTuple, Generic[Array]):
-    """Message from the target to the draft, and part of the report to the host: how each batch index continues. By
-    batch index after the selection.
-
-    In a walk in look-ahead, after a hit a row is taken whole: `taken` is its length, `bonus` -1. After a miss one batch
-    index goes on: `taken` is 0, `bonus` the target's draw. If the answer is over, `taken` is 0 and `bonus` -1."""
-
-    particles: NextParticles[Array]
-    taken_A: Array
-    """int64 number of tokens that it takes from its row."""
-    cut_A: Array
-    """int64 number of the ancestor's last tokens that are rolled back first."""
-    bonus_A: Array
-    """int64 token drawn by the target that is appended last; -1: none."""
-    ended_A: Array
-    """bool: the particle has ended, or there is none."""
-    text_A: Array
-    """int64 state of the stop machine before the row's tokens (look-ahead) or before the bonus token."""
-
-    @property
-    def count_A(self) -> Array:
-        """int64 number of appended tokens."""
-        return self.taken_A + (self.bonus_A >= 0)
-
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def memory(batch_size: int) -> FieldMemory:
-        """Return where the fields lie."""
-        integer, flag = field(np.int64, (batch_size,)), field(np.bool_, (batch_size,))
-        return FieldMemory(
-            RoundSelection(
-                particles=NextParticles(integer, integer, flag, field(np.float64, (batch_size,))),
-                taken_A=integer,
-                cut_A=integer,
-                bonus_A=integer,
-                ended_A=flag,
-                text_A=integer,
-            )
-        )
-
-
-class NextSequences(NamedTuple):
-    """How sequences continue at one model, by batch index after the selection."""
-
-    end_A: Tensor
-    """int64 number of tokens of the sequence."""
-    tokens_AQ: Tensor
-    """int64 pending tokens, the last of the sequence; as many columns as tokens may be pending. At the target the next
-    block: K in look-ahead; in lockstep one, its seed."""
-    pending_A: Tensor
-    """int64 number of tokens that are pending: they have not been run."""
-    text_A: Tensor
-    """int64 state of the stop machine before the pending tokens."""
-
-
-class Lineage(NamedTuple, Generic[Array]):
-    """Pages by which particles differ from their ancestors, by batch index after the selection."""
-
-    path_AB: Array
-    """int32 new pages, in the order of positions."""
-    kept_A: Array
-    """int32: how many of the first of these pages hold keys and values of the particle's tokens."""
-    dropped_A: Array
-    """int32 number of the ancestor's last pages that are released."""
-
-
-class ObservedDraws(NamedTuple, Generic[Array]):
-    """What the target's draws after the roots of the drafted rows tell, by batch index after the selection. NaN: no
-    draw was seen, or the rank was not computed."""
-
-    score_A: Array
-    """float32 score for the exponent of coupled drafting (`smc.algorithm.coupling.DrawObservation`)."""
-    information_A: Array
-    """float32 information for it."""
-    rank_A: Array
-    """float32 number of tokens that the draft considered more likely to be drawn."""
-
-
-class RedraftReport(NamedTuple, Generic[Array]):
-    """What was drafted again before a round, by batch index; row and lineage as after a selection. Only batch indices
-    with a count above 0 have changed."""
-
-    root_A: Array
-    """int32 batch index whose particle the row continues; the last token of that particle is the row's first one."""
-    tokens_AK: Array
-    """int32 tokens of the row."""
-    count_A: Array
-    """int32 number of tokens that exist; 0: the group kept its blocks."""
-    ended_A: Array
-    """bool: the last token is terminal."""
-    share_A: Array
-    """float32 log mass of the row; -inf: the batch index holds no particle any more."""
-    lineage: Lineage[Array]
-    """Pages at the draft."""
-
-
-class DraftReport(NamedTuple, Generic[Array]):
-    """The draft's report to the host about a round of both models."""
-
-    lineage: Lineage[Array]
-    """Pages at the draft."""
-    observed: ObservedDraws[Array]
-    redrafted: RedraftReport[Array] | None = None
-    """What was drafted again at first. None: the round does not draft again."""
-
-
-class RoundResult(NamedTuple, Generic[Array]):
-    """The report to the host about a round, from the target or from the model that decodes alone. By batch index, after
-    the selection, unless stated otherwise."""
-
-    selection: RoundSelection[Array]
-    grown_AQ: Array
-    """The `RoundSelection.count_A` appended tokens."""
-    logq_AQ: Array
-    """float32 log q of the appended tokens."""
-    logp_AQ: Array
-    """float32 log p of the tokens after the first of the scored block, as far as they are kept; NaN beyond."""
-    first_logp_A: Array
-    """float32 log p of the token that follows the kept part of the scored block; NaN if none does."""
-    raw_logp_AQ: Array
-    """float32 log-probabilities, under the softmax of the target's own logits, of the tokens after the first of the
-    scored block, as far as they are kept, and of the token that follows these; NaN beyond. [A, 0] without
-    `RoundKind.raw_logprobs`."""
-    statistics: SelectionStatistics[Array]
-    draft_nan_G: Array
-    """bool: the draft returned NaN for tokens that exist."""
-    target_nan_G: Array
-    hit_G: Array
-    """bool: the round was a hit; rows that were drafted ahead continue, or the answer is over (exact decoding)."""
-    lineage: Lineage[Array]
-    """Pages at the target, or at the model that decodes alone."""
-
-
-class AppliedSelection(NamedTuple):
-    """How a round continues."""
-
-    memory: Tensor
-    """uint8: the message to the draft, which has the fields of `result.selection`."""
-    result: RoundResult[Tensor]
+# Verify.
 
 
 class Blocks(NamedTuple):
@@ -550,6 +391,9 @@ class VerifyOutputs(NamedTuple):
         return self._replace(next_AV=None, next_mass_A=None, raw_TV=None, nodes=None)
 
 
+# Select.
+
+
 class TargetOutputs(NamedTuple):
     """The target's outputs for the token after every block; None: not computed."""
 
@@ -566,11 +410,11 @@ class TargetOutputs(NamedTuple):
 
 
 class ScoreInputs(NamedTuple):
-    """All inputs of a selection. Candidates are the rows ahead (look-ahead), or the blocks themselves (lockstep)."""
+    """All inputs of a selection among the rows ahead (look-ahead), or among the blocks themselves (lockstep)."""
 
     plan: RoundPlan[Tensor]
     state: SlotState
-    scored: VerifyOutputs
+    verified: VerifyOutputs
     drafted: DraftedRows
     target: TargetOutputs
     matched: Matches | None
@@ -586,7 +430,7 @@ class ScoreInputs(NamedTuple):
     @property
     def open_X(self) -> Tensor:
         """bool: the block that a row is (lockstep) or continues (look-ahead) has not ended."""
-        return self.scored.blocks.open_A[self.drafted.root_X] if self.lookahead else self.scored.blocks.open_A
+        return self.verified.blocks.open_A[self.drafted.root_X] if self.lookahead else self.verified.blocks.open_A
 
 
 class ScoredRows(NamedTuple):
@@ -606,3 +450,179 @@ class ScoredRows(NamedTuple):
     """Number of batch indices of groups of independent particles; 0 for other groups."""
     keys_G: RoundKeys
     """Keys of each group's draws."""
+
+
+class RoundSelection(NamedTuple, Generic[Array]):
+    """Message from the target to the draft, and part of the report to the host: how each batch index continues. By
+    batch index after the selection.
+
+    In a walk in look-ahead, after a hit a row is taken whole: `taken` is its length, `bonus` -1. After a miss one batch
+    index goes on: `taken` is 0, `bonus` the target's draw. If the answer is over, `taken` is 0 and `bonus` -1."""
+
+    particles: NextParticles[Array]
+    taken_A: Array
+    """int64 number of tokens that it takes from its row."""
+    cut_A: Array
+    """int64 number of the ancestor's last tokens that are rolled back first."""
+    bonus_A: Array
+    """int64 token drawn by the target that is appended last; -1: none."""
+    ended_A: Array
+    """bool: the particle has ended, or there is none."""
+    text_A: Array
+    """int64 state of the stop machine before the row's tokens (look-ahead) or before the bonus token."""
+
+    @property
+    def count_A(self) -> Array:
+        """int64 number of appended tokens."""
+        return self.taken_A + (self.bonus_A >= 0)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def memory(batch_size: int) -> FieldMemory:
+        """Return where the fields lie."""
+        integer, flag = field(np.int64, (batch_size,)), field(np.bool_, (batch_size,))
+        return FieldMemory(
+            RoundSelection(
+                particles=NextParticles(integer, integer, flag, field(np.float64, (batch_size,))),
+                taken_A=integer,
+                cut_A=integer,
+                bonus_A=integer,
+                ended_A=flag,
+                text_A=integer,
+            )
+        )
+
+
+class AppliedSelection(NamedTuple):
+    """How a round continues."""
+
+    memory: Tensor
+    """uint8: the message to the draft, which has the fields of `result.selection`."""
+    result: RoundResult[Tensor]
+
+
+# Remap.
+
+
+class NextSequences(NamedTuple):
+    """How sequences continue at one model, by batch index after the selection."""
+
+    end_A: Tensor
+    """int64 number of tokens of the sequence."""
+    tokens_AQ: Tensor
+    """int64 pending tokens, the last of the sequence; as many columns as tokens may be pending. At the target the next
+    block: K in look-ahead; in lockstep one, its seed."""
+    pending_A: Tensor
+    """int64 number of tokens that are pending: they have not been run."""
+    text_A: Tensor
+    """int64 state of the stop machine before the pending tokens."""
+
+
+class Lineage(NamedTuple, Generic[Array]):
+    """Pages by which particles differ from their ancestors, by batch index after the selection."""
+
+    path_AB: Array
+    """int32 new pages, in the order of positions."""
+    kept_A: Array
+    """int32: how many of the first of these pages hold keys and values of the particle's tokens."""
+    dropped_A: Array
+    """int32 number of the ancestor's last pages that are released."""
+
+
+# Report.
+
+
+class ObservedDraws(NamedTuple, Generic[Array]):
+    """What the target's draws after the roots of the drafted rows tell, by batch index after the selection. NaN: no
+    draw was seen, or the rank was not computed."""
+
+    score_A: Array
+    """float32 score for the exponent of coupled drafting (`smc.algorithm.coupling.DrawObservation`)."""
+    information_A: Array
+    """float32 information for it."""
+    rank_A: Array
+    """float32 number of tokens that the draft considered more likely to be drawn."""
+
+
+class RedraftReport(NamedTuple, Generic[Array]):
+    """What was drafted again before a round, by batch index; row and lineage as after a selection. Only batch indices
+    with a count above 0 have changed."""
+
+    root_A: Array
+    """int32 batch index whose particle the row continues; the last token of that particle is the row's first one."""
+    tokens_AK: Array
+    """int32 tokens of the row."""
+    count_A: Array
+    """int32 number of tokens that exist; 0: the group kept its blocks."""
+    ended_A: Array
+    """bool: the last token is terminal."""
+    share_A: Array
+    """float32 log mass of the row; -inf: the batch index holds no particle any more."""
+    lineage: Lineage[Array]
+    """Pages at the draft."""
+
+
+class DraftReport(NamedTuple, Generic[Array]):
+    """The draft's report to the host about a round of both models."""
+
+    lineage: Lineage[Array]
+    """Pages at the draft."""
+    observed: ObservedDraws[Array]
+    redrafted: RedraftReport[Array] | None = None
+    """What was drafted again at first. None: the round does not draft again."""
+
+
+class RoundResult(NamedTuple, Generic[Array]):
+    """The report to the host about a round, from the target or from the model that decodes alone. By batch index, after
+    the selection, unless stated otherwise."""
+
+    selection: RoundSelection[Array]
+    grown_AQ: Array
+    """The `RoundSelection.count_A` appended tokens."""
+    logq_AQ: Array
+    """float32 log q of the appended tokens."""
+    logp_AQ: Array
+    """float32 log p of the tokens after the first of the scored block, as far as they are kept; NaN beyond."""
+    first_logp_A: Array
+    """float32 log p of the token that follows the kept part of the scored block; NaN if none does."""
+    raw_logp_AQ: Array
+    """float32 log-probabilities, under the softmax of the target's own logits, of the tokens after the first of the
+    scored block, as far as they are kept, and of the token that follows these; NaN beyond. [A, 0] without
+    `RoundKind.raw_logprobs`."""
+    statistics: SelectionStatistics[Array]
+    draft_nan_G: Array
+    """bool: the draft returned NaN for tokens that exist."""
+    target_nan_G: Array
+    hit_G: Array
+    """bool: the round was a hit; rows that were drafted ahead continue, or the answer is over (exact decoding)."""
+    lineage: Lineage[Array]
+    """Pages at the target, or at the model that decodes alone."""
+
+
+# Chains, which only decoding by rejection has.
+
+
+class ChainAssignment(NamedTuple):
+    """The particle that every row of chains continues; int64."""
+
+    row_Y: Tensor
+    """Index of the row among all X rows."""
+    source_Y: Tensor
+    """Batch index of the particle."""
+    guess_Y: Tensor
+    """Index, among the likeliest tokens, of the token that the row guesses first, if it begins with a guess."""
+    rank_Y: Tensor
+    """Index of the row in its group."""
+
+    def spread(self, values_Y: Tensor, others_X: Tensor) -> Tensor:
+        """Return `others` with the values of these rows in their positions."""
+        return others_X.index_copy(0, self.row_Y, values_Y.to(others_X.dtype))
+
+
+class ChainDraws(NamedTuple):
+    """Continuations of chains, as arrays over all rows. Only the entries of chains are used."""
+
+    parent_X: Tensor
+    """int64 row of the step before."""
+    token_X: Tensor
+    logq_X: Tensor

@@ -221,7 +221,7 @@ class RoundPlanner:
             total * branches, shape.branch
         )
         count_G = np.array([g.count for g in groups])
-        draws_G = np.array([g.count if g.next_rows is None else g.next_rows for g in groups])
+        next_count_G = np.array([g.count if g.next_rows is None else g.next_rows for g in groups])
         params = population.params
         decoding_G = np.array([g.rules.decoding for g in groups], dtype=np.int32)
         decodings = frozenset(g.rules.decoding for g in groups)
@@ -243,7 +243,7 @@ class RoundPlanner:
             first_G=padded(population.first_G.astype(np.int32), size, 0),
             size_G=padded(population.size_G.astype(np.int32), size, 0),
             count_G=padded(count_G.astype(np.int32), size, 0),
-            draws_G=padded(draws_G.astype(np.int32), size, 0),
+            next_count_G=padded(next_count_G.astype(np.int32), size, 0),
             shared_G=padded(shared_G.astype(np.int32), size, 0),
             threshold_G=padded(np.array([p.ess_threshold or 0.0 for p in params], np.float64), size, 0.0),
             decoding_G=padded(decoding_G, size, int(Decoding.TARGET)),

@@ -290,8 +290,8 @@ def select_rows(checkpoint: Checkpoint, rows: int, scheme: str | None, keys: Ran
     """Keep `rows` of independent particles: `smc.algorithm.selection`."""
     assert scheme is not None, "the resampling scheme of independent particles is filled in"
     n = len(checkpoint)
-    first_G, size_G, draws_G = (torch.tensor([value], dtype=torch.int32) for value in (0, n, rows))
-    bounds = Bounds(Spans(first_G, size_G), size_G, draws_G)
+    first_G, size_G, next_count_G = (torch.tensor([value], dtype=torch.int32) for value in (0, n, rows))
+    bounds = Bounds(Spans(first_G, size_G), size_G, next_count_G)
     chosen = select(
         torch.from_numpy(checkpoint["logw_S"])[:, None],
         torch.ones(n, dtype=torch.bool),

@@ -168,7 +168,7 @@ def target_stages(kinds: frozenset[Decoding], lookahead: bool) -> None:
     selection, blocks = selection_of(made), laid_out.blocks
     TritonOps().lay_out_blocks(made.state, logq_SQ, made.plan, None if lookahead else drafted)
     TritonOps().match_samples(
-        blocks.tokens_AQ, blocks.count_A, inputs.scored.drawn_AQ, blocks.alive_A, made.plan.arrays.groups
+        blocks.tokens_AQ, blocks.count_A, inputs.verified.drawn_AQ, blocks.alive_A, made.plan.arrays.groups
     )
     next_ = TritonOps().remap_target(made.state, logq_SQ, made.plan, drafted, selection, lookahead)
     TritonOps().advance(made.state, made.plan.arrays.slot_A, selection, next_)

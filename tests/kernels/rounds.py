@@ -102,7 +102,7 @@ class Round:
             first_G=padded(first),
             size_G=padded(self.sizes),
             count_G=padded(self.sizes),
-            draws_G=padded([rng.integers(1, size + 1) if rng.random() < 0.2 else size for size in self.sizes]),
+            next_count_G=padded([rng.integers(1, size + 1) if rng.random() < 0.2 else size for size in self.sizes]),
             shared_G=padded([0] * len(self.sizes)),
             threshold_G=self.here(rng.choice([0.0, 0.5, 1.0], groups)),
             decoding_G=padded(kinds, int(Decoding.INDEPENDENT)),
@@ -183,7 +183,7 @@ class Round:
         rows = map_tensors(self.here, DraftedRows(tokens_XK, logq_XK, root_X, count_X, ended_X, cut_X, share_X))
         return DraftedRows.memory(x, self.k).allocate(self.device).write(rows).fields
 
-    def scored(self, asked: VerifyInputs) -> VerifyOutputs:
+    def verified(self, asked: VerifyInputs) -> VerifyOutputs:
         """Target outputs that agree with most of the drafted tokens."""
         rng, a, q = self.rng, self.places, self.q
         blocks = asked.blocks
@@ -225,10 +225,10 @@ class Round:
         return TargetOutputs(*own, offers, candidate_logp_AC)
 
     def inputs(self, asked: VerifyInputs, drafted: DraftedRows, walk: object) -> ScoreInputs:
-        scored, blocks, matched = self.scored(asked), asked.blocks, None
+        verified, blocks, matched = self.verified(asked), asked.blocks, None
         if self.plan.kind.has_exact:
             groups = self.plan.arrays.groups
-            matched = walk(blocks.tokens_AQ, blocks.count_A, scored.drawn_AQ, blocks.alive_A, groups)
+            matched = walk(blocks.tokens_AQ, blocks.count_A, verified.drawn_AQ, blocks.alive_A, groups)
         return ScoreInputs(
-            self.plan, self.state, scored, drafted, self.target_outputs(drafted), matched, self.lookahead
+            self.plan, self.state, verified, drafted, self.target_outputs(drafted), matched, self.lookahead
         )

@@ -154,7 +154,9 @@ def test_an_outcome_gets_no_more_rows_than_the_group_may_have():
         candidates = CandidateTokens(shares_XC.long(), shares_XC, shares_XC)
         left_XC = RoundOps().limit_outcomes(made.plan, tree, candidates, False).share_RC
         mass_XC = (tree.mass_X[:, None] + shares_XC).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        for size, first, most in zip(made.sizes, made.plan.arrays.first_G.tolist(), made.plan.arrays.draws_G.tolist()):
+        for size, first, most in zip(
+            made.sizes, made.plan.arrays.first_G.tolist(), made.plan.arrays.next_count_G.tolist()
+        ):
             rows = range(first * made.f, (first + size) * made.f)
             for outcome in {int(tree.outcome_X[x]) for x in rows}:
                 of = [x for x in rows if tree.outcome_X[x] == outcome and tree.alive_X[x]]

@@ -127,7 +127,7 @@ def test_rows_hold_what_choosing_greedily_holds(lookahead, limit):
                 cut += before - len(paths)
             of = zip(chosen.leaf_X[begin:end].tolist(), chosen.tree.alive_X[begin:end].tolist())
             taken = [paths[leaf] for leaf, alive in of if alive]
-            most = int(made.plan.arrays.draws_G[group]) if lookahead else end - begin
+            most = int(made.plan.arrays.next_count_G[group]) if lookahead else end - begin
             leaves = [
                 path
                 for path in paths.values()

@@ -227,7 +227,7 @@ def test_a_round(drawn, flag, contexts, f, b):
     constrained = ConstrainedRows(ints(a, dtype=np.int32), ints(a), rng.random(a) < 0.5) if rng.random() < 0.5 else None
     of_group = {
         name: ints(a, dtype=np.int32)
-        for name in ("first_G", "size_G", "count_G", "draws_G", "shared_G", "decoding_G", "nodes_G", "scheme_G")
+        for name in ("first_G", "size_G", "count_G", "next_count_G", "shared_G", "decoding_G", "nodes_G", "scheme_G")
     }
     decodings = {Decoding.WALK, Decoding.DISTINCT} if flag else {Decoding.INDEPENDENT}
     kind = RoundKind(
