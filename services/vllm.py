@@ -27,7 +27,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from services.backend import Unimplemented
 from services.gateway.request_handler import ApiServer, RequestHandler
-from services.openai.answers import OPENAI_FINISH
+from services.openai.dialects import OPENAI_FINISH
 from services.openai.requests import LONGEST, MAX_ANSWERS, seeds_of
 from services.prompts import Prompt
 from services.protobuf.generation import check_counts

@@ -12,9 +12,9 @@ from typing import Any
 
 from services.backend import ServingPair
 from services.errors import status_of
-from services.openai.answers import AnsweredCall, AnswerHeading
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
 from services.openai.completions import check_scored, echoes, response
+from services.openai.dialects import AnsweredCall, AnswerHeading
 from services.openai.requests import CompletionRequest, Served, derived_seed, understood
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Answer, Request

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import pydantic_core
 from pydantic import Field, Tag
 
-from services.openai.answers import OPENAI_FINISH, AnswerWriter, named_event, smc_block, written
 from services.openai.bodies import (
     KIND,
     BadRequest,
@@ -27,7 +26,16 @@ from services.openai.bodies import (
     text_or,
     tools_of,
 )
-from services.openai.dialects import ApiCall, BodyForm, Dialect
+from services.openai.dialects import (
+    OPENAI_FINISH,
+    AnswerWriter,
+    ApiCall,
+    BodyForm,
+    Dialect,
+    named_event,
+    smc_block,
+    written,
+)
 from services.openai.parts import MessagePart, PartBegins, PartEvent, PartGrows, PartKind
 from services.openai.requests import CompletionRequest, Served, chat_request, one_constraint
 from services.openai.templates import REASONING_EFFORT, chat_message, tool, tool_call, tool_use

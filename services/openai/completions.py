@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from services.openai.answers import (
+from services.openai.bodies import CHAT, COMPLETIONS, BadRequest
+from services.openai.dialects import (
     OPENAI_FINISH,
     AnsweredCall,
     AnswerWriter,
+    ApiCall,
+    Dialect,
     TextOffsets,
     chat_logprobs,
     finite,
@@ -20,8 +23,6 @@ from services.openai.answers import (
     usage,
     written,
 )
-from services.openai.bodies import CHAT, COMPLETIONS, BadRequest
-from services.openai.dialects import ApiCall, Dialect
 from services.openai.parts import PartBegins, PartEnds, PartEvent, PartKind, PartReader, message_of
 from services.openai.requests import CompletionRequest, Served, understood
 from services.openai.tool_calls import call

@@ -10,17 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.openai.answers import (
-    OPENAI_FINISH,
-    AnsweredCall,
-    AnswerWriter,
-    TextLogprobs,
-    chat_logprobs,
-    named_event,
-    smc_block,
-    usage,
-    written,
-)
 from services.openai.bodies import (
     KIND,
     CallFields,
@@ -33,7 +22,20 @@ from services.openai.bodies import (
     text_or,
     tools_of,
 )
-from services.openai.dialects import ApiCall, BodyForm, Dialect
+from services.openai.dialects import (
+    OPENAI_FINISH,
+    AnsweredCall,
+    AnswerWriter,
+    ApiCall,
+    BodyForm,
+    Dialect,
+    TextLogprobs,
+    chat_logprobs,
+    named_event,
+    smc_block,
+    usage,
+    written,
+)
 from services.openai.parts import (
     MessagePart,
     PartBegins,

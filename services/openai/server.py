@@ -20,7 +20,6 @@ from services.backend import Unavailable
 from services.errors import DeadlineExceeded, HostNotAllowed, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.request_handler import ApiServer, CallRecord
 from services.openai import pages
-from services.openai.answers import AnswerHeading
 from services.openai.anthropic import (
     COUNT_TOKENS,
     MESSAGES,
@@ -33,7 +32,7 @@ from services.openai.bodies import BadRequest, BodyTooLarge, FieldNames, Unknown
 from services.openai.completions import COMPLETION_DIALECTS
 from services.openai.connections import SERVER, HttpConnections, Runner, refused_reply
 from services.openai.cors import allow_origin
-from services.openai.dialects import ApiCall, Dialect
+from services.openai.dialects import AnswerHeading, ApiCall, Dialect
 from services.openai.pages import DOCS, OPENAPI, Playground
 from services.openai.requests import Served
 from services.openai.responses import RESPONSES, ResponsesDialect

@@ -16,9 +16,8 @@ from aiohttp import web
 
 from services.errors import SlowReader
 from services.gateway.request_handler import CallRecord, RequestHandler
-from services.openai.answers import AnsweredCall, AnswerHeading
 from services.openai.bodies import Refusal
-from services.openai.dialects import ApiCall
+from services.openai.dialects import AnsweredCall, AnswerHeading, ApiCall
 from services.openai.requests import CompletionRequest
 from smc.api.limits import DEFAULT_MAX_TOKENS
 from smc.api.request import Answer, Request

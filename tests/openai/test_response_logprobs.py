@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.openai.answers import AnsweredCall, AnswerHeading
+from services.openai.dialects import AnsweredCall, AnswerHeading
 from services.openai.parts import END, Reasoning
 from services.openai.requests import Served, understood
 from services.openai.responses import ResponsesBody, ResponsesWriter
