@@ -20,20 +20,6 @@ from smc.philox import Purpose
 from smc.stops import StopMachine
 from smc.types import Array, ModelRole, Numerics
 
-
-class Stream(NamedTuple):
-    """A sequence that a model runs for each row of a request, in pages of that model's pool: the row itself or, for a
-    guided request, the unconditional row after the negative prompt (`smc.executor.guidance`)."""
-
-    role: ModelRole
-    unconditional: bool = False
-    redrafted: bool = False
-    """The row's tokens that are drafted again after a miss (`smc.executor.draft_tree`)."""
-
-
-REDRAFTED = Stream(ModelRole.DRAFT, redrafted=True)
-
-
 Result = TypeVar("Result", covariant=True)
 
 

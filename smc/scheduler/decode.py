@@ -27,7 +27,7 @@ import numpy as np
 from smc.algorithm.coupling import DrawObservation
 from smc.api.engine_config import EngineConfig
 from smc.arrays import map_tensors
-from smc.executor.messages import REDRAFTED, Pending, Stream
+from smc.executor.messages import Pending
 from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.memory.kv_cache import KVCacheManager
 from smc.round.plan import RoundKind
@@ -35,8 +35,8 @@ from smc.round.tensors import Lineage, ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts
 from smc.scheduler.planner import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
-from smc.scheduler.sequence_group import RoundPages, SequenceGroup
-from smc.scheduler.slots import Slots
+from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
 from smc.scheduler.speculation import Acceptance, DraftExponents
 from smc.scheduler.stats import EngineStats
 from smc.types import BOTH_MODELS, ModelRole, is_mask_span

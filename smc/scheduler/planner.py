@@ -19,13 +19,12 @@ from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import DistributionSpec
 from smc.executor.logit_changes import width_of
-from smc.executor.messages import REDRAFTED, Stream
 from smc.memory.pages import PageAllocator
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
 from smc.round.tensors import Lineage
 from smc.scheduler.methods import DecodingRules
-from smc.scheduler.sequence_group import RoundPages, SequenceGroup
-from smc.scheduler.slots import Slots
+from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
 from smc.types import Decoding, ModelRole
 
 

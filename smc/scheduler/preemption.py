@@ -7,12 +7,12 @@ from operator import attrgetter
 
 import numpy as np
 
-from smc.executor.messages import Stream
 from smc.memory.pages import OutOfPages
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.results import ResultReporter
-from smc.scheduler.sequence_group import RoundPages, SequenceGroup
+from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.slots import RoundPages, Stream
 
 
 class Preemption:

@@ -14,7 +14,7 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer
-from smc.executor.messages import Pending, Stream, Worker
+from smc.executor.messages import Pending, Worker
 from smc.executor.round_executor import RoundExecutor
 from smc.memory.kv_cache import KVCacheManager
 from smc.round.slot_state import SequenceHandoff
@@ -25,7 +25,7 @@ from smc.scheduler.planner import Population
 from smc.scheduler.prefill_batches import Chunk, PrefillJob, PrefillRequest, PromptRow, RescoringJob, prefill_step
 from smc.scheduler.prefix_reuse import PrefixReuse
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
-from smc.scheduler.slots import Slots, row_of_batch
+from smc.scheduler.slots import Slots, Stream, row_of_batch
 from smc.stops import DONE, START, StopMachine, TokenBytes
 from smc.types import ModelRole
 

@@ -19,11 +19,12 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Alternatives, Answer, PromptToken
 from smc.arrays import common_length
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, Stream, TopLogprobsSpec, Worker
+from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, TopLogprobsSpec, Worker
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.methods import TARGET_ALONE, Progress
 from smc.scheduler.planner import Population, reports_raw
 from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.slots import Stream
 from smc.types import ModelRole
 
 

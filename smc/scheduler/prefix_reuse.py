@@ -9,13 +9,12 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.arrays import common_length
-from smc.executor.messages import Stream
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import DUMMY_PAGE, OutOfPages
 from smc.scheduler.methods import DecodingRules
 from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow
 from smc.scheduler.sequence_group import SequenceGroup
-from smc.scheduler.slots import Slots
+from smc.scheduler.slots import Slots, Stream
 from smc.types import ModelRole
 
 

@@ -43,18 +43,16 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import CONTINUED, Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.executor.logit_changes import biased_tokens
-from smc.executor.messages import ModelLost, Pending, Stream
+from smc.executor.messages import ModelLost, Pending
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules, rules_of
-from smc.scheduler.slots import Checkpoint, RandomKeys, Slots
+from smc.scheduler.slots import Checkpoint, RandomKeys, RoundPages, Slots, Stream
 from smc.scheduler.speculation import Acceptance
 from smc.scheduler.stats import RequestCounters
 from smc.types import ModelRole
 
 MEMORY = 0.97
 """Factor by which the counts of a request's earlier rounds in its `acceptance` decay with each round."""
-RoundPages = dict[Stream, np.ndarray]
-"""Pages that a round has allocated for a request, by stream."""
 
 
 class RequestState(Enum):

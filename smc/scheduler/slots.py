@@ -40,6 +40,21 @@ SHRINK_ROUND = 1 << 30
 """First round number for the random numbers of choices between rounds, so that they differ from those of rounds."""
 
 
+class Stream(NamedTuple):
+    """A sequence that a model runs for each row of a request, in pages of that model's pool: the row itself or, for a
+    guided request, the unconditional row after the negative prompt (`smc.executor.guidance`)."""
+
+    role: ModelRole
+    unconditional: bool = False
+    redrafted: bool = False
+    """The row's tokens that are drafted again after a miss (`smc.executor.draft_tree`)."""
+
+
+REDRAFTED = Stream(ModelRole.DRAFT, redrafted=True)
+RoundPages = dict[Stream, np.ndarray]
+"""Pages that a round has allocated for a request, by stream; int32, row after row."""
+
+
 class Slots:
     """`count` slots for answers of up to `width` tokens, with room for the token distributions of `chains` draft
     chains."""
