@@ -16,7 +16,6 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.scheduler.engine import Engine
-from smc.scheduler.planner import DraftSize
 from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import ExactStats
 from smc.scheduler.tree_policy import ThroughputForecast
@@ -268,5 +267,5 @@ def _logits(model: Decoder, tokens: Sequence[int], first: int, vocab: int) -> Te
 def expected_speed(latency: LatencyModel, tokens: float, particles: int) -> float:
     """Expected speed of one request in lockstep whose rounds bring `tokens` tokens, as a multiple of plain
     decoding's."""
-    drafted = ThroughputForecast(CONFIG, latency).seconds_of_round(particles, 0, 0.0, DraftSize(CONFIG.branches, None))
+    drafted = ThroughputForecast(CONFIG, latency).seconds_of_round(particles)
     return tokens * latency.alone.at(1, 0) / drafted

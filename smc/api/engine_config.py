@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from smc.api.limits import UNSET
 from smc.api.sampling_params import is_potential
@@ -361,8 +361,9 @@ class EngineConfig:
         """Maximum tokens of a sequence that the target runs in a round: a block, and in lockstep also the seed."""
         return self.block if self.lookahead else self.block + 1
 
-    def scored(self, steps: int) -> int:
-        """Return the tokens of a block that the target runs, if `steps` tokens are drafted for it."""
+    def scored(self, steps: Any) -> Any:
+        """Return the tokens of a block that the target runs, if `steps` tokens are drafted for it: an integer, or an
+        array."""
         return steps if self.lookahead else steps + 1
 
     @property

@@ -401,12 +401,15 @@ def tree_nodes(rows: Any, groups: int, queries: int) -> Any:
     return groups + (queries - 1) * (rows + groups) / 2
 
 
-def node_room(rows: int, groups: int, queries: int, batch_size: int) -> int:
+def node_room(rows: Any, groups: int, queries: Any, batch_size: Any) -> Any:
     """Return the maximum number of nodes of a round with `batch_size` batch indices, padding included: the smallest
-    share of its tokens that suffices; 0 if all tokens are needed."""
-    tokens = batch_size * queries
-    needed = tree_nodes(rows, groups, queries)
-    return next((int(share * tokens) for share in NODE_SHARES if int(share * tokens) >= needed), 0)
+    share of its tokens that suffices; 0 if all tokens are needed. All but `groups` may be arrays."""
+    tokens, needed = batch_size * queries, tree_nodes(rows, groups, queries)
+    room: Any = 0
+    for share in reversed(NODE_SHARES):
+        nodes = np.floor(share * tokens).astype(np.int64)
+        room = np.where(nodes >= needed, nodes, room)
+    return room
 
 
 def shared_nodes(nodes: int, size_G: np.ndarray, queries: int) -> np.ndarray:

@@ -420,23 +420,22 @@ def tokens_a_round(
     numbers of rows and branches. `redrafted`: P numbers of tokens that are drafted again after a miss; 0: none."""
     falls = falls_of(lookahead, np.array([[each.gain] for each in rates]))
 
-    def missed(kind: Miss, rate_G: Sequence[float] | np.ndarray) -> np.ndarray:
-        return np.minimum(np.array(rate_G)[:, None] * falls[kind].share(rows_GY, branches_Y), 1.0)
+    def missed(kind: Miss, rate_GX: Sequence[Any]) -> np.ndarray:
+        share_GY1 = falls[kind].share(rows_GY, branches_Y)[..., None]
+        return np.minimum(np.array(rate_GX).reshape(len(rates), 1, -1) * share_GY1, 1.0)
 
-    token_KG = zip(*(each.to(block) for each in rates))
-    right_GYK = np.stack([1 - missed(Miss.TOKEN, token_G) for token_G in token_KG], -1)
+    right_GYK = 1 - missed(Miss.TOKEN, [each.to(block) for each in rates])
     if not lookahead:
         tokens_GYKP = (1 + np.cumprod(right_GYK, -1).cumsum(-1))[..., None]
         return Confirmed(tokens_GYKP, np.zeros_like(tokens_GYKP))
     # The first token of a block is known to be right. After a miss, rounds confirm one token each until the target's
     # next token is among the drafted ones.
     whole_GYK = np.cumprod(np.concatenate((np.ones_like(right_GYK[..., :1]), right_GYK[..., :-1]), -1), -1)
-    restart, whole, part = (missed(kind, [getattr(each, kind) for each in rates])[..., None] for kind in OUTCOMES)
+    restart, whole, part = (missed(kind, [getattr(each, kind) for each in rates]) for kind in OUTCOMES)
     misses_GYK = whole_GYK * whole + (1 - whole_GYK) * part
     # With R tokens that are drafted again, these rounds confirm more, and miss as after other blocks.
-    again_KG = zip(*(each.to(max(redrafted), Miss.AGAIN) for each in rates))
-    one_GY1 = np.ones((*rows_GY.shape, 1))
-    right_GYK = np.concatenate((one_GY1, *(1 - missed(Miss.AGAIN, again_G)[..., None] for again_G in again_KG)), -1)
+    one_GY1, again = np.ones((*rows_GY.shape, 1)), [each.to(max(redrafted), Miss.AGAIN) for each in rates]
+    right_GYK = np.concatenate((one_GY1, 1 - missed(Miss.AGAIN, again)), -1) if max(redrafted) else one_GY1
     all_right_GYP = np.cumprod(right_GYK, -1)[..., list(redrafted)]
     tokens_GYP = np.cumprod(right_GYK, -1).cumsum(-1)[..., list(redrafted)]
     again_GYP = np.where(np.array(redrafted) > 0, all_right_GYP * whole + (1 - all_right_GYP) * part, restart)

@@ -4,8 +4,8 @@ The policy compares the latency model with the miss rate of the draft and choose
 drafting. It is a pure function of its arguments; it knows nothing about slots, rounds or answers. `TreeController`
 calls the policy, and `DraftFallback` carries out the switches between the draft-target pair and the target alone.
 
-Local axes: Y numbers of branches, P numbers of tokens that are drafted again, U pairs of a number of rows and one of
-branches, Z rows that are added one after another. F are numbers of rows."""
+Local axes: Y sizes of rounds, U pairs of a number of rows and one of branches, Z rows that are added one after another.
+F and R are numbers of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from smc.scheduler.planner import DraftSize, bucket, node_room
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.sequence_group import SequenceGroup
-from smc.scheduler.speculation import Acceptance, Confirmed, LatencyModel, MissRates, tokens_a_round
+from smc.scheduler.speculation import Acceptance, Confirmed, LatencyCurve, LatencyModel, MissRates, tokens_a_round
 from smc.types import BOTH_MODELS, ModelRole
 
 MARGIN = 1.1
@@ -147,28 +146,51 @@ class LatencyTreePolicy:
         return self._known[1]
 
 
-class TreeRows(NamedTuple):
-    """The rows of a round of the draft-target pair."""
+class RoundSizes(NamedTuple):
+    """The Y sizes that a round may have: how much it drafts and verifies. All arrays are [Y]."""
 
-    rows: int
-    groups: int
-    """Number of their trees; 0 if some rows belong to other methods."""
-    batch_size: int
-    """Number of rows, padding included."""
+    at: tuple[np.ndarray, np.ndarray, np.ndarray]
+    """Index of each size among the branches, the drafted tokens and the tokens drafted again of `tokens_a_round`."""
+    branches_Y: np.ndarray
+    steps_Y: np.ndarray
+    redrafted_Y: np.ndarray
+
+
+class CurveTable:
+    """Looks up the seconds of a latency curve for arrays of sizes."""
+
+    def __init__(self, curve: LatencyCurve) -> None:
+        self._curve, self._seconds = curve, np.empty(0)
+
+    def at(self, sizes: np.ndarray) -> np.ndarray:
+        if (most := int(sizes.max())) >= len(self._seconds):
+            self._seconds = np.array([self._curve.at(size) for size in range(bucket(most) + 1)])
+        return self._seconds[sizes]
 
 
 class ThroughputForecast:
     """Forecasts how long rounds take and how many tokens they bring.
 
     Every forecast is for the best number of drafted tokens, of branches, and of tokens that are drafted again after a
-    miss, among the levels of the config (axes K, Y and P below)."""
+    miss, among the levels of the config."""
 
     def __init__(self, config: EngineConfig, latency: LatencyModel) -> None:
         self._config, self._latency = config, latency
         self._branches = config.branch_levels
         self._again = config.redraft_levels if config.redrafted else (0, *config.redraft_levels)
-        # The caches have at most as many entries as a round can have rows.
-        self._padded, self._models = cache(bucket), cache(self._models_of)
+        self._draft, self._target = CurveTable(latency.draft.curve), CurveTable(latency.target.curve)
+        levels = itertools.product(config.block_levels, enumerate(self._branches), enumerate(self._again))
+        self._sizes = self._sizes_of(
+            (y, steps - 1, w, branches, steps, more) for steps, (y, branches), (w, more) in levels
+        )
+        # Methods other than exact decoding need all branches, and all of a block.
+        k = config.block
+        self._whole = self._sizes_of([(0, k - 1, 0, config.branches, k, self._again[0])])
+
+    @staticmethod
+    def _sizes_of(levels: Iterable[tuple[int, ...]]) -> RoundSizes:
+        branches_index, steps_index, again_index, *numbers = np.array(list(levels)).T
+        return RoundSizes((branches_index, steps_index, again_index), *numbers)
 
     def speed(self, trees: Sequence[TreeRequest], rows: Sequence[int], beside: OtherLoad) -> float:
         """Return the tokens per second of all requests, with trees of these numbers of rows."""
@@ -178,35 +200,21 @@ class ThroughputForecast:
         alone = int((~drafted_G).sum()) + beside.target
         tokens = alone * config.block + beside.pair * config.target_tokens
         by_itself = self._by_itself(alone, int(context_G[~drafted_G].sum()) + beside.target_context)
-        batch_size = self._padded(int(rows_G.sum()) + beside.pair_rows)
+        rows_of_pair = int(rows_G.sum()) + beside.pair_rows
         context = int(context_G[drafted_G].sum()) + beside.pair_context
-        if not batch_size:
+        if not rows_of_pair:
             return tokens / by_itself
-        of = TreeRows(int(rows_G.sum()) + beside.pair_rows, 0 if beside.pair else len(drafted), batch_size)
+        groups = 0 if beside.pair else len(drafted)
         confirmed, missed = self._confirmed(drafted, rows_G[drafted_G][:, None])
-        tokens_YKP, again_YKP = tokens + confirmed.sum(0)[0], _any(missed[:, 0])
-        return max(
-            tokens_YKP[index] / self.seconds_of_round(batch_size, context, by_itself, size, again_YKP[index])
-            for index, size in self._sizes(of)
-        )
-
-    def _sizes(self, of: TreeRows) -> Iterator[tuple[tuple[int, int, int], DraftSize]]:
-        """Yield the sizes that a round may have, each with its index [Y, K, P]. Methods other than exact decoding need
-        all branches, and all of a block."""
-        config, again = self._config, self._again
-        if not of.groups:
-            yield (0, config.block - 1, 0), DraftSize(config.branches, config.block, redrafted=again[0])
-            return
-        for steps in config.block_levels:
-            nodes = 0
-            if config.verified != PATHS:
-                nodes = node_room(of.rows, of.groups, config.scored(steps), of.batch_size)
-            for (y, branches), (w, more) in itertools.product(enumerate(self._branches), enumerate(again)):
-                yield (y, steps - 1, w), DraftSize(branches, steps, nodes, more)
+        sizes = self._sizes if groups else self._whole
+        tokens_Y, again_Y = tokens + confirmed.sum(0)[0][sizes.at], _any(missed[:, 0])[sizes.at]
+        rows_R, batch_R = np.array([rows_of_pair]), np.array([bucket(rows_of_pair)])
+        seconds_YR = self._seconds(sizes, rows_R, batch_R, groups, context, by_itself, again_Y)
+        return float((tokens_Y / seconds_YR[:, 0]).max())
 
     def _confirmed(self, trees: Sequence[TreeRequest], rows_GF: np.ndarray) -> Confirmed:
         """What a round confirms for each request, with trees of `rows_GF` rows, by branches, drafted tokens and tokens
-        drafted again: arrays [G, F, Y, K, P]."""
+        drafted again: arrays [G, F, branches, K, again]."""
         config, shape = self._config, (*rows_GF.shape, len(self._branches), self._config.block, len(self._again))
         if not trees:
             return Confirmed(np.zeros(shape), np.zeros(shape))
@@ -220,102 +228,99 @@ class ThroughputForecast:
         to the trees for which they bring most tokens, as long as the throughput of all requests grows."""
         level_F, most_G1 = np.array(_levels(max(tree.most for tree in trees))), np.array([[t.most] for t in trees])
         rows_GF = np.minimum(level_F, most_G1)
-        confirmed = self._confirmed(trees, rows_GF)
-        sizes = self._sizes(TreeRows(len(trees), 0 if beside.pair else len(trees), self._padded(len(trees))))
-        found = (
-            self._best(trees, beside, slots, rows_GF, Confirmed(*(values[:, :, *index] for values in confirmed)), size)
-            for index, size in sizes
+        sizes, count = self._whole if beside.pair else self._sizes, len(trees)
+        tokens_YGF, restarts_YGF = (
+            np.moveaxis(values[:, :, *sizes.at], -1, 0) for values in self._confirmed(trees, rows_GF)
         )
-        return max(found, key=lambda best: best[0])[1]
-
-    def _best(
-        self,
-        trees: Sequence[TreeRequest],
-        beside: OtherLoad,
-        slots: int,
-        rows_GF: np.ndarray,
-        confirmed: Confirmed,
-        size: DraftSize,
-    ) -> tuple[float, list[int]]:
-        """Tokens per second and the rows of each tree, if rounds have this size. `confirmed`: arrays [G, F]."""
-        config, tokens_GF = self._config, confirmed.tokens
-        added_GF, gain_GF = np.diff(rows_GF), np.diff(tokens_GF)
-        # A tree grows level by level.
-        worth_GF = np.minimum.accumulate(gain_GF / np.maximum(added_GF, 1), axis=1)
-        order_Z = np.argsort(-np.where(added_GF > 0, worth_GF, 0.0), axis=None, kind="stable")
-        order_Z = order_Z[added_GF.flat[order_Z] > 0]
-        rows_Z = len(trees) + np.concatenate(([0], np.cumsum(added_GF.flat[order_Z])))
-        rows_Z = rows_Z[: max(1, np.searchsorted(rows_Z, slots, side="right"))]
-        tokens_Z = tokens_GF[:, 0].sum() + np.concatenate(([0.0], np.cumsum(gain_GF.flat[order_Z])))[: len(rows_Z)]
-        tokens_Z += beside.pair * config.target_tokens + beside.target * config.block
-        again = float(_any(confirmed.restarts[:, -1]))
-        speed_Z = tokens_Z / self._seconds_of_pair(rows_Z + beside.pair_rows, trees, beside, size, again)
+        added_GF, gain_YGF = np.diff(rows_GF), np.diff(tokens_YGF)
+        # A tree grows level by level. Levels that add no row come last, and are left out.
+        worth_YGF = np.minimum.accumulate(gain_YGF / np.maximum(added_GF, 1), axis=2)
+        key_YZ = np.where(added_GF > 0, -worth_YGF, np.inf).reshape(len(tokens_YGF), -1)
+        order_YZ = np.argsort(key_YZ, axis=1, kind="stable")[:, : int((added_GF > 0).sum())]
+        gain_YZ = np.take_along_axis(gain_YGF.reshape(key_YZ.shape), order_YZ, 1)
+        rows_YZ = count + _from_zero(added_GF.flat[order_YZ])
+        tokens_YZ = tokens_YGF[:, :, 0].sum(1)[:, None] + _from_zero(gain_YZ)
+        tokens_YZ += beside.pair * self._config.target_tokens + beside.target * self._config.block
+        fits_YZ = rows_YZ <= max(slots, count)
+        rows_R = np.arange(count, int(rows_YZ[fits_YZ].max()) + 1) + beside.pair_rows
+        seconds_YR = self._seconds(
+            sizes,
+            rows_R,
+            np.array([bucket(rows) for rows in rows_R.tolist()]),
+            0 if beside.pair else count,
+            sum(tree.context for tree in trees) + beside.pair_context,
+            self._by_itself(beside.target, beside.target_context),
+            _any(np.moveaxis(restarts_YGF[:, :, -1], 1, 0)),
+        )
+        index_YZ = np.minimum(rows_YZ - count, len(rows_R) - 1)
+        speed_YZ = np.where(fits_YZ, tokens_YZ / np.take_along_axis(seconds_YR, index_YZ, 1), -np.inf)
+        size, taken = np.unravel_index(int(speed_YZ.argmax()), speed_YZ.shape)
         taken_GF = np.zeros(added_GF.shape, dtype=bool)
-        taken_GF.flat[order_Z[: int(speed_Z.argmax())]] = True
-        return float(speed_Z.max()), (rows_GF[:, 0] + (added_GF * taken_GF).sum(1)).tolist()
-
-    def _seconds_of_pair(
-        self, rows_Z: np.ndarray, trees: Sequence[TreeRequest], beside: OtherLoad, size: DraftSize, again: float
-    ) -> np.ndarray:
-        """Seconds of a round that drafts for all trees, by the pair's number of rows [Z]. `again`: see
-        `seconds_of_round`."""
-        config, by_itself = self._config, self._by_itself(beside.target, beside.target_context)
-        context, groups = sum(tree.context for tree in trees) + beside.pair_context, 0 if beside.pair else len(trees)
-        steps, has_nodes = size.steps or config.block, groups and config.verified != PATHS
-
-        # Many numbers of rows are padded to the same size.
-        @cache
-        def seconds(batch_size: int, nodes: int) -> float:
-            return self.seconds_of_round(batch_size, context, by_itself, size._replace(nodes=nodes), again)
-
-        def nodes_of(rows: int, batch_size: int) -> int:
-            return node_room(rows, groups, config.scored(steps), batch_size) if has_nodes else 0
-
-        sizes = [(rows, self._padded(rows)) for rows in rows_Z.tolist()]
-        return np.array([seconds(batch_size, nodes_of(rows, batch_size)) for rows, batch_size in sizes])
+        taken_GF.flat[order_YZ[size, :taken]] = True
+        return (rows_GF[:, 0] + (added_GF * taken_GF).sum(1)).tolist()
 
     def _by_itself(self, sequences: int, context: int) -> float:
         """Seconds of the target's passes over sequences that it decodes alone, one pass for each token of a block."""
-        return self._config.block * self._latency.alone.at(self._padded(sequences), context) if sequences else 0.0
+        return self._config.block * self._latency.alone.at(bucket(sequences), context) if sequences else 0.0
 
     def size(self, trees: Sequence[TreeRequest], batch_size: int, context: int) -> DraftSize:
         """Return how much a round of these requests drafts and verifies: what brings most tokens per second."""
         rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
         confirmed, missed = self._confirmed(trees, rows_G1)
-        tokens_YKP, again_YKP = confirmed.sum(0)[0], _any(missed[:, 0])
-        of = TreeRows(int(rows_G1.sum()), len(trees), batch_size)
+        sizes, rows = self._sizes, int(rows_G1.sum())
+        tokens_Y, again_Y = confirmed.sum(0)[0][sizes.at], _any(missed[:, 0])[sizes.at]
+        rows_R, batch_R = np.array([rows]), np.array([batch_size])
+        seconds_YR = self._seconds(sizes, rows_R, batch_R, len(trees), context, 0.0, again_Y)
+        best = int((tokens_Y / seconds_YR[:, 0]).argmax())
+        branches, steps, more = (int(numbers_Y[best]) for numbers_Y in sizes[1:])
+        nodes = 0
+        if self._config.verified != PATHS:
+            nodes = int(node_room(rows, len(trees), self._config.scored(steps), batch_size))
+        return DraftSize(branches, steps, nodes, more)
 
-        def speed(each: tuple[tuple[int, int, int], DraftSize]) -> float:
-            index, size = each
-            return tokens_YKP[index] / self.seconds_of_round(batch_size, context, 0.0, size, again_YKP[index])
+    def seconds_of_round(self, rows: int) -> float:
+        """Return the seconds of a round of this many rows that drafts a whole block with all branches."""
+        rows_R = np.array([rows])
+        return float(self._seconds(self._whole, rows_R, rows_R, 0, 0, 0.0, np.zeros(1))[0, 0])
 
-        return max(self._sizes(of), key=speed)[1]
-
-    def seconds_of_round(
-        self, batch_size: int, context: int, by_itself: float, size: DraftSize, again: float = 0.0
-    ) -> float:
-        """Return the seconds of a round of the pair. `batch_size`: rows; `context`: tokens of their contexts together;
-        `by_itself`: seconds for which the target decodes other sequences in the same step; `size`: how much is
-        drafted; `again`: probability that some request drafts again, for which the target waits."""
-        config, latency, steps = self._config, self._latency, size.steps or self._config.block
-        draft, target = self._models(batch_size, size.branches, steps, size.nodes)
-        draft += steps * latency.draft.read * context
-        target += latency.target.read * context + by_itself
-        waits = again * latency.draft.at(batch_size, context) + latency.redraft_overhead if size.redrafted else 0.0
+    def _seconds(
+        self,
+        sizes: RoundSizes,
+        rows_R: np.ndarray,
+        batch_R: np.ndarray,
+        groups: int,
+        context: int,
+        by_itself: float,
+        again_Y: np.ndarray,
+    ) -> np.ndarray:
+        """Return the seconds [Y, R] of a round of the pair. `rows`: rows of its trees; `batch`: rows, padding included;
+        `groups`: number of its trees, 0 if some rows belong to other methods; `context`: tokens of their contexts
+        together; `by_itself`: seconds for which the target decodes other sequences in the same step; `again`:
+        probability that some request drafts again, for which the target waits."""
+        config, latency = self._config, self._latency
+        branches_Y1, steps_Y1, redrafted_Y1, again_Y1 = (each[:, None] for each in (*sizes[1:], again_Y))
+        step_R, scored_Y1 = self._draft.at(batch_R), config.scored(steps_Y1)
+        draft_YR = step_R + (steps_Y1 - 1) * self._draft.at(batch_R * branches_Y1)
+        draft_YR += steps_Y1 * latency.draft.read * context
+        nodes_YR = batch_R * scored_Y1
+        if groups and config.verified != PATHS:
+            room_YR = node_room(rows_R, groups, scored_Y1, batch_R)
+            nodes_YR = np.where(room_YR > 0, room_YR, nodes_YR)
+        target_YR = self._target.at(nodes_YR) + (latency.target.read * context + by_itself)
+        waits_YR = again_Y1 * (step_R + latency.draft.read * context) + latency.redraft_overhead
         # Passes over the target's own sequences overlap with the draft's steps in look-ahead only.
-        overlapping = max(draft, target) if config.lookahead else draft + target
-        return overlapping + size.redrafted * waits + latency.round_overhead
-
-    def _models_of(self, batch_size: int, branches: int, steps: int, nodes: int) -> tuple[float, float]:
-        """Seconds of the draft and of the target in a round, without reading contexts."""
-        config, draft, target = self._config, self._latency.draft.curve, self._latency.target.curve
-        drafting = draft.at(batch_size) + (steps - 1) * draft.at(batch_size * branches)
-        return drafting, target.at(nodes or batch_size * config.scored(steps))
+        overlapping_YR = np.maximum(draft_YR, target_YR) if config.lookahead else draft_YR + target_YR
+        return overlapping_YR + redrafted_Y1 * waits_YR + latency.round_overhead
 
 
-def _any(probability_GYKP: np.ndarray) -> np.ndarray:
-    """Return the probability that something happens to at least one of the requests [Y, K, P]."""
-    return 1 - np.prod(1 - probability_GYKP, 0)
+def _from_zero(added_YZ: np.ndarray) -> np.ndarray:
+    """Return the sums of the first 0, 1, .. entries of each row."""
+    return np.concatenate((np.zeros((len(added_YZ), 1), added_YZ.dtype), added_YZ), 1).cumsum(1)
+
+
+def _any(probability_GX: np.ndarray) -> np.ndarray:
+    """Return the probability that something happens to at least one of the requests; X are any axes."""
+    return 1 - np.prod(1 - probability_GX, 0)
 
 
 def _levels(most: int) -> list[int]:
@@ -390,6 +395,9 @@ class TreeController:
         """Steps since the last call."""
         self._sizes: dict[tuple, tuple[LatencyModel | None, int, DraftSize]] = {}
         """How much rounds draft, by their size and requests; for how many more rounds, and by which latency model."""
+        self._begins: dict[tuple[int, ...], tuple[LatencyModel | None, int | None]] = {}
+        """With how many rows requests begin, by what they are and what runs, since the last call of the policy about
+        running requests; and by which latency model."""
 
     def begin(
         self, group: SequenceGroup, running: Sequence[SequenceGroup], share: int, latency: LatencyModel | None
@@ -398,8 +406,16 @@ class TreeController:
         request."""
         if not group.adaptive or group.has_begun:
             return
-        tree, *others = self._trees([group, *_adaptive(running)])
-        rows = self._policy.begin(replace(tree, most=min(tree.most, max(1, share))), others, _load(running), latency)
+        groups, most = _adaptive(running), min(group.most_rows, max(1, share))
+        rows_G = [each.tree_rows for each in groups]
+        # All requests that have not begun have the same rates.
+        others = bucket(len(running) + 1), len(running) - len(groups), any(rows_G), all(rows_G)
+        key = most, group.context.bit_length(), *others
+        if key not in self._begins or self._begins[key][0] is not latency:
+            tree, *trees = self._trees([group, *groups])
+            rows = self._policy.begin(replace(tree, most=most), trees, _load(running), latency)
+            self._begins[key] = latency, rows
+        _, rows = self._begins[key]
         if rows == 0:
             self._fallback.fall_back(group)
         elif rows and group.alone:
@@ -413,7 +429,10 @@ class TreeController:
         """Called once a step: call the policy about running requests if it is time, and apply its changes. `waiting`:
         requests that wait only for slots."""
         groups, self._left, self._since = _adaptive(running), self._left - 1, self._since + 1
-        if not groups or self._left > self._patience(groups):
+        if groups and self._left > self._patience(groups):
+            return
+        self._begins.clear()
+        if not groups:
             return
         self._left = min(FIRST, EVERY) if groups != self._known else EVERY
         self._known, since, self._since = groups, self._since, 0
@@ -449,6 +468,7 @@ class TreeController:
         """Discard the acceptance counts."""
         self._acceptance.fade(0.0)
         self._sizes.clear()
+        self._begins.clear()
 
     def _patience(self, groups: Sequence[SequenceGroup]) -> float:
         """Maximum of `_left` at which the policy is called about these requests: 0 for the requests of the last call,

@@ -738,6 +738,40 @@ def test_a_crowd_that_comes_at_once_begins_with_small_trees(form):
     }
 
 
+def test_requests_that_come_together_begin_by_few_calls_of_the_policy():
+    """A request that cannot begin yet is asked about in every step; and of many that come at once, those that meet
+    about as many running requests begin alike. After a call about running requests all is decided anew."""
+    called = []
+
+    class Counting(LatencyTreePolicy):
+        def begin(self, tree, others, *given):
+            called.append(len(others))
+            return super().begin(tree, others, *given)
+
+    engine, waiting = local_engine(pair(), EngineConfig(block=4, max_slots=64)), "64"
+    law = {"method": "exact", "particles": 4, "max_tokens": 40, "ignore_eos": True}
+    for number in range(16):
+        engine.submit(Request(str(number), (0, 1), SamplingParams(seed=number, **law)))
+    while len(groups := running(engine)) < 16:
+        engine.step()
+    engine.submit(Request(waiting, (0, 1), SamplingParams(seed=64, **law)))
+    acceptance = engine.rounds_of(Decoding.WALK).acceptance
+    controller = TreeController(Counting(engine.config), acceptance, engine.fallback, lookahead=True)
+    waits = engine.registry.groups[waiting]
+    for count in range(17):
+        controller.begin(waits, groups[:count], 4, H200)
+    assert called == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
+    for _ in range(3):
+        controller.begin(waits, groups, 4, H200)
+    assert len(called) == 13
+    controller.begin(waits, groups, 4, MADE)
+    controller.begin(waits, groups, 2, MADE)
+    assert len(called) == 15
+    controller.follow(groups, [], MADE)
+    controller.begin(waits, groups, 2, MADE)
+    assert len(called) == 16
+
+
 @pytest.mark.parametrize(("requests", "calls"), [(1, 36), (7, 36), (8, 18), (64, 4)])
 def test_many_requests_keep_how_much_they_draft_for_some_rounds(requests, calls):
     """Host time of a round hardly grows with its requests. A change of their trees or of the latency model counts at
