@@ -42,6 +42,15 @@ class Pending(Protocol, Generic[Result]):
         ...
 
 
+class Guidance(NamedTuple):
+    """The rows of a batch that guide others (`smc.executor.guidance`)."""
+
+    unconditional_R: np.ndarray
+    """int32 index of the row that guides this one, or the row's own index if none does."""
+    scale_R: np.ndarray
+    """float32 scale of guidance; 1: no guidance."""
+
+
 @dataclass(frozen=True)
 class Draws:
     """F tokens to draw after the last token of each row, from the normalised p^alpha, with the keys of their random
@@ -65,11 +74,8 @@ class Draws:
     """int32 tokens whose logits are changed there; each pair occurs once."""
     bias_U: np.ndarray
     """float32 value that is added to each of these logits."""
-    unconditional_R: np.ndarray | None = None
-    """int32 index of the batch's row that guides this one (`smc.executor.guidance`), or the row's own index if no row
-    does. None: no row is guided."""
-    scale_R: np.ndarray | None = None
-    """float32 scale of guidance; 1: no guidance."""
+    guidance: Guidance | None = None
+    """None: no row is guided."""
     seen_row_Z: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """int32 rows with a repetition penalty."""
     seen_token_Z: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
@@ -100,9 +106,8 @@ class TopLogprobsSpec:
     machines: tuple[StopMachine | None, ...]
     """Stop machine with each row's biases and the tokens that end its answer (`smc.executor.logit_changes`); None:
     nothing is added to the row's logits."""
-    unconditional_R: np.ndarray | None = None
+    guidance: Guidance | None = None
     """As in `Draws`."""
-    scale_R: np.ndarray | None = None
     given_Y: np.ndarray | None = None
     """int64 tokens that actually follow, whose log-probabilities and ranks are reported as well; 0 where they are not
     wanted. None: they are wanted for no row."""

@@ -72,10 +72,10 @@ def likeliest(
         part = slice(first, first + SLICE)
         row_T = to_device(row_Y[part], device)
         logits_TV = logits(hidden_TE[first : first + len(row_T)])
-        if unconditional_Y is not None and spec.scale_R is not None:
+        if unconditional_Y is not None and spec.guidance is not None:
             theirs_TV = logits(hidden_TE[to_device(unconditional_Y[part], device)])
             own_T = torch.arange(len(row_T), device=device)
-            logits_TV = sampling.guide(logits_TV, theirs_TV, own_T, to_device(spec.scale_R, device)[row_T])
+            logits_TV = sampling.guide(logits_TV, theirs_TV, own_T, to_device(spec.guidance.scale_R, device)[row_T])
         if tables is not None:
             logits_TV = add_biases(tables, *entries, logits_TV, row_T, to_device(next_Y[part], device), width)
         dist_TV = torch.empty(len(row_T), sampling.vocab, device=device)
@@ -106,10 +106,10 @@ def _given(spec: TopLogprobsSpec, part: slice, dist_TV: Tensor) -> tuple[Tensor,
 def _unconditional_tokens(spec: TopLogprobsSpec, row_Y: np.ndarray, offset_Y: np.ndarray) -> np.ndarray | None:
     """Return for each scored token the index [Y] of the corresponding token in the row that guides its row, or its own
     index if no row does. None: no row is guided."""
-    if spec.unconditional_R is None:
+    if spec.guidance is None:
         return None
     begin_P = np.cumsum(spec.scored_P) - spec.scored_P
-    return begin_P[spec.unconditional_R[row_Y]] + offset_Y
+    return begin_P[spec.guidance.unconditional_R[row_Y]] + offset_Y
 
 
 def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTables | None:
@@ -249,11 +249,9 @@ class ModelWorker:
         """Return the guided logits [R, V] of the rows that tokens are drawn after, from the logits [X, V] of all
         rows."""
         own_RV = logits_TV[: len(draws.seed_R)]
-        if draws.unconditional_R is None or draws.scale_R is None:
+        if draws.guidance is None:
             return own_RV
-        unconditional_R, scale_R = (
-            to_device(values_R, self.device) for values_R in (draws.unconditional_R, draws.scale_R)
-        )
+        unconditional_R, scale_R = (to_device(values_R, self.device) for values_R in draws.guidance)
         return self._sampling.guide(own_RV, logits_TV, unconditional_R.long(), scale_R)
 
     def _drawn(

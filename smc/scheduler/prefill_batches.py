@@ -19,7 +19,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Alternatives, Answer, PromptToken
 from smc.arrays import common_length
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Draws, Pending, PromptBatch, PromptResult, TopLogprobsSpec, Worker
+from smc.executor.messages import Draws, Guidance, Pending, PromptBatch, PromptResult, TopLogprobsSpec, Worker
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.methods import TARGET_ALONE, Progress
 from smc.scheduler.planner import Population, reports_raw
@@ -397,7 +397,7 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
         least_R=np.array([g.prompt_size + g.params.min_tokens for g in groups], dtype=np.int32),
         machines=tuple(g.stop_rules.machine if biased else None for g, biased in zip(groups, is_biased)),
         given_Y=np.concatenate([_given(part) for part in scored]) if any(part.of_prompt for part in scored) else None,
-        **_guidance(groups, [part.guided for part in scored]),
+        guidance=_guidance(groups, [part.guided for part in scored]),
     )
 
 
@@ -432,19 +432,18 @@ def _first_draws(jobs: list[PrefillRequest]) -> Draws:
         machines=machines if any(machines) else (),
         raw_logprobs=reports_raw(jobs[0].config, population.params),
         by_answer_R=np.array([g.params.constraint_scope == "answer" for g in groups]),
-        **_guidance(groups, [g.params.guided for g in groups]),
+        guidance=_guidance(groups, [g.params.guided for g in groups]),
     )
 
 
-def _guidance(groups: list[SequenceGroup], is_guided: list[bool]) -> dict[str, np.ndarray]:
-    """Index of the unconditional row of each guided row, which follow after all rows, and the guidance scales. Empty if
+def _guidance(groups: list[SequenceGroup], is_guided: list[bool]) -> Guidance | None:
+    """Index of the unconditional row of each guided row, which follow after all rows, and the guidance scales; None if
     no row is guided."""
     guided = np.array(is_guided)
     if not guided.any():
-        return {}
+        return None
     row_R = np.arange(len(groups))
-    unconditional_R = np.where(guided, len(groups) + np.cumsum(guided) - 1, row_R)
-    return {
-        "unconditional_R": unconditional_R.astype(np.int32),
-        "scale_R": np.array([g.params.guidance_scale if each else 1 for g, each in zip(groups, is_guided)], np.float32),
-    }
+    return Guidance(
+        unconditional_R=np.where(guided, len(groups) + np.cumsum(guided) - 1, row_R).astype(np.int32),
+        scale_R=np.array([g.params.guidance_scale if each else 1 for g, each in zip(groups, is_guided)], np.float32),
+    )

@@ -29,7 +29,7 @@ from services.link.messages import (
 from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
-from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
+from smc.executor.messages import Draws, Guidance, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.philox import Purpose
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
 from smc.round.slot_state import SequenceHandoff
@@ -91,11 +91,12 @@ def law(rng: np.random.Generator, r: int) -> DistributionSpec:
 def draws(rng: np.random.Generator, r: int, d: int) -> Draws:
     seeds = rng.integers(-(2**63), 2**63 - 1, r, dtype=np.int64)
     streams, (count, kind) = rng.integers(0, 4096, (r, d)), rng.integers(0, 3, (2, r), dtype=np.int32)
-    guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
+    guidance = Guidance(rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32))
+    guidance = guidance if rng.random() < 0.5 else None
     biased = rng.integers(0, 2**31 - 1, (2, d - 1), dtype=np.int32)
     bias = rng.standard_normal(d - 1).astype(np.float32)
     one = Draws(
-        law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, *biased, bias, *guidance
+        law(rng, r), seeds, rng.integers(0, 1000, r), streams, Purpose.PROPOSAL, count, kind, *biased, bias, guidance
     )
     seen, repetition = rng.integers(0, 99, (2, d), dtype=np.int32), rng.random(d, dtype=np.float32)
     if rng.random() < 0.5:
@@ -116,14 +117,15 @@ def top_logprobs(rng: np.random.Generator, r: int) -> TopLogprobsSpec:
         StopMachine.of([], [], ((1, -0.7), (2**17, 100.0))),
         None,
     ]
-    guidance = (rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32)) if rng.random() < 0.5 else ()
+    guidance = Guidance(rng.integers(0, 99, r, dtype=np.int32), rng.random(r, dtype=np.float32))
+    guidance = guidance if rng.random() < 0.5 else None
     one = TopLogprobsSpec(
         law(rng, r),
         int(rng.integers(1, 20)),
         asked,
         least,
         tuple(machines[i] for i in rng.integers(0, 3, r)),
-        *guidance,
+        guidance,
     )
     given_Y = rng.integers(0, 2**17, int(asked[:r].sum()))
     return replace(one, given_Y=given_Y) if rng.random() < 0.5 else one
