@@ -175,111 +175,128 @@ class RoundPlanner:
         groups, config, params = population.groups, self.config, population.params
         chosen = DraftSize(self.shape.branches, None, redrafted=config.redrafted)
         if self._decide and all(g.adaptive for g in groups):
-            context = int(self._shared(population, self.slots.length_S[population.slot_A]).sum())
+            context = int(self._shared(population).sum())
             chosen = self._decide(groups, bucket(len(population.slot_A)), context)
         may_redraft = self.rules.ahead(config) and any(g.rules.redrafts for g in groups)
         if not may_redraft or any(p.guided or p.masked for p in params):
             return chosen._replace(redrafted=0)
         return chosen
 
-    def _shared(self, population: Population, length_A: np.ndarray) -> np.ndarray:
+    def _shared(self, population: Population) -> np.ndarray:
         """Number of leading positions that all particles of each group share [G]. Particles of rounds in flight are
         copies of those that the host knows, so they share the same positions."""
         prompt_G = np.array([g.prompt_size for g in population.groups], dtype=np.int64)
-        return prompt_G + np.minimum([g.committed for g in population.groups], population.least(length_A) - 1)
+        least_G = population.least(self.slots.length_S[population.slot_A])
+        return prompt_G + np.minimum([g.committed for g in population.groups], least_G - 1)
 
     def plan(self, population: Population, pages: list[RoundPages], chosen: DraftSize) -> RoundPlan[np.ndarray]:
         """`chosen`: from `size`. If it drafts again, `pages` has pages for that."""
-        groups, slots, shape = population.groups, self.slots, self.shape
-        total, size = len(population.slot_A), bucket(len(population.slot_A))
-        stride = self.rules.stride(self.config)
-        launched_G = np.array([g.launched for g in groups], dtype=np.int64)
-        prompt_G = np.array([g.prompt_size for g in groups], dtype=np.int64)
-        length_A = slots.length_S[population.slot_A]
-        flying_G = np.array([len(g.in_flight) for g in groups], dtype=np.int64)
-        shared_G = self._shared(population, length_A)
-        longest_G = np.maximum(prompt_G, [g.negative_size for g in groups])
+        size, columns = bucket(len(population.slot_A)), self._columns(population, pages)
+        shared_G, row_A = self._shared(population), padded(population.group_A, size, 0)
+        arrays = self._arrays(population, pages, chosen, size, shared_G)
+        width = arrays.target_pages_AQ.shape[1] or None
+        return RoundPlan(
+            kind=self._kind(population, chosen, columns),
+            columns=columns,
+            arrays=arrays,
+            target_distribution=population.distribution_of(ModelRole.TARGET).take(row_A),
+            draft_distribution=population.distribution_of(ModelRole.DRAFT).take(row_A),
+            target_unconditional=self._unconditional(population, pages, size, shared_G, width),
+            penalties=_penalties(population, size),
+            constraints=_constraints(population, size),
+            weights_A=self._weights(population, size),
+            redraft_pages_AB=padded(self._redraft_pages(population, pages), size, 0) if chosen.redrafted else None,
+        ).sized()
+
+    def _columns(self, population: Population, pages: list[RoundPages]) -> int:
+        """Maximum number of positions that any row holds when the round ends."""
+        groups, config = population.groups, self.config
+        rounds_G = np.array([len(g.in_flight) + 1 for g in groups], dtype=np.int64)
         # A round that drafts again grows an answer by that block, too.
         again_G = np.array([sum(REDRAFTED in each for each in (*g.in_flight, own)) for g, own in zip(groups, pages)])
-        grown_G = stride * (flying_G + 1) + self.shape.branch * again_G
-        columns = int((longest_G + population.largest(length_A) + grown_G).max()) + self.config.block + 2
-        columns = min(columns, self.width)
+        grown_G = self.rules.stride(config) * rounds_G + self.shape.branch * again_G
+        prompt_G = np.array([max(g.prompt_size, g.negative_size) for g in groups], dtype=np.int64)
+        length_G = population.largest(self.slots.length_S[population.slot_A])
+        return min(int((prompt_G + length_G + grown_G).max()) + config.block + 2, self.width)
+
+    def _kind(self, population: Population, chosen: DraftSize, columns: int) -> RoundKind:
+        """What is static in a round, but for the sizes of its arrays."""
+        groups, params = population.groups, population.params
+        decodings = frozenset(g.rules.decoding for g in groups)
+        constrained = [g for g in groups if g.params.masked]
+        return RoundKind(
+            contexts=Contexts.of(columns, len(population.slot_A), len(groups)),
+            decodings=decodings if len(decodings) == 1 else COMMON | decodings,
+            steps=chosen.steps,
+            biased=self._biased(population),
+            nodes=chosen.nodes,
+            every_step=any(g.rules.needs_every_mask for g in constrained),
+            raw_logprobs=reports_raw(self.config, params),
+            redrafted=chosen.redrafted,
+            has_answers=any(g.params.constraint_scope == "answer" for g in constrained),
+        )
+
+    def _arrays(
+        self, population: Population, pages: list[RoundPages], chosen: DraftSize, size: int, shared_G: np.ndarray
+    ) -> RoundArrays[np.ndarray]:
+        """The arrays of a plan, padded to `size` batch indices. `shared_G`: from `_shared`."""
+        groups, params, shape, group_A = population.groups, population.params, self.shape, population.group_A
+        total, branches = len(group_A), chosen.branches
         own = {
             role: np.concatenate([given[Stream(role)] for given in pages]).reshape(total, -1)
             for role in self.rules.roles
         }
         begun = own[ModelRole.DRAFT] if ModelRole.DRAFT in own else own[ModelRole.TARGET]
-        branches, steps, nodes, redrafted = chosen
         # The target runs no more tokens than were drafted. Unused pages, and those of branches beyond `branches`, are
         # freed together with those of branches that are not selected.
         target_pages_AQ = own[ModelRole.TARGET] if shape.target else np.zeros((total, 0), np.int32)
         target_pages_AQ = target_pages_AQ[:, : self._queries(groups, chosen)]
-        drafted = max(target_pages_AQ.shape[1], steps or self.config.block)
-        nodes_G = shared_nodes(nodes, population.size_G, drafted) if nodes else np.zeros(len(groups))
         branches_XB = begun[:, shape.begin : shape.begin + branches * shape.branch].reshape(
             total * branches, shape.branch
         )
-        count_G = np.array([g.count for g in groups])
-        next_count_G = np.array([g.count if g.next_rows is None else g.next_rows for g in groups])
-        params = population.params
+        drafted = max(target_pages_AQ.shape[1], chosen.steps or self.config.block)
+        nodes_G = shared_nodes(chosen.nodes, population.size_G, drafted) if chosen.nodes else np.zeros(len(groups))
         decoding_G = np.array([g.rules.decoding for g in groups], dtype=np.int32)
-        decodings = frozenset(g.rules.decoding for g in groups)
-        chain_P = np.flatnonzero(decoding_G[population.group_A] == Decoding.REJECTION)
-        distribution_P = self.slots.distribution_S[population.slot_A[chain_P]].astype(np.int64)
-        if len(chain_P):
-            chains = min(bucket(len(chain_P)), self.slots.chains)
-            chain_P, distribution_P = (padded(values_P, chains, values_P[0]) for values_P in (chain_P, distribution_P))
-        schemes = [SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in params]
-        row_A = padded(population.group_A, size, 0)
-        arrays = RoundArrays(
+        chain_P, distribution_P = self._chains(population, decoding_G)
+
+        def of_groups(values: list, kind: type[np.generic], none: float) -> np.ndarray:
+            return padded(np.array(values, kind), size, none)
+
+        def of_rows(values: list, kind: type[np.generic], none: float) -> np.ndarray:
+            return padded(np.array(values, kind)[group_A], size, none)
+
+        return RoundArrays(
             slot_A=padded(population.slot_A, size, self.config.max_slots),
-            group_A=padded(population.group_A, size, size - 1),
+            group_A=padded(group_A, size, size - 1),
             particle_A=padded(population.particle_A, size, 0),
-            seed_A=padded(population.seed_G[population.group_A], size, 0),
-            round_A=padded(launched_G[population.group_A] + 1, size, 1),
-            alpha_A=padded(np.array([p.alpha or 1.0 for p in params], np.float64)[population.group_A], size, 1.0),
-            exponent_A=padded(np.array([g.draft_exponent for g in groups], np.float32)[population.group_A], size, 0.0),
+            seed_A=padded(population.seed_G[group_A], size, 0),
+            round_A=of_rows([g.launched + 1 for g in groups], np.int64, 1),
+            alpha_A=of_rows([p.alpha or 1.0 for p in params], np.float64, 1.0),
+            exponent_A=of_rows([g.draft_exponent for g in groups], np.float32, 0.0),
             first_G=padded(population.first_G.astype(np.int32), size, 0),
             size_G=padded(population.size_G.astype(np.int32), size, 0),
-            count_G=padded(count_G.astype(np.int32), size, 0),
-            next_count_G=padded(next_count_G.astype(np.int32), size, 0),
+            count_G=of_groups([g.count for g in groups], np.int32, 0),
+            next_count_G=of_groups([g.count if g.next_rows is None else g.next_rows for g in groups], np.int32, 0),
             shared_G=padded(shared_G.astype(np.int32), size, 0),
-            threshold_G=padded(np.array([p.ess_threshold or 0.0 for p in params], np.float64), size, 0.0),
+            threshold_G=of_groups([p.ess_threshold or 0.0 for p in params], np.float64, 0.0),
             decoding_G=padded(decoding_G, size, int(Decoding.TARGET)),
             chain_P=chain_P,
             distribution_P=distribution_P,
             nodes_G=padded(nodes_G.astype(np.int32), size, 0),
-            scheme_G=padded(np.array(schemes, np.int32), size, 0),
+            scheme_G=of_groups([SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in params], np.int32, 0),
             target_pages_AQ=padded(target_pages_AQ, size, 0),
             begin_pages_AQ=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
         )
-        constrained = [g for g in groups if g.params.masked]
-        kind = RoundKind(
-            contexts=Contexts.of(columns, total, len(groups)),
-            decodings=decodings if len(decodings) == 1 else COMMON | decodings,
-            steps=steps,
-            biased=self._biased(population),
-            nodes=nodes,
-            every_step=any(g.rules.needs_every_mask for g in constrained),
-            raw_logprobs=reports_raw(self.config, params),
-            redrafted=redrafted,
-            has_answers=any(g.params.constraint_scope == "answer" for g in constrained),
-        )
-        return RoundPlan(
-            kind=kind,
-            columns=columns,
-            arrays=arrays,
-            target_distribution=population.distribution_of(ModelRole.TARGET).take(row_A),
-            draft_distribution=population.distribution_of(ModelRole.DRAFT).take(row_A),
-            target_unconditional=self._unconditional(
-                population, pages, size, shared_G, target_pages_AQ.shape[1] or None
-            ),
-            penalties=_penalties(population, size),
-            constraints=_constraints(population, size),
-            weights_A=self._weights(population, size),
-            redraft_pages_AB=padded(self._redraft_pages(population, pages), size, 0) if redrafted else None,
-        ).sized()
+
+    def _chains(self, population: Population, decoding_G: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Batch indices of chains, and the indices of their distributions [P]."""
+        chain_P = np.flatnonzero(decoding_G[population.group_A] == Decoding.REJECTION)
+        distribution_P = self.slots.distribution_S[population.slot_A[chain_P]].astype(np.int64)
+        if not len(chain_P):
+            return chain_P, distribution_P
+        chains = min(bucket(len(chain_P)), self.slots.chains)
+        return padded(chain_P, chains, chain_P[0]), padded(distribution_P, chains, distribution_P[0])
 
     def _redraft_pages(self, population: Population, pages: list[RoundPages]) -> np.ndarray:
         """Pages for tokens that are drafted again [A, K - 1]; 0 for requests that never do."""
