@@ -6,17 +6,15 @@ Tokens, lengths, weights, selections and block tables stay on the devices. The h
 to a few values, so that a whole round can be queued on a device or recorded there.
 
 Read `smc.reference.ExactWalk` first: it has the same mathematics without batches. Terms are those of docs/glossary.md,
-letters of axes those of `smc`, fields those of `smc.round`. Below are the steps of a round of exact decoding by walk in
-look-ahead, in the order in which the code is best read. In a stage, `self.ops.f` is the function `f` below the stage or
-in an imported file, in torch; GPUs have kernels of the same names (`triton_ops`). `self.run` is a forward pass.
+letters of axes those of `smc`. Below are the steps of a round of exact decoding by walk in look-ahead, in the order in
+which the code is best read; fields of their types are explained in `smc.round.plan`, `slot_state` and `tensors`.
 
 Draft and verify run at the same time, each on the ranks of its model. The target receives the drafted rows after its
-pass, the draft the selection after its steps ("sent" is `Channel.send`). What is drafted in one round is verified in
-the next, but for what is drafted again: selected rows are the target's pending tokens until then
-(`SlotState.pending_SQ`).
+pass, the draft the selection after its steps. What is drafted in one round is verified in the next, but for what is
+drafted again: selected rows are the target's pending tokens until then (`SlotState.pending_SQ`).
 
-  plan    `smc.scheduler.decode.RoundScheduler._launch`: groups, pages, keys of random numbers -> `RoundPlan`
-          `smc.scheduler.planner.RoundPlanner.plan`
+  plan    `smc.scheduler.engine.Engine.step` -> `smc.scheduler.decode.RoundScheduler._launch`: groups, pages, keys of
+          random numbers -> `RoundPlan`, by `smc.scheduler.planner.RoundPlanner.plan`
   run     `round_executor`: `LocalRoundExecutor.round` asks `DraftRunner` and `TargetRunner`, which run the stages. In
           the service each is in processes of its own (`services.link.remote_worker.RemotePair.round`)
   redraft if the plan says so: after a miss, a tree from the target's draw; its rows become the particles
@@ -24,27 +22,38 @@ the next, but for what is drafted again: selected rows are the target's pending 
           `draft_tree.begin_redraft`, `DraftStage.redraft`, `VerifyStage.redrafted`
   draft   `draft`: `DraftStage.draft`
           1. run the last token of each particle, and rank outcomes by coupled drafting -> `CandidateTokens`
-          `begin_draft`, `sampling.Sampling.propose_candidates`, `draft_tree.with_inner_nodes`
+          `begin_draft`, `draft_tree.with_inner_nodes`
           2. in each of K steps keep the N F likeliest rows of a group -> `TokenTree`, at last `GrownRows`
-          `DraftStage.extend`, `draft_tree.limit_outcomes`, `smc.algorithm.expansion.expand`, `reparent`
+          `DraftStage.extend`, `draft_tree.limit_outcomes`, `reparent`
           3. choose by their paths the rows that may be verified next -> `DraftedRows`, sent to the target
           `draft_tree.prune_tree`, `pack_rows`
   verify  `verify`: `VerifyStage.verify`
           one pass over the blocks in flight, with the target's own draw after each token -> `VerifyOutputs`
-          `lay_out_blocks`, `lay_out_nodes` if `RoundKind.nodes`, `sampling.Sampling.own_draws` -> `TargetDraws`,
-          `collect_outputs`
+          `lay_out_blocks`, `lay_out_nodes` if `RoundKind.nodes`, `collect_outputs`
   select  `select`: `SelectStage.select`
           1. how far each block agrees with the draws -> `Matches`; which drafted rows begin there -> `ScoredRows`
-          `smc.algorithm.verification.match_samples`, `score_rows`
+          `score_rows`
           2. keep at most N of these rows; after a miss one: the accepted tokens and the target's draw
           -> `RoundSelection`, sent to the draft, and `RoundResult` with the target's `Lineage`
-          `expand`, `assign_rows`, `apply_selection`
+          `apply_selection`
   remap   `remap`: block tables and pending tokens follow the selection
           target `VerifyStage.remap`: `remap_target`, `advance`
           draft  `DraftStage.remap` -> `DraftReport` with the draft's `Lineage`: `observe_draws`,
           `draft_tree.store_inner_nodes` (candidates from which it may draft again), `remap_draft`, `advance`
-  report  `RequestedRound.result` -> `RoundReports`; `RoundScheduler._record`
-          pages: `smc.scheduler.slots.Slots.descend`; tokens, those of the new block included:
-          `RoundScheduler._write_tokens`; those before it and its first are certain and streamed: `commit_tokens`
+  report  `RequestedRound.result` -> `RoundReports`; `RoundScheduler._record`: pages by `_remap_pages`, tokens (those of
+          the new block included) by `_write_tokens`; those before it and its first are certain (`commit_tokens`), and
+          `smc.scheduler.results.ResultReporter` streams them
 
-Methods that differ per kind of decoding on the host are in `smc.scheduler.methods`."""
+What else these files call, in a walk:
+
+  `self.run`                  a forward pass; logits are as they are without guidance, penalties, biases, masks
+  `self.ops.f`                the function `f` in torch; GPUs have kernels of the same names (`triton_ops`)
+  `propose_candidates`        the 32 tokens v of largest log softmax(gamma log q_v + g_v), g: the target's noise there
+  `expand`                    the candidates of largest mass of a group, in order, and always the first row's first
+  `own_draws`                 argmax(log p_v + g_v), with the keys of plain decoding
+  `match_samples`             a group's block that agrees longest with the draws, and the number of its tokens that do
+  `assign_rows`               the first row that continues a batch index stays there, others take free ones in order
+  `stages.run`                runs a stage, on GPUs by replaying its recording
+  `send`, `receive`           from rank to rank of the two models
+  `slots.descend`             lets slots refer to the pages of a lineage, and frees pages that nothing refers to
+  `rules`                     `smc.scheduler.methods.Walk`: what differs per kind of decoding on the host"""
