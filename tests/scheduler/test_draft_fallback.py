@@ -97,6 +97,13 @@ class AnyRows:
         return DraftSize(self.rng.randint(1, config.branches), steps, nodes, redrafted)
 
 
+class NothingKept(dict):
+    """What a controller remembers of earlier calls of a policy: nothing, so that a random one is asked every time."""
+
+    def __contains__(self, _key: object) -> bool:
+        return False
+
+
 class Turns:
     """Watches exact requests; now and then makes one fall back to the target at once, in whatever state it is."""
 
@@ -136,6 +143,7 @@ def test_answers_do_not_depend_on_who_decodes(form, ahead, monkeypatch):
     engine = small_engine(
         config, monkeypatch, ahead=ahead, clock=lambda: float(next(clock)), trees=AnyRows(rng, config)
     )
+    monkeypatch.setattr(engine.trees, "_begins", NothingKept())
     turns = Turns(rng, {} if ahead else {side: TokensOfPages(engine, side) for side in ("draft", "target")})
     lives = live(engine, requests, rng, submit=0.9, cancel=0.04, interrupt=0.05, after_step=turns)
     assert_empty(engine)
