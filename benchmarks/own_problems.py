@@ -16,6 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from rich.markup import escape
+from rich.text import Text
+
 from benchmarks.load import ClosedLoop
 from benchmarks.own_record import OwnAnswer, OwnRecord, OwnRow, RowKey
 from benchmarks.problem_file import FileProblem
@@ -156,7 +159,7 @@ def evaluate_own(pair: ModelPair, plan: OwnPlan, record: OwnRecord) -> bool:
         with progress_bar() as progress:
             bar = progress.add_task("", total=sum(len(plan.problems[task.problems]) for task in todo))
             for task in todo:
-                progress.update(bar, description=task.words)
+                progress.update(bar, description=escape(task.words))
                 try:
                     row = measurement.row(task, lambda: progress.advance(bar))
                 except _AnswerError as error:
@@ -167,7 +170,7 @@ def evaluate_own(pair: ModelPair, plan: OwnPlan, record: OwnRecord) -> bool:
                     late = True
                     break
                 record.add(row)
-                progress.console.print(in_words(row, record.target_of(row)), style="dim", soft_wrap=True)
+                progress.console.print(Text(in_words(row, record.target_of(row)), style="dim"), soft_wrap=True)
     except KeyboardInterrupt:
         if record.path:
             err.print(f"stopped; {len(record.rows)} rows are in {record.path}, --resume continues from there")

@@ -55,7 +55,9 @@ def parts(record: OwnRecord) -> Iterator[Part]:
 def print_report(record: OwnRecord, kinds: Sequence[str]) -> None:
     """Print a table for each file and temperature, and what its columns mean. `kinds`: those of the settings."""
     for problems, temperature, rows in parts(record):
-        out.print(f"{problems}: {len(rows[0].answers)} problems, temperature {temperature:g}", style="bold")
+        out.print(
+            f"{problems}: {len(rows[0].answers)} problems, temperature {temperature:g}", style="bold", markup=False
+        )
         out.print(own_table(rows), *depths(rows), sep="\n", soft_wrap=True)
         if all(row.accuracy is None and not row.cut for row in rows):
             out.print("The file has no answers, so the share of solved problems is not known.", style="dim")

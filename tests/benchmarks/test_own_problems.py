@@ -172,6 +172,8 @@ def test_power_and_constraint_have_rows_of_their_own(run_eval, file):
     constrained = [rows[name, 1, each] for each in ("target alone", "draft alone")]
     constrained.append(rows[name, 1, "independent lockstep N=2 K=4 alpha=2 scope=answer"])
     assert all(re.fullmatch("[0-9]{2}", row["answers"][0]["text"]) for row in constrained)
+    ran, _ = run_eval(*given, "--regex", "[a-z]", "--resume")
+    assert "problems matching [a-z]: 1 problems" in ran.out and "problems matching [a-z], T = 1" in ran.err
 
 
 def test_an_own_run_resumes(run_eval, file):
