@@ -1,7 +1,8 @@
 """Reads content and calls of tools from the text of an answer as it comes, however it is cut into pieces. Knows nothing
 about requests and how answers are sent.
 
-    Hermes     <tool_call>CALLS</tool_call>, anywhere; CALLS on a line of their own, also in <tools>..</tools>
+    Hermes     <tool_call>CALLS</tool_call>, anywhere; CALLS on a line of their own, also in <tools>..</tools>; if a
+               grammar determines the calls, without marks only at the beginning
     Llama 3    CALLS at the beginning, after <|python_tag|>, or on a line of their own
     Mistral    [CALLS] at the beginning, [TOOL_CALLS] with CALLS, [CALLS], f{..} or f[ARGS]{..} anywhere
 
@@ -19,7 +20,15 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from services.openai.tool_calls import HERMES_END, HERMES_MARK, MISTRAL_MARK, PYTHON_TAG, CallSyntax, ToolFormat
+from services.openai.tool_calls import (
+    HERMES_END,
+    HERMES_MARK,
+    MISTRAL_MARK,
+    PYTHON_TAG,
+    CallSyntax,
+    ToolFormat,
+    written_names,
+)
 
 ARGUMENTS = ("arguments", "parameters")
 """Members of a call that hold the arguments."""
@@ -105,8 +114,13 @@ class ToolCallReader:
 
     def _answer(self) -> Steps:
         yield from self._blanks()
-        if self._format is not ToolFormat.HERMES and not (yield from self._first()):
-            self._give_back()
+        if self._format is not ToolFormat.HERMES:
+            if not (yield from self._first()):
+                self._give_back()
+        elif not self._lenient and not self._syntax.required:
+            while (yield from self._region(is_marked=False)):
+                pass
+            self._at = self._from  # marks may stand in what was looked at
         while True:
             found = self._begins.search(self._text, self._from)
             self._give(len(self._text) if found is None else found.start())
@@ -181,7 +195,7 @@ class ToolCallReader:
         """Read calls that are JSON objects, with everything around them. `is_marked`: a mark, or the beginning of the
         answer, makes calls of any function certain."""
         yield from self._blanks()
-        is_fenced = self._lenient and (yield from self._literal(FENCE))
+        is_fenced = (self._lenient or not is_marked) and (yield from self._literal(FENCE))
         if is_fenced:
             _ = (yield from self._literal("json")) or (yield from self._literal("tool_call"))
             yield from self._blanks()
@@ -190,7 +204,7 @@ class ToolCallReader:
         yield from self._blanks()
         if not (yield from self._call(is_marked)):
             return False
-        while True:
+        while self._lenient or self._format is not ToolFormat.HERMES:
             if not (yield from self._separator()) or not (yield from self._call(is_marked)):
                 if self._is_cut() and self._syntax.required:
                     self._commit()
@@ -292,8 +306,12 @@ class ToolCallReader:
 
     def _name(self, is_marked: bool) -> Generator[None, None, str | None]:
         """Read the name of a function; None: it is no name, or no offered function where only these count."""
-        name = _string((yield from self._written_string()))
-        return name if is_marked or name in self._syntax.names else None
+        written = yield from self._written_string()
+        name = _string(written)
+        if is_marked or name is None:
+            return name
+        is_offered = name in self._syntax.names and (self._lenient or written in written_names(name))
+        return name if is_offered else None
 
     def _scalar(self) -> Steps:
         """Pass a string, a number, true, false or null."""

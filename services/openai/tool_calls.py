@@ -81,11 +81,10 @@ class _Rules:
 
     def __init__(self, tools: Sequence[dict[str, Any]], arguments: str) -> None:
         self._arguments, self._count = arguments, len(tools)
+        self._names = "|".join(_exactly(text) for tool in tools for text in written_names(tool["name"]))
         self._lines: list[str] = []
         for number, tool in enumerate(tools):
-            name = json.dumps(tool["name"])
-            names = {json.dumps(text) for text in (name, json.dumps(tool["name"], ensure_ascii=False))}
-            self.add(f"NAME_{number}", " | ".join(sorted(names)))
+            self.add(f"NAME_{number}", " | ".join(map(json.dumps, written_names(tool["name"]))))
             self.add(arguments_rule(number), _arguments(tool["parameters"]))
             self.head("HEAD", number, "", BLANK)
         self.add("call", self.calls("HEAD"))
@@ -104,16 +103,18 @@ class _Rules:
         after = f'{blank},{blank}"{self._arguments}"{blank}:{blank}'
         self.add(f"{name}_{number}", f"/{before}/ NAME_{number} /{after}/")
 
-    def calls(self, head: str) -> str:
-        """Return the body of a rule for a call of any function. `head`: name of the terminals before the arguments."""
-        return " | ".join(rf"{head}_{number} {arguments_rule(number)} /{BLANK}\}}/" for number in range(self._count))
+    def calls(self, head: str, end: str = rf"{BLANK}\}}") -> str:
+        """Return the body of a rule for a call of any function. `head`: name of the terminals before the arguments;
+        `end`: what follows them."""
+        return " | ".join(f"{head}_{number} {arguments_rule(number)} /{end}/" for number in range(self._count))
 
-    def text(self, begin: str) -> None:
-        """Add the terminal of any text, except text that would be read as a call. `begin`: what may precede a call."""
+    def text(self, terminal: str, begin: str, names: str = _STRING) -> None:
+        """Add the terminal of any text, except text that would be read as a call. `begin`: what may precede a call;
+        `names`: a regular expression of names, as JSON."""
         key = '"(arguments|parameters)"'
-        name = f'"name"{BLANKS}:{BLANKS}{_STRING}{BLANKS},{BLANKS}'
+        name = f'"name"{BLANKS}:{BLANKS}({names}){BLANKS},{BLANKS}'
         call = rf"{begin}\{{{BLANKS}{_ANY_FURTHER}{name}{_ANY_FURTHER}{key}{BLANKS}:{BLANKS}"
-        self.add("TEXT", rf"{ANY} & ~/(?s:{call}(\{{.*)?)/")
+        self.add(terminal, rf"{ANY} & ~/(?s:{call}(\{{.*)?)/")
 
     def hermes(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
         mark, end = (_literal(mark, tokenizer) for mark in (HERMES_MARK, HERMES_END))
@@ -121,15 +122,24 @@ class _Rules:
             self.add("tagged", f'{mark} "\\n" call "\\n" {end}')
             self.add("start", "tagged" + (f" (/\\n?/ tagged){MORE_CALLS}" if parallel else ""))
             return
+        # Some models leave out the marks: a call with which the answer begins is one without them, too.
+        fenced = rf"{BLANKS}(```(json|tool_call)?{BLANKS})?"
+        for number in range(self._count):
+            self.head("FIRST", number, fenced, BLANKS, FURTHER)
+        self.add("unmarked", self.calls("FIRST", rf"{BLANKS}\}}({BLANKS}```)?"))
+        self.text("BEGIN", fenced, self._names)
         self.add("TEXT", ANY)
         is_token = mark.startswith("<")
-        self.add("begin" if is_token else "begin[lazy]", f"TEXT {mark}")
-        self.add("tagged", f"begin /\\n?/ call /\\n?/ {end}")
+        for name, text in (("opened", "BEGIN"), ("later", "TEXT")):
+            self.add(name if is_token else f"{name}[lazy]", f"{text} {mark}")
+        self.add("tagged", f"/\\n?/ call /\\n?/ {end}")
         if parallel:
-            self.add("start", "tagged* TEXT")
-        else:
-            self.add("REST", "TEXT" if is_token else f"TEXT & ~(TEXT {mark} TEXT)")
-            self.add("start", "TEXT | tagged REST")
+            self.add("start", "unmarked* (BEGIN | opened tagged (later tagged)* TEXT)")
+            return
+        no_mark = "" if is_token else f" & ~(TEXT {mark} TEXT)"
+        self.add("REST", f"TEXT{no_mark}")
+        self.add("AFTER", f"BEGIN{no_mark}")
+        self.add("start", "BEGIN | opened tagged REST | unmarked AFTER")
 
     def llama(self, tokenizer: Tokenizer, parallel: bool, required: bool) -> None:
         if required:
@@ -139,7 +149,7 @@ class _Rules:
         for number in range(self._count):
             self.head("FIRST", number, BLANKS, BLANKS, FURTHER)
         self.add("first", self.calls("FIRST"))
-        self.text(BLANKS)
+        self.text("TEXT", BLANKS)
         tag = _literal(PYTHON_TAG, tokenizer)
         tagged = f"{tag}? " if tag.startswith("<") else ""
         self.add("start", f"{tagged}(TEXT | first{more})")
@@ -153,7 +163,7 @@ class _Rules:
             is_token = mark.startswith("<")
             begin = rf"{BLANKS}\[{BLANKS}" if is_token else rf"{BLANKS}(\[TOOL_CALLS\]{BLANKS})?\[{BLANKS}"
             blank, further = BLANKS, FURTHER
-            self.text(begin)
+            self.text("TEXT", begin)
         for number in range(self._count):
             self.head("FIRST", number, begin, blank, further)
         self.add("first", self.calls("FIRST"))
@@ -161,6 +171,16 @@ class _Rules:
             self.add("start", f"{mark} first{more}")
         else:
             self.add("start", f"TEXT | {mark}? first{more}" if is_token else f"TEXT | first{more}")
+
+
+def written_names(name: str) -> list[str]:
+    """Return a function's name as JSON, as it may be written in constrained calls."""
+    return sorted({json.dumps(name), json.dumps(name, ensure_ascii=False)})
+
+
+def _exactly(text: str) -> str:
+    """Return a regular expression of this text alone."""
+    return "".join(letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):X}}}" for letter in text)
 
 
 def arguments_rule(number: int) -> str:

@@ -111,18 +111,20 @@ def service(pair) -> Iterator[Service]:
 
 
 def test_tools_are_called_over_http(service):
-    """A chat, its stream and a response, none of which must call a tool; a chat that must; and one with a schema, at
-    the same time."""
+    """A chat, the same with a strict tool, its stream and a response, none of which must call a tool; a chat that must;
+    and one with a schema, at the same time. This model leaves out the tags of calls."""
     own = {"model": "qwen", "temperature": 0, "extra_body": {"method": "exact", "particles": 1}}
     question = [{"role": "user", "content": CALLS[0]}]
     chat = {**own, "messages": question, "tools": TOOLS, "max_tokens": 60}
     tool = {"type": "function", "strict": False, **WEATHER}
+    strict = {**chat, "tools": [{"type": "function", "function": WEATHER | {"strict": True}}]}
     with (
         openai.OpenAI(base_url=service.url, api_key="none", max_retries=0, timeout=600) as client,
-        ThreadPoolExecutor(5) as pool,
+        ThreadPoolExecutor(6) as pool,
     ):
         create = client.chat.completions.create
         whole = [pool.submit(create, **chat, tool_choice=choice) for choice in ("auto", "required")]
+        whole.append(pool.submit(create, **strict))
         streamed = pool.submit(lambda: list(create(**chat, stream=True)))
         response = pool.submit(client.responses.create, **own, input=CALLS[0], tools=[tool], max_output_tokens=60)
         person = [{"role": "user", "content": f"{PEOPLE[0]} Reply as JSON."}]
@@ -137,5 +139,5 @@ def test_tools_are_called_over_http(service):
     assert not any(delta.content for delta in deltas) and len(calls) > 2
     found.append(("".join(call.name or "" for call in calls), "".join(call.arguments or "" for call in calls)))
     found += [(item.name, item.arguments) for item in response.result().output if item.type == "function_call"]
-    assert [(name, json.loads(arguments)) for name, arguments in found] == [("get_weather", {"city": "Paris"})] * 4
+    assert [(name, json.loads(arguments)) for name, arguments in found] == [("get_weather", {"city": "Paris"})] * 5
     assert json.loads(schema.result().choices[0].message.content) == {"name": "Ann", "age": 31}

@@ -75,8 +75,8 @@ def allows(constraint: Constraint, text: str) -> bool:
     return follower.ends(np.array(demo_tokenizer().encode(text, add_special=False), dtype=np.int64))
 
 
-def read(text: str, form: ToolFormat) -> dict:
-    return message_of(text, PartReader(CallSyntax(form, constrained=True), None), "x")
+def read(text: str, form: ToolFormat, names: tuple[str, ...] = ()) -> dict:
+    return message_of(text, PartReader(CallSyntax(form, frozenset(names), constrained=True), None), "x")
 
 
 TEXTS = (
@@ -143,6 +143,48 @@ def test_text_is_free_and_calls_are_not(form: ToolFormat):
     assert not allows(one, written(right, right))
     assert constraint_of(form, [ADD]) is None
     assert constraint_of(form, [STRICT], response_format={"type": "json_object"}) == Constraint("json_object")
+
+
+UNMARKED = (
+    '{"name": "NAME", "arguments": ARGUMENTS}',
+    '\n```json\n{\n  "name": "NAME",\n  "arguments": ARGUMENTS\n}\n```\n',
+    '```\n{"type": "function", "name": "NAME", "arguments": ARGUMENTS}\n```',
+    '```tool_call\n{"name":"NAME","arguments":ARGUMENTS}```',
+)
+"""Calls as Qwen2.5-Coder writes them, though its template asks for `<tool_call>`."""
+
+
+@pytest.mark.parametrize("written", UNMARKED)
+def test_unmarked_calls_with_which_an_answer_begins_are_calls(written: str):
+    form, right, wrong = ToolFormat.HERMES, '{"a": 22, "b": true}', '{"a": 2}'
+
+    def text_of(name: str, arguments: str) -> str:
+        return written.replace("NAME", name).replace("ARGUMENTS", arguments)
+
+    def calls(text: str) -> list[tuple[str, str]]:
+        found = read(text, form, ("add", "grüße"))
+        return [(each["function"]["name"], each["function"]["arguments"]) for each in found.get("tool_calls", ())]
+
+    constraint = constraint_of(form, [STRICT, STRICT | {"name": "grüße"}])
+    one = constraint_of(form, [STRICT, STRICT | {"name": "grüße"}], parallel_tool_calls=False)
+    assert constraint is not None and one is not None
+    for name in ("add", "grüße", "gr\\u00fc\\u00dfe"):
+        text = text_of(name, right)
+        assert allows(constraint, text) and allows(one, text)
+        assert calls(text) == [("grüße" if name.startswith("gr") else name, right)]
+        assert "content" not in read(text, form, ("add", "grüße")) or not read(text, form, ("add", "grüße"))["content"]
+        assert not allows(constraint, text_of(name, wrong)) and not allows(one, text_of(name, wrong))
+        assert not allows(constraint, text_of(name, wrong).replace("arguments", "parameters"))
+    text = text_of("add", right)
+    assert allows(constraint, text + text) and calls(text + text) == [("add", right)] * 2
+    assert not allows(constraint, text + text_of("add", wrong)) and not allows(one, text + text)
+    tagged = form.written("add", right)
+    assert allows(constraint, text + tagged) and len(calls(text + tagged)) == 2
+    assert allows(constraint, tagged + text) and len(calls(tagged + text)) == 1 and not allows(one, text + tagged)
+    assert allows(constraint, text + "Done.") and allows(one, text + "Done.") and len(calls(text + "Done.")) == 1
+    # Behind other text, and with other names, such objects are text.
+    for free in (f"So:\n{text_of('add', wrong)}", text_of("sub", wrong), text_of("\\u0061dd", wrong)):
+        assert allows(constraint, free) and allows(one, free) and not calls(free), free
 
 
 @pytest.mark.parametrize("form", ToolFormat)
@@ -284,7 +326,7 @@ def check(form: ToolFormat, config: EngineConfig, numbers: range) -> Counter:
         name, number = request_id.split()
         ended = answer.finish_reason is FinishReason.EOS
         assert ended or answer.finish_reason is FinishReason.LENGTH
-        calls = read(answer.text, form).get("tool_calls", [])
+        calls = read(answer.text, form, ("f",)).get("tool_calls", [])
         assert len(calls) < 2 or int(number) % 4
         for call in calls if ended else calls[:-1]:
             jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[int(number)])
