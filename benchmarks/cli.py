@@ -90,7 +90,8 @@ class EvalOptions:
         options.option(
             options.MEASURE,
             "Number of held-out problems that each setting answers; or a file of JSON lines with other "
-            "problems (docs/quality.md). With files, and with a pair of one's own, it may be repeated. Default: 1000.",
+            "problems (docs/quality.md; samples are in benchmarks/: chat_prompts, code_prompts, code_tasks and "
+            "number_questions.jsonl). With files, and with a pair of one's own, it may be repeated. Default: 1000.",
             metavar="COUNT|FILE",
         ),
     ] = None

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from rich.markup import escape
@@ -56,6 +57,11 @@ class OwnTask:
     problems: str
     """Name of the problems, a key of `OwnPlan.problems`."""
     setting: DecodingSetting
+
+    @property
+    def cost(self) -> int:
+        """About proportional to the cost of an answer."""
+        return self.setting.particles or 1
 
     @property
     def words(self) -> str:
@@ -157,11 +163,11 @@ def evaluate_own(pair: ModelPair, plan: OwnPlan, record: OwnRecord) -> bool:
     failed, late = 0, False
     try:
         with progress_bar() as progress:
-            bar = progress.add_task("", total=sum(len(plan.problems[task.problems]) for task in todo))
+            bar = progress.add_task("", total=sum(task.cost * len(plan.problems[task.problems]) for task in todo))
             for task in todo:
                 progress.update(bar, description=escape(task.words))
                 try:
-                    row = measurement.row(task, lambda: progress.advance(bar))
+                    row = measurement.row(task, partial(progress.advance, bar, task.cost))
                 except _AnswerError as error:
                     print_error(str(error))
                     failed += 1

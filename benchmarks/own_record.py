@@ -58,8 +58,11 @@ class OwnAnswer:
 
 @dataclass(frozen=True)
 class Difference:
-    """Share solved minus the target's, over the problems that both answers end for, with its 95% interval."""
+    """Share solved minus the target's, over the problems that both answers end for, with its 95% interval: Wald's after
+    half a problem is added to each of the four outcomes (Agresti and Min, 2005)."""
 
+    problems: int
+    """Number of these problems."""
     mean: float
     low: float
     high: float
@@ -131,14 +134,18 @@ class OwnRow:
     def difference_from(self, target: OwnRow) -> Difference | None:
         """Return the difference in problems solved, problem by problem; None if no problem has both grades."""
         pairs = zip(self.answers, target.answers, strict=True)
-        gains = [
-            one.solved - other.solved for one, other in pairs if one.solved is not None and other.solved is not None
+        grades = [
+            (one.solved, other.solved) for one, other in pairs if one.solved is not None and other.solved is not None
         ]
-        if not gains:
+        if not grades:
             return None
-        mean = sum(gains) / len(gains)
-        spread = Z95 * math.sqrt((sum(gain * gain for gain in gains) / len(gains) - mean * mean) / len(gains))
-        return Difference(mean, mean - spread, mean + spread)
+        won = sum(one and not other for one, other in grades)
+        lost = sum(other and not one for one, other in grades)
+        count = len(grades) + 2
+        middle = (won - lost) / count
+        spread = Z95 * math.sqrt(((won + lost + 1) / count - middle**2) / count)
+        low, high = max(-1.0, middle - spread), min(1.0, middle + spread)
+        return Difference(len(grades), (won - lost) / len(grades), low, high)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, and for readers of the file the values that follow from the answers."""

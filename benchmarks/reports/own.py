@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -45,25 +45,67 @@ Part = tuple[str, float, list[OwnRow]]
 """Problems, temperature, and the rows for them."""
 
 
+ALL = "all files"
+"""Name of the problems of all files together."""
+
+
 def parts(record: OwnRecord) -> Iterator[Part]:
-    """Yield the rows by problems and temperature, in the order in which they were measured."""
-    for problems, temperature in dict.fromkeys((row.problems, row.temperature) for row in record.rows.values()):
-        rows = [row for row in record.rows.values() if (row.problems, row.temperature) == (problems, temperature)]
-        yield problems, temperature, rows
+    """Yield the rows by temperature and problems, in the order in which they were measured; for each temperature with
+    several files that have expected answers, also their answers together."""
+    rows = list(record.rows.values())
+    for temperature in dict.fromkeys(row.temperature for row in rows):
+        here = [row for row in rows if row.temperature == temperature]
+        names = list(dict.fromkeys(row.problems for row in here))
+        yield from ((name, temperature, [row for row in here if row.problems == name]) for name in names)
+        graded = {row.problems for row in here if row.accuracy} & set(record.conditions["problems"])
+        if len(graded) > 1:
+            yield ALL, temperature, _together(here, graded)
+
+
+def _together(rows: Sequence[OwnRow], names: Collection[str]) -> list[OwnRow]:
+    """Return a row for each setting with all of these problems, whose answers are those to all of them."""
+    found = []
+    for decoding in dict.fromkeys(row.decoding for row in rows):
+        several = [row for row in rows if row.decoding == decoding and row.problems in names]
+        if len(several) == len(names):
+            answers = tuple(answer for row in sorted(several, key=lambda row: row.problems) for answer in row.answers)
+            seconds = sum(row.seconds for row in several)
+            found.append(OwnRow(ALL, rows[0].temperature, decoding, 0, None, (), None, seconds, answers))
+    return found
 
 
 def print_report(record: OwnRecord, kinds: Sequence[str]) -> None:
-    """Print a table for each file and temperature, and what its columns mean. `kinds`: those of the settings."""
+    """Print a table for each file and temperature, what it says in words, and what its columns mean. `kinds`: those of
+    the settings."""
     for problems, temperature, rows in parts(record):
         out.print(
             f"{problems}: {len(rows[0].answers)} problems, temperature {temperature:g}", style="bold", markup=False
         )
-        out.print(own_table(rows), *depths(rows), sep="\n", soft_wrap=True)
+        out.print(own_table(rows), *findings(rows), *depths(rows), sep="\n", soft_wrap=True)
         if all(row.accuracy is None and not row.cut for row in rows):
             out.print("The file has no answers, so the share of solved problems is not known.", style="dim")
     if not record.rows:
         return
     out.print(LEGEND, *dict.fromkeys(MEANINGS[kind] for kind in kinds if kind in MEANINGS), sep="\n", soft_wrap=True)
+
+
+def findings(rows: Sequence[OwnRow]) -> list[str]:
+    """Return for each setting but the target what its comparison with the target says."""
+    target = target_among(rows)
+    return [] if target is None else [finding(row, target) for row in rows if row.key != target.key]
+
+
+def finding(row: OwnRow, target: OwnRow) -> str:
+    difference, name = row.difference_from(target), row.decoding
+    if row.same_as(target) == 1:
+        return f"{name}: every answer is the target's own."
+    if difference is None:
+        return f"{name}: {row.same_as(target):.0%} of the answers are the target's own."
+    points, low, high = (100 * each for each in (difference.mean, difference.low, difference.high))
+    both = f"{points:+.1f} points, 95% interval {low:+.1f} to {high:+.1f}, {difference.problems} problems"
+    if low <= 0 <= high:
+        return f"{name}: these problems show no difference from the target ({both})."
+    return f"{name}: solves {'more' if low > 0 else 'fewer'} problems than the target ({both})."
 
 
 def own_table(rows: Sequence[OwnRow]) -> Table:
@@ -106,7 +148,7 @@ def cells(row: OwnRow, target: OwnRow | None) -> list[str]:
         number_cell(row.log_evidence, "+.3f"),
         f"{row.mean_tokens:.1f}",
         number_cell(row.tokens_per_second, ",.0f"),
-        str(row.in_flight),
+        number_cell(row.in_flight or None, "d"),
     ]
 
 

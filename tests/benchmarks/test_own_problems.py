@@ -14,7 +14,7 @@ from benchmarks import own_problems
 from benchmarks.load import ClosedLoop
 from benchmarks.own_record import OwnAnswer, OwnRecord, OwnRow
 from benchmarks.problem_file import FileProblem, read_problems
-from benchmarks.reports.own import draw
+from benchmarks.reports.own import draw, finding, markdown, parts
 from smc import demo
 from smc.model.tokenizer import Tokenizer
 
@@ -237,13 +237,40 @@ def row_of(*solved: bool | None) -> OwnRow:
 def test_the_difference_from_the_target_is_taken_problem_by_problem():
     target, other = row_of(True, True, True, False, None), row_of(True, False, False, True, True)
     difference = other.difference_from(target)
-    assert difference.mean == pytest.approx(-1 / 4)
-    spread = 1.96 * (((1 + 1 + 1) / 4 - 1 / 16) / 4) ** 0.5
-    assert (difference.low, difference.high) == pytest.approx((-1 / 4 - spread, -1 / 4 + spread))
-    assert target.difference_from(target).low == 0 == target.difference_from(target).high
+    assert (difference.problems, difference.mean) == (4, pytest.approx(-1 / 4))
+    spread = 1.96 * (((1 + 2 + 1) / 6 - 1 / 36) / 6) ** 0.5
+    assert (difference.low, difference.high) == pytest.approx((-1 / 6 - spread, -1 / 6 + spread))
+    few = target.difference_from(target)
+    assert few.mean == 0 and few.high == -few.low > 0.2  # four equal grades are no proof
     assert row_of(None).difference_from(row_of(True)) is None and row_of(None).accuracy is None
     assert OwnRow.from_dict(json.loads(json.dumps(other.as_dict()))) == other
     assert other.mean_logp == pytest.approx(-0.5) and other.log_evidence is None and other.same_as(target) == 1
+
+
+def test_words_say_what_a_comparison_shows():
+    target = replace(row_of(*[True] * 20, *[False] * 20), decoding="target alone")
+    worse, close = row_of(*[False] * 40), row_of(*[True] * 19, *[False] * 21)
+    same = replace(target, decoding="exact lockstep N=8 K=5")
+    assert finding(same, target) == "exact lockstep N=8 K=5: every answer is the target's own."
+    other = [replace(each, tokens_sha256="x") for each in worse.answers]
+    assert "solves fewer problems than the target (-50.0 points" in finding(replace(worse, answers=other), target)
+    other = [replace(each, tokens_sha256="x") for each in close.answers]
+    assert "show no difference from the target (-2.5 points" in finding(replace(close, answers=other), target)
+
+
+def test_answers_to_all_files_are_compared_together():
+    def rows(problems: str, *solved: bool) -> list[OwnRow]:
+        row = replace(row_of(*solved), problems=problems)
+        return [replace(row, decoding="target alone"), row]
+
+    free = replace(row_of(None), problems="chat", decoding="target alone")
+    record = OwnRecord(None, {"problems": {"a": "", "b": "", "chat": ""}}, [*rows("b", True), *rows("a", False), free])
+    found = {name: part for name, _, part in parts(record)}
+    assert list(found) == ["b", "a", "chat", "all files"]
+    both = found["all files"]
+    assert [row.decoding for row in both] == ["target alone", "draft alone"]
+    assert all([answer.solved for answer in row.answers] == [False, True] for row in both)
+    assert "all files" in markdown(record)
 
 
 def test_a_picture_of_a_record(tmp_path):
