@@ -6,6 +6,7 @@ knows nothing about engines."""
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -45,17 +46,24 @@ Part = tuple[str, float, list[OwnRow]]
 """Problems, temperature, and the rows for them."""
 
 
+PANELS = 4
+"""Maximum number of panels of a picture beside each other."""
+NUMBER = re.compile(r"=(\d+)")
 ALL = "all files"
 """Name of the problems of all files together."""
 
 
 def parts(record: OwnRecord) -> Iterator[Part]:
-    """Yield the rows by temperature and problems, in the order in which they were measured; for each temperature with
-    several files that have expected answers, also their answers together."""
+    """Yield the rows by temperature and problems; for each temperature with several files that have expected answers,
+    also their answers together. Rows of one kind stand together, the smallest N first."""
     rows = list(record.rows.values())
-    for temperature in dict.fromkeys(row.temperature for row in rows):
+    temperatures = list(dict.fromkeys(row.temperature for row in rows))
+    files = list(dict.fromkeys(row.problems for row in rows))
+    kinds = list(dict.fromkeys(row.decoding.split()[0] for row in rows))
+    rows.sort(key=lambda row: (kinds.index(row.decoding.split()[0]), [int(n) for n in NUMBER.findall(row.decoding)]))
+    for temperature in temperatures:
         here = [row for row in rows if row.temperature == temperature]
-        names = list(dict.fromkeys(row.problems for row in here))
+        names = [name for name in files if any(row.problems == name for row in here)]
         yield from ((name, temperature, [row for row in here if row.problems == name]) for name in names)
         graded = {row.problems for row in here if row.accuracy} & set(record.conditions["problems"])
         if len(graded) > 1:
@@ -180,15 +188,17 @@ def draw(record: OwnRecord, path: Path) -> None:
     if not graded:
         print_warning(f"no answer could be graded, so {path} is not drawn")
         return
-    tall = max(len(rows) for _, _, rows in graded)
-    figure = Figure(figsize=(4.5 * len(graded), 1.2 + 0.28 * tall), layout="constrained")
+    tall, wide = max(len(rows) for _, _, rows in graded), min(len(graded), PANELS)
+    tiers = -(-len(graded) // wide)
+    figure = Figure(figsize=(4.5 * wide, tiers * (1.2 + 0.24 * tall)), layout="constrained")
     for index, (name, temperature, rows) in enumerate(graded):
-        axes = figure.add_subplot(1, len(graded), index + 1)
+        axes = figure.add_subplot(tiers, wide, index + 1)
         axes.set_title(f"{name}, temperature {temperature:g}", fontsize=9, loc="left")
         axes.set_xlabel("problems solved, with 95% interval")
         axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         axes.set_yticks(range(len(rows)), [row.decoding for row in rows], fontsize=7)
         axes.invert_yaxis()
+        axes.set_xlim(0, 1)
         axes.grid(axis="x", alpha=0.25)
         for place, row in enumerate(rows):
             assert row.accuracy is not None

@@ -269,12 +269,17 @@ def test_answers_to_all_files_are_compared_together():
     assert list(found) == ["b", "a", "chat", "all files"]
     both = found["all files"]
     assert [row.decoding for row in both] == ["target alone", "draft alone"]
+    more = [replace(free, problems="a", decoding=f"exact lockstep N={n} K=5") for n in (16, 4)]
+    (*_, (_, _, sorted_rows)) = parts(OwnRecord(None, {"problems": {}}, [*rows("a", True), *more]))
+    assert [row.decoding[-7:] for row in sorted_rows[2:]] == ["N=4 K=5", "=16 K=5"]
     assert all([answer.solved for answer in row.answers] == [False, True] for row in both)
     assert "all files" in markdown(record)
 
 
 def test_a_picture_of_a_record(tmp_path):
-    record = OwnRecord(None, {"seed": 0, "problems": {}}, [row_of(True, False, None)])
+    row = row_of(True, False, None)
+    rows = [row, replace(row, decoding="target alone"), replace(row, temperature=0.7)]
+    record = OwnRecord(None, {"seed": 0, "problems": {}}, rows)
     draw(record, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     draw(OwnRecord(None, {"problems": {}}, [row_of(None)]), tmp_path / "y.png")
