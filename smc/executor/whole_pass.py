@@ -14,6 +14,7 @@ from smc.executor.forward import Reader
 from smc.executor.graph_runner import NO_GARBAGE
 from smc.executor.triton_forward import TritonForward
 from smc.kernels.megakernel import MOST_TOKENS, Megakernel, obstacle, tiles_of
+from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import Contexts
 from smc.round.tensors import Rows
 
@@ -69,22 +70,12 @@ class WholePassForward(TritonForward):
         return self._is_faster[kind]
 
     def _measure(self, kind: PassKind, like: Rows) -> bool:
-        """Return whether one launch is faster for a pass of this kind. Nothing is stored: all pages are the dummy
-        page."""
+        """Return whether one launch is faster for a pass of this kind."""
         assert self._whole is not None
-        whole, launches, count = self._whole, super().__call__, len(like.start_R)
+        whole, launches = self._whole, super().__call__
         start = max(0, min(POSITIONS[kind.contexts], self._longest - kind.queries))
-        full_R, full_G = torch.full_like(like.start_R, start), torch.full_like(like.shared_G, start)
-        rows = like._replace(
-            table_SL=torch.zeros_like(like.table_SL[:1, : start + kind.queries]),
-            slot_R=torch.zeros_like(like.slot_R),
-            tail_RB=None,
-            tail_R=None,
-            start_R=full_R,
-            count_R=torch.full_like(like.count_R, kind.queries),
-            shared_G=full_G,
-        )
-        tokens_T = torch.zeros(count * kind.queries, dtype=torch.int64, device=full_R.device)
+        rows = rows_at(start, like, pages=self.pool.keys.shape[1] - 1)
+        tokens_T = torch.zeros(len(like.start_R) * kind.queries, dtype=torch.int64, device=like.start_R.device)
         one = milliseconds(lambda: whole(tokens_T, rows))
         many = milliseconds(lambda: launches(tokens_T, rows))
         logger.info(
@@ -92,6 +83,23 @@ class WholePassForward(TritonForward):
             len(tokens_T), kind.queries, kind.contexts.name.lower(), one, many,
         )  # fmt: skip
         return one < many
+
+
+def rows_at(start: int, like: Rows, pages: int) -> Rows:
+    """Return rows like these behind `start` positions, which they share. Each of these has a page of its own, as far as
+    there are `pages`: kernels are slower at a page that all of them read at once. The pass's own positions have the
+    dummy page, so that it stores nothing."""
+    position_L = torch.arange(start + like.queries, device=like.table_SL.device)
+    table_L = torch.where(position_L < start, position_L % pages + 1, DUMMY_PAGE)
+    return like._replace(
+        table_SL=table_L.to(like.table_SL.dtype)[None],
+        slot_R=torch.zeros_like(like.slot_R),
+        tail_RB=None,
+        tail_R=None,
+        start_R=torch.full_like(like.start_R, start),
+        count_R=torch.full_like(like.count_R, like.queries),
+        shared_G=torch.full_like(like.shared_G, start),
+    )
 
 
 def milliseconds(call: Callable[[], object]) -> float:

@@ -9,8 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from smc.executor.masks import Sharing
-from smc.executor.whole_pass import WholePassForward
+from smc.executor.whole_pass import WholePassForward, rows_at
 from smc.executor.worker import ModelWorker
+from smc.memory.pages import DUMMY_PAGE
 from smc.model.presets import NoText
 from smc.round.plan import Contexts
 from smc.round.tensors import Rows
@@ -36,3 +37,16 @@ def test_the_leader_decides_for_all_ranks_that_have_the_whole_model(leader, monk
     rows = Rows(zero_R[None], zero_R, None, None, *[zero_R] * 6, queries=1, contexts=Contexts.SHORT)
     assert [forward._runs_whole(zero_R.long(), rows) for _ in range(2)] == [leader] * 2
     assert len(measured) == 1
+
+
+def test_timed_rows_read_pages_of_their_own_and_store_in_the_dummy_page():
+    table_SL, three_R, one_G = torch.zeros(4, 9, dtype=torch.int32), torch.arange(3), torch.zeros(1, dtype=torch.int64)
+    like = Rows(
+        table_SL, three_R.int(), table_SL, three_R, three_R, three_R, three_R, one_G, one_G, one_G,
+        queries=2, contexts=Contexts.SHORT,
+    )  # fmt: skip
+    rows = rows_at(5, like, pages=20)
+    assert rows.table_SL.tolist() == [[1, 2, 3, 4, 5, DUMMY_PAGE, DUMMY_PAGE]] and rows.table_SL.dtype == torch.int32
+    assert rows.start_R.tolist() == [5, 5, 5] and rows.count_R.tolist() == [2, 2, 2] and rows.shared_G.tolist() == [5]
+    assert rows.slot_R.tolist() == [0, 0, 0] and rows.tail_RB is None and rows.queries == 2
+    assert rows_at(5, like, pages=3).table_SL.tolist() == [[1, 2, 3, 1, 2, DUMMY_PAGE, DUMMY_PAGE]]
