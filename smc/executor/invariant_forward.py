@@ -81,7 +81,7 @@ class InvariantForward(TritonForward):
         matrix = layer.gate_up
         if matrix.group:
             assert isinstance(hidden, Tensor)
-            return gate_up_int4(hidden, matrix, layer.gelu, self._dtype, self._pdl)
+            return gate_up_int4(hidden, matrix, layer.gelu, self._dtype, self._pdl, fixed=True)
         if isinstance(hidden, Tensor) and len(hidden) > FEW_TOKENS:
             return silu_mul(self.product(hidden, matrix, splits=1), layer.gelu)
         return gate_up_fixed(hidden, matrix.weight, self._pdl, matrix.scale, self._dtype, layer.gelu)

@@ -42,7 +42,7 @@ def experts_fixed(module: Experts, x_TE: Tensor, pdl: bool = False) -> Tensor:
     logits_TZ = linear_fixed(x_TE, module.router.weight, splits=1, pdl=pdl)
     choice = choose(logits_TZ, module.chosen, module.normalised, pdl)
     blocks = None if len(x_TE) <= MOST_TOKENS else sort_by_expert(choice.expert_TP, module.count)
-    return chosen_experts(module, x_TE, choice, blocks, pdl)
+    return chosen_experts(module, x_TE, choice, blocks, pdl, fixed=True)
 
 
 class ExpertBlocks(NamedTuple):
@@ -75,14 +75,15 @@ def sort_by_expert(expert_TP: Tensor, count: int) -> ExpertBlocks:
 
 
 def chosen_experts(
-    module: Experts, x_TE: Tensor, choice: Choice, blocks: ExpertBlocks | None, pdl: bool = False
+    module: Experts, x_TE: Tensor, choice: Choice, blocks: ExpertBlocks | None, pdl: bool = False, fixed: bool = False
 ) -> Tensor:
-    """Return the outputs of the chosen experts [P, T, E]."""
+    """Return the outputs of the chosen experts [P, T, E]. `fixed`: as in `smc.kernels.int4`; other weights always have
+    one order of sums."""
     tokens, features = x_TE.shape
     inner_YI = x_TE.new_empty(tokens * module.chosen, module.inner)
     parts_PTE = x_TE.new_empty(module.chosen, tokens, features, dtype=torch.float32)
-    _product(x_TE, module, module.gate_up, choice, blocks, inner_YI, pdl, UP=True)
-    _product(inner_YI, module, module.down, choice, blocks, parts_PTE, pdl, UP=False)
+    _product(x_TE, module, module.gate_up, choice, blocks, inner_YI, pdl, fixed, UP=True)
+    _product(inner_YI, module, module.down, choice, blocks, parts_PTE, pdl, fixed, UP=False)
     return parts_PTE
 
 
@@ -119,6 +120,7 @@ def _product(
     blocks: ExpertBlocks | None,
     out: Tensor,
     pdl: bool,
+    fixed: bool,
     UP: bool,
 ) -> None:
     expert_TP, weight_TP = choice
@@ -127,8 +129,9 @@ def _product(
     wide = x.element_size() == 4
     if matrix.group:
         few = min(tokens, MOST_TOKENS)
-        tiling = choose_int4(few, outputs, inputs, matrix.group, zeros=matrix.zero is not None, gated=True)
-        block_t = token_block(few, matrix.group)
+        zeros = matrix.zero is not None
+        tiling = choose_int4(few, outputs, inputs, matrix.group, zeros=zeros, gated=True, fixed=fixed)
+        block_t = token_block(few, matrix.group, fixed=fixed)
         rows = tiling.block_n // 2 if UP else tiling.block_n
         grid = (module.count, triton.cdiv(outputs, rows), triton.cdiv(tokens, block_t))
         grid = grid if blocks is None else (len(blocks.expert_W), grid[1], 1)

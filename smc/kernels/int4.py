@@ -56,11 +56,12 @@ _WIDENED = 1 << 26
 
 
 def choose_int4(
-    tokens: int, outputs: int, inputs: int, group: int, *, zeros: bool, gated: bool = False
+    tokens: int, outputs: int, inputs: int, group: int, *, zeros: bool, gated: bool = False, fixed: bool = False
 ) -> ProductTiling:
     """Return the tiling for [tokens, inputs] x [outputs, inputs]^T: the fewest splits that make enough programs to keep
-    memory busy. It is the best of those tried on an H200 (`python -m benchmarks.int4 products`)."""
-    block_t = token_block(tokens, group)
+    memory busy. It is the best of those tried on an H200 (`python -m benchmarks.int4 products`). `fixed`: as
+    `token_block`."""
+    block_t = token_block(tokens, group, fixed=fixed)
     block_n, warps, programs = (64, 2, 768) if block_t == 8 else (128, 4, 320) if block_t == 16 else (128, 8, 256)
     # With the larger blocks, these products were faster with 4 warps; products without zero points were not.
     if warps == 8 and (gated if group < 128 else zeros):
@@ -74,10 +75,11 @@ def choose_int4(
     return ProductTiling(block_n, group, splits, warps, stages=max(2, stages))
 
 
-def token_block(tokens: int, group: int) -> int:
+def token_block(tokens: int, group: int, *, fixed: bool = False) -> int:
     """Return the tokens of a program, padded. Words of smaller groups stay in registers only if tensor cores take 16
-    tokens."""
-    return min(MOST_BLOCK, max(8 if group >= 128 else 16, triton.next_power_of_2(tokens)))
+    tokens. `fixed`: the sums of a token have one order, whatever the number of tokens. For 8 tokens the compiler takes
+    other instructions, and gives them the widened inputs in another order."""
+    return min(MOST_BLOCK, max(8 if group >= 128 and not fixed else 16, triton.next_power_of_2(tokens)))
 
 
 def linear_int4(
@@ -101,7 +103,8 @@ def linear_int4(
     shape = (tokens, outputs) if splits == 1 else (splits, tokens, outputs)
     out = x_TI.new_empty(shape, dtype=(dtype or x_TI.dtype) if splits == 1 else torch.float32)
     _require_few(x_TI)
-    _launch(x_TI, matrix, out, outputs, (splits, 1), tiling, pdl, GATED=False, GELU=False)
+    block_t = token_block(tokens, matrix.group)
+    _launch(x_TI, matrix, out, outputs, (splits, 1), tiling, block_t, pdl, GATED=False, GELU=False)
     return out
 
 
@@ -112,13 +115,14 @@ def linear_int4_fixed(
     depend on the others (`smc.kernels.fixed_order`)."""
     tokens, outputs, inputs = len(x_TI), matrix.out_features, matrix.in_features
     splits = splits or fixed_splits(outputs, inputs, matrix.group)
-    tiling = choose_int4(tokens, outputs, inputs, matrix.group, zeros=matrix.zero is not None)
-    tiles = triton.cdiv(tokens, token_block(tokens, matrix.group)) * triton.cdiv(outputs, tiling.block_n)
+    tiling = choose_int4(tokens, outputs, inputs, matrix.group, zeros=matrix.zero is not None, fixed=True)
+    block_t = token_block(tokens, matrix.group, fixed=True)
+    tiles = triton.cdiv(tokens, block_t) * triton.cdiv(outputs, tiling.block_n)
     grid_splits = 1 if tiles >= FIXED_PROGRAMS else splits
     shape = (tokens, outputs) if grid_splits == 1 else (splits, tokens, outputs)
     out = x_TI.new_empty(shape, dtype=(dtype or x_TI.dtype) if grid_splits == 1 else torch.float32)
     parts = (grid_splits, splits // grid_splits)
-    _launch(x_TI, matrix, out, outputs, parts, tiling, pdl, GATED=False, GELU=False)
+    _launch(x_TI, matrix, out, outputs, parts, tiling, block_t, pdl, GATED=False, GELU=False)
     return out
 
 
@@ -133,17 +137,19 @@ def gate_up_int4(
     gelu: bool = False,
     dtype: torch.dtype | None = None,
     pdl: bool = False,
+    fixed: bool = False,
     **tunables: int,
 ) -> Tensor:
     """Return silu(x G^T) * (x U^T) [T, I], with `gelu` GELU instead of silu, in `dtype` as above, for any number of
-    tokens; `matrix` holds G, then U.
+    tokens; `matrix` holds G, then U. `fixed`: a token's result does not depend on the others.
 
-    A program computes matching rows of both. A token's result does not depend on the others."""
-    inner = matrix.out_features // 2
-    out_TI = x_TI.new_empty((len(x_TI), inner), dtype=dtype or x_TI.dtype)
-    chosen = choose_int4(len(x_TI), inner, matrix.in_features, matrix.group, zeros=matrix.zero is not None, gated=True)
-    tiling = replace(chosen, **tunables)
-    _launch(x_TI, matrix, out_TI, inner, (1, 1), tiling, pdl, GATED=True, GELU=gelu)
+    A program computes matching rows of both."""
+    tokens, inner, group = len(x_TI), matrix.out_features // 2, matrix.group
+    out_TI = x_TI.new_empty((tokens, inner), dtype=dtype or x_TI.dtype)
+    zeros = matrix.zero is not None
+    chosen = choose_int4(tokens, inner, matrix.in_features, group, zeros=zeros, gated=True, fixed=fixed)
+    tiling, block_t = replace(chosen, **tunables), token_block(tokens, group, fixed=fixed)
+    _launch(x_TI, matrix, out_TI, inner, (1, 1), tiling, block_t, pdl, GATED=True, GELU=gelu)
     return out_TI
 
 
@@ -177,6 +183,7 @@ def _launch(
     outputs: int,
     parts: tuple[int, int],
     tiling: ProductTiling,
+    block_t: int,
     pdl: bool,
     **flags: bool,
 ) -> None:
@@ -187,7 +194,6 @@ def _launch(
             f"needs x [T, {matrix.in_features}] of tokens with contiguous numbers; got {x_TI.shape=}, {x_TI.stride()=}"
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
-    block_t = token_block(tokens, matrix.group)
     # Programs of the same weights are neighbours, so that the second may find the weights in the L2 cache.
     _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), parts[0])](
         x_TI, matrix.weight, matrix.scale, matrix.zero, matrix.bias, out, tokens, outputs, x_TI.stride(0),

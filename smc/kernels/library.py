@@ -1,9 +1,11 @@
 """The GPU library's matrix products of many tokens, where they have the bits of `smc.kernels.fixed_order`.
 
 The library chooses its kernel by the sizes of a product. Most kernels add up the inputs one after another, as ours do,
-and are faster for many tokens; some cut the inputs. So the first product of each size is computed both ways, on random
-numbers, and the library is used for this size only if all bits are equal: whether it is changes no result. A product
-of several parts is one call for each part, which adds its sums to those of the parts before in float32."""
+and are faster for many tokens; some cut the inputs. So a product of each size is first computed both ways, and the
+library is used for this size only if all bits are equal: whether it is changes no result. The numbers of this product
+are random, but each sum would be zero without rounding: what is left of it shows the order of its terms, which another
+result would hide when it is rounded to 16 bits. A product of several parts is one call for each part, which adds its
+sums to those of the parts before in float32."""
 
 from __future__ import annotations
 
@@ -53,13 +55,36 @@ class LibraryProducts:
         if size not in self._is_same:
             if not x_TI.is_cuda or torch.cuda.is_current_stream_capturing():
                 return False
-            generator = torch.Generator(x_TI.device).manual_seed(0)
-            random_TI = torch.randn(x_TI.shape, generator=generator, device=x_TI.device, dtype=x_TI.dtype)
-            ours = linear_fixed(random_TI, weight_OI, splits, bias_O)
-            theirs_TO = by_library(random_TI, weight_OI, bias_O, splits)
-            ours_TO = reduce(ours.view(-1, *theirs_TO.shape), torch.empty_like(theirs_TO))
-            self._is_same[size] = torch.equal(ours_TO, theirs_TO)
+            self._is_same[size] = _is_same(x_TI, weight_OI, bias_O, splits)
         return self._is_same[size]
+
+
+def _is_same(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> bool:
+    """Return whether both ways give the same bits for a product of this size."""
+    try:
+        operands = cancelling(x_TI, weight_OI)
+        zero_O = None if bias_O is None else torch.zeros_like(bias_O)
+        ours = linear_fixed(*operands, splits, zero_O)
+        theirs_TO = by_library(*operands, zero_O, splits)
+    except torch.OutOfMemoryError:
+        return False
+    return torch.equal(reduce(ours.view(-1, *theirs_TO.shape), torch.empty_like(theirs_TO)), theirs_TO)
+
+
+def cancelling(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return operands of the shapes and types of these, whose products are zero but for rounding: each of the last half
+    of the inputs has the opposite of the product that one of the first half has."""
+    device, half = x_TI.device, x_TI.shape[1] // 2
+    generator = torch.Generator(device).manual_seed(0)
+    order = torch.randperm(half, generator=generator, device=device)
+
+    def operand(like: Tensor, sign: int) -> Tensor:
+        made = torch.empty_like(like, memory_format=torch.contiguous_format).normal_(generator=generator)
+        made[:, half : 2 * half] = sign * made[:, order]
+        made[:, 2 * half :] = 0
+        return made
+
+    return operand(x_TI, 1), operand(weight_OI, -1)
 
 
 def by_library(

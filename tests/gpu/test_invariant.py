@@ -63,17 +63,18 @@ def first_rows(x: Tensor | QuantisedRows, at: Tensor) -> Tensor | QuantisedRows:
     return x[at] if isinstance(x, Tensor) else QuantisedRows(x.value_TI[at], x.scale_T1[at])
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int4", "int4 in groups of 128"])
 @pytest.mark.parametrize(("outputs", "inputs", "biased"), SHAPES)
 def test_products_of_1_to_512_rows(kind, outputs, inputs, biased):
     """One token among others, first, last and in between, has the bits that it has alone."""
     x_TI, weight_OI, bias_O = near_ties(max(COUNTS), outputs, inputs)
     x, bias = (round_rows(x_TI) if kind == "fp8" else x_TI), bias_O if biased else None
-    if kind == "int4":
+    if kind.startswith("int4"):
+        group = 128 if "128" in kind else 32
         matrix = Linear(inputs, outputs, bias=biased).cuda().to(BF16)
-        matrix.to_int4(Int4Format(32, zeros=False, scale_dtype="BF16"))
-        codes = quantise_int4(weight_OI, 32)
-        matrix.weight.copy_(pack(codes.code_OI, inputs // 32))
+        matrix.to_int4(Int4Format(group, zeros=False, scale_dtype="BF16"))
+        codes = quantise_int4(weight_OI, group)
+        matrix.weight.copy_(pack(codes.code_OI, inputs // group))
         matrix.scale.copy_(codes.scale_OP.t())
         if biased:
             matrix.bias.data = bias_O
@@ -81,8 +82,8 @@ def test_products_of_1_to_512_rows(kind, outputs, inputs, biased):
     weight, scale = quantise(weight_OI) if kind == "fp8" else (weight_OI, None)
 
     def made_of(rows: Tensor | QuantisedRows) -> tuple[Tensor, ...]:
-        if kind == "int4":
-            return total(linear_int4_fixed(rows, matrix)), gate_up_int4(rows, matrix)
+        if kind.startswith("int4"):
+            return total(linear_int4_fixed(rows, matrix)), gate_up_int4(rows, matrix, fixed=True)
         return (
             total(linear_fixed(rows, weight, None, bias, BF16, scale_O=scale)),
             gate_up_fixed(rows, weight, scale=scale, dtype=BF16),

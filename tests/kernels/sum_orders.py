@@ -1,9 +1,12 @@
 """Compiles kernels for an H100, on a machine without one, and prints as JSON in which order they add: for each kernel
 and each kind of its inputs, the register layouts of the sums whose order depends on which thread holds which number,
-and "fused" if the compiler may fuse multiplications with additions.
+"permuted" if a product takes its inputs in another order than most do, and "fused" if the compiler may fuse
+multiplications with additions.
 
 The compiler chooses the layout of a block by the type that it is loaded as. So two variants of a kernel may add the
-same numbers in different orders, which the interpreter cannot show. A sum of two numbers has one order.
+same numbers in different orders, which the interpreter cannot show. A sum of two numbers has one order. An instruction
+for a product takes 16 inputs of two bytes at a time: adjacent ones, or, if they were widened from fewer bits for an
+instruction of one warp, some of each 32.
 
     python -m tests.kernels.sum_orders"""
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,10 +25,14 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from smc.distributions import DistributionSpec
 from smc.executor.triton_ops import TritonOps
-from smc.kernels.experts import experts_fixed
+from smc.kernels.experts import MOST_TOKENS, chosen_experts, experts_fixed, sort_by_expert
+from smc.kernels.fixed_order import gate_up_fixed, linear_fixed
+from smc.kernels.int4 import gate_up_int4, linear_int4_fixed
 from smc.kernels.norm import Residual, add_norm, add_norm_rounded, square_sums, whole_norm
 from smc.kernels.sampling import log_mass
-from smc.model.decoder import Experts
+from smc.model.decoder import Choice, Experts
+from smc.model.linear import Linear
+from smc.model.quantisation import Int4Format
 from smc.philox import DrawKeys, Purpose
 from tests.kernels.compile_rounds import accept, compile_only
 from tests.model.tiny import tiny_config
@@ -40,12 +48,19 @@ REDUCTION = re.compile(
 """A reduction of float32 numbers: axis, operation, shape and layout."""
 
 
+PERMUTED = re.compile(r"x(?:bf16|f16), #ttg\.dot_op<\{[^}]*kWidth = (?!2\D)\d+\}>")
+"""An operand of a product of numbers of two bytes that are not taken two by two."""
+
+
 def sums(module: str) -> Iterator[str]:
-    """Yield shape, axis and layout of each sum of more than two float32 numbers of a compiled kernel."""
+    """Yield shape, axis and layout of each sum of more than two float32 numbers of a compiled kernel, and what else
+    decides on the order of sums."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", module, re.MULTILINE))
     for axis, operation, shape, layout in REDUCTION.findall(module):
         if "addf" in operation and int(shape.split("x")[int(axis)]) > 2:
             yield f"{shape} axis {axis} {layouts[layout]}"
+    if PERMUTED.search(module):
+        yield "permuted"
     if module.endswith(FUSED):
         yield "fused"
 
@@ -94,6 +109,24 @@ def norms(parts: Any, dtype: torch.dtype) -> None:
         square_sums(added, (hidden // 2, hidden // 4), torch.bfloat16)
 
 
+def products(tokens: int) -> None:
+    """Launch the products of one order for so many tokens."""
+    x_TI, weight_OI = torch.zeros(tokens, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.bfloat16)
+    linear_fixed(x_TI, weight_OI)
+    gate_up_fixed(x_TI, weight_OI)
+    for group, zeros in product((32, 64, 128), (False, True)):
+        held, matrix = Int4Format(group, zeros, "BF16"), Linear(256, 256)
+        matrix.to_int4(held)
+        linear_int4_fixed(x_TI, matrix)
+        gate_up_int4(x_TI, matrix, fixed=True)
+        module = Experts(tiny_config("mixtral", hidden_size=256, intermediate_size=256)).bfloat16()
+        module.gate_up.to_int4(held)
+        module.down.to_int4(held)
+        none_TP = torch.zeros(tokens, module.chosen, dtype=torch.int32)
+        blocks = None if tokens <= MOST_TOKENS else sort_by_expert(none_TP, module.count)
+        chosen_experts(module, x_TI, Choice(none_TP, none_TP.float()), blocks, fixed=True)
+
+
 def others() -> None:
     """Launch further kernels on the way from hidden states to an answer, which have one variant for a model."""
     log_mass(torch.zeros(ROWS, VOCAB))
@@ -115,6 +148,7 @@ def main() -> dict[str, dict[str, list[str]]]:
         "sum": lambda: norms((), torch.bfloat16),
         "parts": lambda: norms((4,), torch.float32),
         "others": others,
+        **{f"{tokens} tokens": partial(products, tokens) for tokens in (1, 17, 300)},
     }.items():
         modules.clear()
         launch()

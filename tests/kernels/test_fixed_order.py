@@ -4,6 +4,7 @@ own order within a part is not."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from smc.kernels.fixed_order import (
     splits_of,
 )
 from smc.kernels.int4 import FIXED_PROGRAMS, fixed_splits, gate_up_int4, linear_int4_fixed, token_block
-from smc.kernels.library import LibraryProducts, by_library
+from smc.kernels.library import LibraryProducts, by_library, cancelling
 from smc.kernels.linear import reduce
 from smc.kernels.norm import silu_mul
 from smc.model.decoder import Experts
@@ -146,9 +147,27 @@ def test_int4(device, monkeypatch):
             made[programs, count] = total(out, torch.float32)
     assert_alike(made)
     assert not torch.equal(linear_int4_fixed(x_TI, matrix, 1, torch.float32), made[1, 300])
-    gated = {count: gate_up_int4(x_TI[:count] / 64, matrix) for count in (300, 65, 64, 17, 1)}
+    gated = {count: gate_up_int4(x_TI[:count] / 64, matrix, fixed=True) for count in (300, 65, 64, 17, 1)}
     assert_alike(gated)
     assert {token_block(count, 32) for count in gated} == {16, 32, 64}
+
+
+def test_the_library_is_compared_by_products_that_show_the_order_of_their_terms():
+    """Results that are rounded to 16 bits hide it, unless the terms cancel each other."""
+
+    def share_of_equal(x_TI: Tensor, weight_OI: Tensor) -> float:
+        term_TOI = (x_TI[:, None].float() * weight_OI.float()).numpy()
+        whole_TO = np.cumsum(term_TOI, axis=2)[:, :, -1]
+        halves_TO = np.cumsum(term_TOI.reshape(*whole_TO.shape, 2, -1), axis=3)[..., -1].sum(-1)
+        one_TO, other_TO = (torch.from_numpy(sum_TO).bfloat16() for sum_TO in (whole_TO, halves_TO))
+        return float((one_TO == other_TO).double().mean())
+
+    generator = torch.Generator().manual_seed(2)
+    others = [torch.randn(size, 512, generator=generator).bfloat16() for size in (32, 64)]
+    x_TI, weight_OI = cancelling(*others)
+    assert x_TI.shape == others[0].shape and weight_OI.dtype == torch.bfloat16
+    assert not (x_TI.double() @ weight_OI.double().t()).any()
+    assert share_of_equal(*others) > 0.99 and share_of_equal(x_TI, weight_OI) < 0.3
 
 
 def test_experts(device, monkeypatch):
