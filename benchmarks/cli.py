@@ -15,7 +15,6 @@ from services.cli import options
 from services.cli.options import with_options
 from smc.api.sampling_params import SamplingParams
 from smc.terminal import check_drawing, err, out, progress_bar
-from smc.types import ModelRole
 
 if TYPE_CHECKING:
     from benchmarks.problem_file import FileProblem
@@ -277,7 +276,8 @@ def _evaluate_own(arguments: EvalOptions) -> int:
         *(None if each is None else Path(each) for each in (arguments.target, arguments.draft))
     )
     use_threads(arguments.threads, directories)
-    models = {str(role): each.name for role, each in zip(ModelRole, directories)}
+    target, draft = directories
+    models = {"target": target.name, "draft": draft.name}
     conditions = plan.conditions() | models | {"dtype": arguments.dtype, **own_options(arguments)}
     record = OwnRecord.open(arguments.json, conditions | machine(arguments.device), arguments.resume)
     pair = load_pair(directories, arguments.device, arguments.dtype, **own_options(arguments))

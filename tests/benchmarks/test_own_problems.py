@@ -117,11 +117,13 @@ def run_eval(smcserve, tmp_path):
 
 
 @pytest.mark.slow
-def test_eval_of_a_file(run_eval, file):
+def test_eval_of_a_file(run_eval, file, tmp_path):
     ran, rows = run_eval("--problems", file(OURS, GSM8K, MT_BENCH), "--max-tokens", 40)
     assert ran.code == 0 and "exact lockstep N=8 K=5" in ran.out and "accepted by depth" in ran.out
     exact, target = (rows["problems", 1, name] for name in ("exact lockstep N=8 K=5", "target alone"))
     assert (target["count"], target["graded"]) == (3, 2)
+    conditions = json.loads((tmp_path / "found.json").read_text())["conditions"]
+    assert (conditions["target"], conditions["draft"]) == (demo.TARGET.name, demo.DRAFT.name)
     assert "Exact decoding by walk gives the target's own answers" in ran.out and "SMC draws other" in ran.out
     assert [answer["text"] for answer in exact["answers"]] == [answer["text"] for answer in target["answers"]]
     assert exact["mean_logp"] == pytest.approx(target["mean_logp"], abs=1e-4) and exact["tokens_a_round"] > 1.5
