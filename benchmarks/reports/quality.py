@@ -1,7 +1,7 @@
 """Runs `smcserve eval`: measures every setting in turn, shows the progress, records the results, and reports them as a
 table, as markdown and as a picture.
 
-`python -m benchmarks.reports.quality docs/quality.png` draws docs/quality.json.
+`python -m benchmarks.reports.quality benchmarks/notes/quality.png` draws docs/quality.json.
 """
 
 from __future__ import annotations
