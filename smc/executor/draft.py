@@ -146,7 +146,6 @@ class DraftStage:
             shared_G=plan.arrays.shared_G,
             queries=1,
             contexts=plan.kind.contexts,
-            wanted_1=inputs.wanted_1,
         )
         return self.run(plan, tree.last_X, rows, root_R=tree.root_X)
 
@@ -217,7 +216,7 @@ class DraftStage:
         """Draft again after a miss, and make the rows the particles. Writes the message and the lineage of `start`."""
         assert self.nodes is not None, "a drafter of look-ahead"
         state, again = self.state, plan_again(plan, start)
-        inputs = self.begin(again, again.draft_distribution)._replace(wanted_1=start.any_1)
+        inputs = self.begin(again, again.draft_distribution)
         first = known_step(state, again, inputs, start.root_A)
         _, grown = self.finish(again, inputs, (GrownStep(first.tree, first),))
         rows = self.ops.pack_rows(state, again, grown.tree).fields

@@ -10,8 +10,7 @@
 //   down     product with the down weights, added to x
 // The last five repeat for every layer; a final phase writes the norm of x. What a phase reads that no other block
 // writes (weights, keys and values of earlier passes) is copied to shared memory while the block waits at the barrier
-// before it; weights of later phases are fetched into L2. A pass whose flag says that it is not wanted ends at once: so
-// a round leaves out steps of the draft without the host.
+// before it; weights of later phases are fetched into L2.
 //
 // Products. A tile is 16 rows of a weight matrix. The warps of a block divide the inputs of its tiles among them, 64 at
 // a time, and their sums are added in the order of the warps. The order of every sum depends on the model's shape alone,
@@ -58,7 +57,6 @@ struct Params {
     const bf16 *embed, *norm;
     bf16 *hidden;
     const int *table, *slot, *tail, *tail_start, *start, *count;
-    const unsigned char *wanted;  // 0: the pass is not wanted; no address: it is
     u64 table_stride, tail_stride;
     int table_width, tail_width, rows, queries;
     bf16 *stream, *q, *attended, *inner;
@@ -967,21 +965,11 @@ __device__ __forceinline__ void write_hidden(const Params &p) {
     }
 }
 
-// What an unwanted pass writes: its blocks return before any barrier over the grid.
-__device__ __forceinline__ void write_zeros(const Params &p) {
-    for (int token = blockIdx.x; token < p.rows * p.queries; token += GRID)
-        for (int i = threadIdx.x; i < HIDDEN; i += THREADS) p.hidden[token * HIDDEN + i] = 0;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
 #endif
         step(const __grid_constant__ Params p) {
-    if (p.wanted && !*p.wanted) {
-        write_zeros(p);
-        return;
-    }
     Grid grid{p, 0};
     Uses uses{};
     if (threadIdx.x == 0) {

@@ -139,7 +139,7 @@ class _Params(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("layers", "tokens", "embed", "norm", "hidden")),
-        *((name, ctypes.c_uint64) for name in ("table", "slot", "tail", "tail_start", "start", "count", "wanted")),
+        *((name, ctypes.c_uint64) for name in ("table", "slot", "tail", "tail_start", "start", "count")),
         *((name, ctypes.c_uint64) for name in ("table_stride", "tail_stride")),
         *((name, ctypes.c_int32) for name in ("table_width", "tail_width", "rows", "queries")),
         *((name, ctypes.c_uint64) for name in ("stream", "q", "attended", "inner")),
@@ -187,8 +187,7 @@ class Megakernel:
 
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
         """Run the tokens of rows, int64 [T] with T = R * Q of at most `MOST_TOKENS`, and store their keys and values.
-        Returns hidden states after the last norm [T, E], zero where there is no token, and everywhere if the pass is
-        not wanted."""
+        Returns hidden states after the last norm [T, E], zero where there is no token."""
         tokens, table, tail = len(tokens_T), rows.table_SL, rows.tail_RB
         assert tokens == len(rows.start_R) * rows.queries <= MOST_TOKENS and tokens_T.dtype == torch.int64
         assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1) and tokens_T.is_contiguous()
@@ -213,8 +212,6 @@ class Megakernel:
         if tail is not None and rows.tail_R is not None:
             params.tail, params.tail_start = tail.data_ptr(), rows.tail_R.data_ptr()
             params.tail_stride, params.tail_width = tail.stride(0), tail.shape[1]
-        if rows.wanted_1 is not None:
-            params.wanted = rows.wanted_1.data_ptr()
         self._launch(tiles_of(tokens))(params)
         return hidden_TE
 

@@ -61,9 +61,6 @@ class Rows(NamedTuple):
     path_RB: Tensor | None = None
     """For rows of one token whose earlier own positions other rows run in the same pass: the row of each own position
     up to the token's. None: no row reads what another one runs."""
-    wanted_1: Tensor | None = None
-    """bool [1]: whether any row has a token; otherwise the pass may be left out, and its outputs are not used. None: it
-    runs."""
 
 
 class LastTokens(NamedTuple):
@@ -187,8 +184,6 @@ class DraftInputs(NamedTuple):
     """Layout of the rows that continue them."""
     chains: ChainAssignment | None = None
     """None: no rows are chains."""
-    wanted_1: Tensor | None = None
-    """bool [1]: whether passes over the rows are wanted, as in `Rows`."""
 
 
 class OwnDraws(NamedTuple):

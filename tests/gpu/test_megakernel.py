@@ -180,23 +180,6 @@ def test_a_captured_pass_is_the_same():
     assert torch.equal(found_TE, expected_TE)
 
 
-def test_a_pass_that_is_not_wanted_does_nothing():
-    """Passes after it are as before."""
-    one = worker(CONFIGS["llama"], "bfloat16")
-    whole, asked = made_by(one), some_rows(8, 2)
-    tokens_T, wanted_1 = tokens_of(asked), torch.ones(1, dtype=torch.bool, device="cuda")
-    expected_TE = whole(tokens_T, asked)
-    asked = asked._replace(wanted_1=wanted_1)
-    assert torch.equal(whole(tokens_T, asked), expected_TE)
-    wanted_1.fill_(False)
-    one.pool.keys.zero_(), one.pool.values.zero_()
-    arrivals = whole.workspace.arrivals.clone()
-    assert not whole(tokens_T, asked).any()
-    assert not one.pool.keys.any() and not one.pool.values.any()
-    assert torch.equal(whole.workspace.arrivals, arrivals)
-    whole.check()
-
-
 def test_a_wait_without_end_is_an_error(monkeypatch):
     """The counter of the barrier is moved, so that the blocks wait for arrivals that never come."""
     monkeypatch.setattr(megakernel, "LIMIT_SECONDS", 0.2)
