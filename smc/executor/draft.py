@@ -4,17 +4,8 @@ in Triton. Knows nothing about the target.
 
 Rows grow step by step: each of a round's X = F A rows continues a row of the step before by one token. An independent
 row continues itself. The rows of other groups (`smc.algorithm.expansion`) are reparented, which permutes page numbers
-and moves no keys: every row has its own page for each step, named by the plan.
-
-Draft chains are rows that draw their own tokens from one root, for decoding by rejection
-(`smc.algorithm.verification`). At the first step every row of such a group continues one of the group's particles, and
-from then on itself. In lockstep all its tokens are drawn. In look-ahead its first token is a guess, one of the
-likeliest, of the token that the target will accept after the particle's block. The other tokens are drawn, so rows
-after a right guess have the same distribution as rows drawn after the target's pass. Random numbers are keyed by seed,
-position and chain, not by the round. A position may be drawn again with the same numbers, because chains off the
-accepted path have decided nothing for it.
-
-Local axes: P chains (batch indices of groups whose rows are chains), Y = P * F rows of chains."""
+and moves no keys: every row has its own page for each step, named by the plan. Rows of chains continue themselves, too
+(`smc.executor.chains`)."""
 
 from __future__ import annotations
 
@@ -30,6 +21,7 @@ from smc.algorithm.expansion import SourceRows, expand
 from smc.algorithm.resampling import Spans
 from smc.arrays import PackedFields
 from smc.distributions import DistributionSpec
+from smc.executor.chains import DraftedChains, assign_chains
 from smc.executor.draft_tree import (
     RedraftStart,
     known_step,
@@ -50,8 +42,6 @@ from smc.round.plan import RoundPlan
 from smc.round.slot_state import BiasTables, InnerNodes, SlotState
 from smc.round.tensors import (
     CandidateLayout,
-    ChainAssignment,
-    ChainDraws,
     ChosenTokens,
     Continuation,
     DraftedRows,
@@ -104,15 +94,13 @@ class DraftStage:
     drafter has no target."""
     nodes: InnerNodes | None = None
     """Inner nodes of the blocks in flight, at which rows ahead may begin. None: there are no rows ahead."""
-    dists_YKV: Tensor | None = None
-    """Buffer for the log-distributions that the tokens of chains are drawn from: K of a row, or K - 1 if the
-    first token is a guess. None: the drafter has no chains."""
+    chains: DraftedChains | None = None
+    """None: the drafter has no chains."""
 
     def draft(
         self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]
     ) -> tuple[PackedFields[DraftedRows], GrownRows]:
-        """Run the pending tokens of every particle, then extend rows by K tokens or by the plan's `steps`. The
-        distributions of chains are written to `dists_YKV`."""
+        """Run the pending tokens of every particle, then extend rows by K tokens or by the plan's `steps`."""
         inputs = self.begin(plan, distribution)
         first = self.extend(plan, inputs, self.run_pending(plan, inputs), 0)
         return self.finish(plan, inputs, (first,))
@@ -188,9 +176,9 @@ class DraftStage:
             raw_logp_X = self.sampling.raw_score(raw_RV, own.token_RF[:, 0])
         if plan.kind.decodings - SEPARATE - {Decoding.REJECTION}:
             chosen, nodes = self._expanded(plan, layout, logits_RV, tree, step)
-        if inputs.chains is not None:
+        if inputs.chains is not None and self.chains is not None:
             width = len(nodes.root_X) // len(tree.root_X)
-            chains = self._drawn(plan, layout, logits_RV, tree, step, inputs.chains, width)
+            chains = self.chains.draw(self.sampling, plan, layout, logits_RV, tree, step, inputs.chains, width)
         more = Continuation(chosen, own, chains)
         grown = self.ops.reparent(nodes, more, plan, self.state, step=step)
         kept = None if chosen is None else DraftStep(grown, chosen.expansion.parent_X, chosen.candidates)
@@ -245,39 +233,6 @@ class DraftStage:
         lineage, next_ = self.ops.remap_draft(self.state, plan, tree, selection, plan.kind.steps or self.shape.block)
         self.ops.advance(self.state, plan.arrays.slot_A, selection, next_)
         return DraftReport(lineage, observed)
-
-    def _drawn(
-        self,
-        plan: RoundPlan[Tensor],
-        layout: CandidateLayout,
-        logits_RV: Tensor,
-        tree: TokenTree,
-        step: int,
-        assigned: ChainAssignment,
-        width: int,
-    ) -> ChainDraws:
-        """Draw the next tokens of chains, or guess them. `width`: number of nodes into which each row of `tree` was
-        split; its first node is the row itself."""
-        begins, branches = step == 0, plan.kind.branches
-        at_Y = assigned.source_Y if begins else assigned.row_Y
-        logits_YV = logits_RV[at_Y]
-        if begins and self.shape.guesses:
-            token_Y = self.sampling.likeliest(logits_YV, branches).gather(1, assigned.guess_Y[:, None])[:, 0]
-            logq_Y = torch.zeros_like(token_Y, dtype=torch.float32)
-        else:
-            seed_Y, rank_Y1 = layout.keys_R.seed[at_Y], assigned.rank_Y[:, None]
-            keys = DrawKeys(seed_Y, torch.zeros_like(seed_Y), rank_Y1, tree.next_X[at_Y], self.purpose)
-            assert self.dists_YKV is not None
-            dist_YV = self.dists_YKV[: len(at_Y), step - self.shape.guesses]
-            token_Y, logq_Y = self.sampling.propose_by(logits_YV, layout.distribution.take(at_Y), keys, dist_YV)
-        row_X = torch.arange(len(plan.arrays.slot_A) * branches, device=at_Y.device)
-        none_X = torch.zeros_like(row_X)
-        parent_X = row_X // branches if begins else row_X
-        return ChainDraws(
-            parent_X=assigned.spread(at_Y, parent_X) * width,
-            token_X=assigned.spread(token_Y, none_X),
-            logq_X=assigned.spread(logq_Y, none_X.float()),
-        )
 
     def _coupling(self, plan: RoundPlan[Tensor]) -> Coupling:
         temperature_A = plan.target_distribution.temperature_R
@@ -381,28 +336,6 @@ def _candidate_layout(
         keys_G=plan.keys_G,
         distribution=distribution.take(index_R),
     )
-
-
-def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
-    """Assign the rows of every group to its particles in order, equally many to each. The assignment does not depend on
-    what has been drawn."""
-    device, index_P, branches = plan.arrays.chain_P.device, plan.arrays.chain_P, plan.kind.branches
-    first_G, size_G = plan.arrays.first_G.long(), plan.arrays.size_G.long()
-    row_Y = (index_P[:, None] * branches + torch.arange(branches, device=device)).flatten()
-    group_Y = plan.arrays.group_A[index_P].repeat_interleave(branches)
-    rank_Y, rows_Y = row_Y - first_G[group_Y] * branches, size_G[group_Y] * branches
-    # Batch indices with a particle come first. `before_G`: their number before each group.
-    order_A, before_A = (~alive_A).long().argsort(stable=True), alive_A.long().cumsum(0)
-    before_G = torch.where(first_G > 0, before_A[(first_G - 1).clamp(min=0)], 0)
-    until_G = before_A[(first_G + size_G - 1).clamp(0, len(alive_A) - 1)]
-    count_Y = (until_G - before_G)[group_Y].clamp(min=1)
-    which_Y = rank_Y * count_Y // rows_Y
-    begin_Y = -(-which_Y * rows_Y // count_Y)
-    source_Y = order_A[(before_G[group_Y] + which_Y).clamp(max=len(alive_A) - 1)]
-    # Without a particle in the group, a row continues its own batch index, which holds nothing.
-    is_own_Y = plan.arrays.group_A[source_Y] == group_Y
-    source_Y = torch.where(is_own_Y & alive_A[source_Y], source_Y, row_Y // branches)
-    return ChainAssignment(row_Y, source_Y, (rank_Y - begin_Y) % branches, rank_Y)
 
 
 def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int) -> TokenTree:

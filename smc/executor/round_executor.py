@@ -11,7 +11,7 @@ On GPUs the runners do not wait, except for the masks of constrained requests: a
 and the host waits only when it reads the result. From its second run on, a stage of a round is the replay of a CUDA
 graph.
 
-Local axes: P chains, Y rows of chains."""
+Local axes: P chains."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from smc.api.engine_config import EngineConfig
 from smc.arrays import PackedFields, to_device
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
+from smc.executor.chains import DraftedChains
 from smc.executor.channel import Channel, LocalChannel, Share
 from smc.executor.draft import DraftStage
 from smc.executor.draft_tree import begin_redraft, report_of
@@ -264,26 +265,21 @@ class DraftRunner(ModelRunner):
             own_biases = LogitBiases(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self._all_biases.append(own_biases)
             biases = own_biases.tables
-        # Allocated once, for the maximum number of chains. Entries are read only after they have been written.
-        chains, length, ahead = config.chains(worker.vocab_size), config.target_tokens - 1, config.lookahead
-        rooms = (chains * config.branches, *((chains, chains) if ahead else (0, 0)))
-        self._dists_YKV, self._kept_SKV, self._sent_PKV = (
-            torch.empty(rows, length, worker.vocab_size, device=worker.device) for rows in rooms
-        )
         nodes = None
-        if ahead and config.block > 1:
+        if config.lookahead and config.block > 1:
             nodes = InnerNodes.allocate(config.max_slots, config.block, sampling.columns, worker.device)
+        self._chains = DraftedChains(config, worker.vocab_size, worker.device)
         self._drafter = replace(
             self._alone,
             run=run,
             sampling=sampling,
             biases=biases,
-            shape=DraftShape(config.block, by_round=True, guesses=config.lookahead),
+            shape=DraftShape(config.block, by_round=True),
             mixture=config.defensive_share,
             purpose=Purpose.PROPOSAL,
             kept_RV=torch.empty(min(config.max_slots, OBSERVED_ROOTS), sampling.columns, device=worker.device),
             nodes=nodes,
-            dists_YKV=self._dists_YKV,
+            chains=self._chains,
         )
         self._round: tuple[RoundPlan[Tensor], GrownRows, TimeSpans] | None = None
         self._redrafted: RedraftReport[Tensor] | None = None
@@ -306,9 +302,8 @@ class DraftRunner(ModelRunner):
             here = self._load(plan)
             chains, ahead = len(plan.arrays.chain_P), self.config.lookahead
             if chains and ahead and self.config.block > 1:
-                kept_SKV, index_P = self._kept_SKV, here.arrays.distribution_P
-                stages.run(key, "distributions", lambda: self._pick_distributions(kept_SKV, index_P))
-                self._channel.send("distributions", self._sent_PKV[:chains])
+                stages.run(key, "distributions", lambda: self._chains.pick(here))
+                self._channel.send("distributions", self._chains.sent(chains))
             spans: TimeSpans = {}
             if key.redrafted:
                 begins = stages.event()
@@ -321,7 +316,7 @@ class DraftRunner(ModelRunner):
                 drafted, grown = self._draft_constrained(drafter, plan, here, here.draft_distribution)
             ended = stages.event()
             if chains and not ahead:
-                self._channel.send("distributions", self._dists_YKV[:chains])
+                self._channel.send("distributions", self._chains.sent(chains))
             self._channel.send("rows", drafted.memory)
         self._round = (here, grown, spans | {ModelRole.DRAFT.value: (began, ended)})
 
@@ -352,26 +347,13 @@ class DraftRunner(ModelRunner):
         self, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
     ) -> DraftReport[Tensor]:
         if self.config.lookahead and len(plan.arrays.chain_P):
-            # The distributions follow the rows. Those that were sent have arrived, because the target verified by them.
-            index_P, f = plan.arrays.chain_P, plan.kind.branches
-            chain_A = torch.zeros_like(plan.arrays.slot_A).index_copy(
-                0, index_P, torch.arange(len(index_P), device=index_P.device)
-            )
-            row_P = selection.particles.row_A[index_P]
-            self._pick_distributions(self._dists_YKV, chain_A[row_P // f] * f + row_P % f)
-            self._kept_SKV.index_copy_(0, plan.arrays.distribution_P, self._sent_PKV[: len(index_P)])
+            self._chains.follow(plan, selection.particles.row_A)
         return self._drafter.remap(plan, grown, selection)
 
     def _join(self, group: SequenceHandoff) -> None:
         slots_N = self._enter(group)
         if self._drafter.nodes is not None:
             self._drafter.nodes.forget(slots_N)
-
-    def _pick_distributions(self, dists_YKV: Tensor, index_P: Tensor) -> tuple[()]:
-        """Copy the distributions at these indices to the tensor from which they are sent. Returns nothing, so that
-        recordings keep nothing of it."""
-        torch.index_select(dists_YKV, 0, index_P, out=self._sent_PKV[: len(index_P)])
-        return ()
 
 
 @dataclass(frozen=True)
@@ -478,7 +460,7 @@ class TargetRunner(ModelRunner):
 
     def _receive_distributions(self, key: Hashable, plan: RoundPlan[Tensor]) -> None:
         """Receive the distributions that chains were drawn from, if there are any."""
-        here_PKV = self._verify.drawn_PKV[: len(plan.arrays.chain_P)]
+        here_PKV = self._verify.chains.drawn_PKV[: len(plan.arrays.chain_P)]
         if here_PKV.numel():
             self._channel.receive(key, "distributions", tuple(here_PKV.shape), here_PKV.dtype, here_PKV)
 

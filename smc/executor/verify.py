@@ -5,28 +5,25 @@ them in Triton. The selection that follows is in `smc.executor.select`.
 A block consists of the last tokens of a particle. Its first token is already counted in the particle's weight, or is
 known to be the target's own draw. In look-ahead a block was drafted one round earlier, and its batch index is that of
 its particle. In lockstep it has just been drafted, and continues the particle of its root. Draft chains
-(`smc.executor.draft`) are verified against the target's distribution (`smc.algorithm.verification`). Tokens that blocks
-of one draft tree have in common run once, as nodes (`lay_out_nodes`), where `RoundKind.nodes` says so. In a walk this
-stage only collects the target's draws; how far blocks agree with them is found in the selection
-(`smc.algorithm.verification.match_samples`).
-
-Local axes: P chains, U groups of chains."""
+(`smc.executor.chains`) are verified against the target's distribution (`smc.algorithm.verification`). Tokens that
+blocks of one draft tree have in common run once, as nodes (`lay_out_nodes`), where `RoundKind.nodes` says so. In a walk
+this stage only collects the target's draws; how far blocks agree with them is found in the selection
+(`smc.algorithm.verification.match_samples`)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from smc.algorithm.resampling import Spans
-from smc.algorithm.verification import Chains, verify_by_rejection
 from smc.arrays import to_device
+from smc.executor.chains import VerifiedChains, verify_chains
 from smc.executor.draft_tree import selected_again, with_slots_of
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import add_biases
 from smc.executor.masks import apply_mask, given_constraint
 from smc.executor.remap import advance, remap_target
 from smc.executor.sampling import Sampling
-from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose, exponentials, words
+from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
 from smc.round.plan import RoundPlan
 from smc.round.slot_state import BiasTables, SequenceHandoff, SlotState
 from smc.round.tensors import (
@@ -63,12 +60,7 @@ class VerifyStage:
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens of each slot."""
-        # Entries are read only after they have been written.
-        vocab = sampling.vocab
-        self.drawn_PKV = torch.empty(chains, self.queries - 1, vocab, device=state.device)
-        """float32 log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in
-        every round."""
-        self._dist_TV = torch.empty(chains * self.queries, vocab, device=state.device)
+        self.chains = VerifiedChains(chains, self.queries, sampling.vocab, state.device)
 
     def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
@@ -134,32 +126,9 @@ class VerifyStage:
             if drawn is not None:
                 drawn = drawn._replace(logp_T1=drawn.logp_T1 + log_mass_T[:, None])
         if len(plan.arrays.chain_P):
-            drawn = self._verified(plan, inputs, logits_TV, drawn)
+            drawn = self.chains.verify(self.sampling, self._ops.verify_chains, plan, inputs, logits_TV, drawn)
         outputs = self._ops.collect_outputs(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
         return outputs if log_mass_T is None else outputs._replace(next_mass_A=log_mass_T[inputs.last_A])
-
-    def _verified(
-        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
-    ) -> TargetDraws:
-        """Return the target's draws, with the results of rejection sampling in the place of those for chains."""
-        index_P, q = plan.arrays.chain_P, inputs.rows.queries
-        token_P = (index_P[:, None] * q + torch.arange(q, device=index_P.device)).flatten()
-        logp_TV = self._dist_TV[: len(token_P)]
-        self.sampling.write_distribution(logits_TV[token_P], inputs.distribution_T.take(token_P), logp_TV)
-        logp_PQV, groups = logp_TV.view(len(index_P), q, -1), chain_groups(plan)
-        verdicts = self._ops.verify_chains(plan, inputs, logp_PQV, self.drawn_PKV[: len(index_P)], groups)
-        # Padding repeats the first chain.
-        chain_P = torch.arange(len(index_P), device=index_P.device)
-        chain_P = torch.where(chain_P < groups.size_G.sum(), chain_P, 0)
-        token_PQ, logp_PQ = (values_PQ[chain_P] for values_PQ in verdicts)
-        none_T = torch.zeros_like(logits_TV[:, 0], dtype=torch.float32)
-        token_T1, logp_T1, log_z_T = drawn or (none_T[:, None].long(), none_T[:, None], none_T)
-        return TargetDraws(
-            token_T1.index_copy(0, token_P, token_PQ.view(-1, 1).to(token_T1.dtype)),
-            logp_T1.index_copy(0, token_P, logp_PQ.view(-1, 1)),
-            # If a distribution has a NaN, every entry of it is NaN.
-            log_z_T.index_copy(0, token_P, logp_TV[:, 0].isnan().float().masked_fill(logp_TV[:, 0].isnan(), torch.nan)),
-        )
 
     def redrafted(self, plan: RoundPlan[Tensor], rows: DraftedRows) -> Tensor:
         """Make the rows that were drafted again the particles, before their blocks are verified. Returns as
@@ -371,40 +340,6 @@ def collect_outputs(
         nan_AQ = torch.isnan(log_z_AQ) & is_run_AQ
     drawn_AQ = drawn_AQ.long()
     return VerifyOutputs(blocks, logp_AQ, drawn_AQ, drawn_logp_AQ, next_AV, nan_A, nan_AQ, nodes=inputs.nodes)
-
-
-def chain_groups(plan: RoundPlan[Tensor]) -> Spans:
-    """Return the chains of every group, counted among all C."""
-    size_G = torch.where(plan.arrays.decoding_G == Decoding.REJECTION, plan.arrays.size_G, 0).long()
-    return Spans(size_G.cumsum(0) - size_G, size_G)
-
-
-def verify_chains(
-    plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_PQV: Tensor, logq_PKV: Tensor, groups: Spans
-) -> tuple[Tensor, Tensor]:
-    """Verify chains by rejection sampling. Returns the target's token after every token of the chains [P, Q] and its
-    log-probability [P, Q], as `smc.algorithm.verification.verify_by_rejection` does.
-
-    `logp`: the target's log-distribution after every token; `logq`: the log-distribution that the next token was drawn
-    from, after all tokens but the last. `groups`: see `chain_groups`."""
-    blocks, index_P, vocab = inputs.blocks, plan.arrays.chain_P, logp_PQV.shape[-1]
-    q = blocks.tokens_AQ.shape[1]
-    position_PQ = inputs.keys.position_R.view(-1, q)[index_P]
-    seed_P1 = plan.arrays.seed_A[index_P][:, None]
-    high_PQ, low_PQ, _, _ = _words(seed_P1, blocks.rank_A[index_P][:, None], position_PQ, Purpose.TRIAL)
-    uniform_PQ = ((high_PQ << 21) | (low_PQ >> 11)) * 2.0**-53
-    lead_U = groups.first_G[groups.size_G > 0]
-    noise = _words(seed_P1[lead_U], torch.zeros_like(seed_P1[lead_U]), position_PQ[lead_U], Purpose.REMAINDER)
-    noise_UQV = -exponentials(noise[0], noise[1], vocab).log()
-    chains = Chains(blocks.tokens_AQ[index_P], blocks.count_A[index_P], blocks.alive_A[index_P], logp_PQV, logq_PKV)
-    return verify_by_rejection(chains, groups, uniform_PQ, noise_UQV)
-
-
-def _words(seed_P1: Tensor, stream_P1: Tensor, position_PQ: Tensor, purpose: Purpose) -> list[Tensor]:
-    seed, rounds, stream, position = (
-        key.cpu().numpy() for key in (seed_P1, torch.zeros_like(seed_P1), stream_P1, position_PQ)
-    )
-    return [to_device(word, seed_P1.device) for word in words(seed, rounds, stream, position, purpose)]
 
 
 class VerifyOps:

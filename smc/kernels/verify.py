@@ -134,7 +134,7 @@ def match_samples(tokens_AQ: Tensor, count_A: Tensor, drawn_AQ: Tensor, alive_A:
 def verify_chains(
     plan: RoundPlan[Tensor], inputs: VerifyInputs, logp_PQV: Tensor, logq_PKV: Tensor, groups: Spans
 ) -> tuple[Tensor, Tensor]:
-    """See `smc.executor.verify.verify_chains`, for groups of up to MAX_PARTICLES chains. Random numbers of `smc.philox`
+    """See `smc.executor.chains.verify_chains`, for groups of up to MAX_PARTICLES chains. Random numbers of `smc.philox`
     are made here: of round 0, for trials from the chain's own stream and for draws from stream 0."""
     (chains, q, vocab), device = logp_PQV.shape, logp_PQV.device
     token_PQ = torch.full((chains, q), -1, dtype=torch.int64, device=device)

@@ -86,8 +86,6 @@ class DraftShape:
     """K: tokens of a row."""
     by_round: bool
     """Random numbers are keyed by the round and the position; otherwise by the position alone."""
-    guesses: bool = False
-    """Chains begin with a guess (look-ahead)."""
 
 
 class TokenTree(NamedTuple):

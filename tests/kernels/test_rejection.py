@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from smc.distributions import Distributions, DistributionSpec
+from smc.executor.chains import chain_groups
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps, TritonSampling
-from smc.executor.verify import chain_groups, lay_out_blocks
+from smc.executor.verify import lay_out_blocks
 from smc.kernels.sampling import write_distribution
 from smc.types import Decoding
 from tests.kernels.conftest import DEVICE
