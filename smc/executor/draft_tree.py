@@ -49,18 +49,8 @@ from smc.algorithm.resampling import Spans
 from smc.algorithm.selection import NextParticles
 from smc.arrays import PackedFields
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import InnerNodes, SlotState
-from smc.round.tensors import (
-    DraftedRows,
-    DraftInputs,
-    DraftStep,
-    GrownRows,
-    LastTokens,
-    Lineage,
-    RedraftReport,
-    RoundSelection,
-    TokenTree,
-)
+from smc.round.slot_state import InnerNodes, Lineage, RoundSelection, SlotState
+from smc.round.tensors import DraftedRows, DraftInputs, DraftStep, GrownRows, LastTokens, RedraftReport, TokenTree
 from smc.types import Decoding
 
 

@@ -45,17 +45,15 @@ from smc.executor.verify import VerifyStage
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
 from smc.round.plan import PlanBuffer, RoundKind, RoundPlan
-from smc.round.slot_state import InnerNodes, SequenceHandoff, SlotState
+from smc.round.slot_state import InnerNodes, Lineage, RoundSelection, SequenceHandoff, SlotState
 from smc.round.tensors import (
     DraftedRows,
     DraftReport,
     DraftShape,
     GrownRows,
-    Lineage,
     ObservedDraws,
     RedraftReport,
     RoundResult,
-    RoundSelection,
     VerifyInputs,
 )
 from smc.stops import StopTables

@@ -27,7 +27,7 @@ from smc.kernels.stops import DONE, after, after_all
 from smc.kernels.truncation import copy_distribution, finite
 from smc.philox import STREAMS_PER_PARTICLE, RoundKeys
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import SlotState
+from smc.round.slot_state import RoundSelection, SlotState
 from smc.round.tensors import (
     CandidateLayout,
     Continuation,
@@ -36,7 +36,6 @@ from smc.round.tensors import (
     DraftShape,
     LastTokens,
     ObservedDraws,
-    RoundSelection,
     Rows,
     TokenTree,
 )

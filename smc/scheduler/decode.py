@@ -31,7 +31,8 @@ from smc.executor.messages import Pending
 from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.memory.kv_cache import KVCacheManager
 from smc.round.plan import RoundKind
-from smc.round.tensors import Lineage, ObservedDraws, RedraftReport, RoundResult
+from smc.round.slot_state import Lineage
+from smc.round.tensors import ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts
 from smc.scheduler.planner import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows

@@ -21,7 +21,7 @@ from smc.distributions import DistributionSpec
 from smc.executor.logit_changes import width_of
 from smc.memory.pages import PageAllocator
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
-from smc.round.tensors import Lineage
+from smc.round.slot_state import Lineage
 from smc.scheduler.methods import DecodingRules
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
