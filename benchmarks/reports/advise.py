@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,12 +146,31 @@ def _run_best(
 ) -> dict[int, list[DivisionSpeed]]:
     """Run the best divisions of every load. Divisions with the same processes run one after another, since to load
     weights takes longer than to run."""
-    from services.launch.division import to_run, with_runs
-
     todo = [speed for of_load in ranked.values() for speed in to_run(of_load, RUN)]
     todo.sort(key=lambda speed: (speed.division.placement, speed.division.target, speed.division.draft or 1))
     measured = {(speed.division, speed.requests): run(speed) for speed in todo}
     return {requests: with_runs(of_load, measured) for requests, of_load in ranked.items()}
+
+
+def to_run(ranked: Sequence[DivisionSpeed], count: int) -> list[DivisionSpeed]:
+    """Return the first `count` divisions and the fastest plain decoding, which the others are compared with."""
+    from smc.calibration.forecast import PLAIN
+
+    plain = next((speed for speed in ranked if speed.division.form == PLAIN), None)
+    best = list(ranked[:count])
+    return best if plain is None or plain in best else [*best, plain]
+
+
+def with_runs(ranked: Sequence[DivisionSpeed], measured: Mapping[tuple[Division, int], float]) -> list[DivisionSpeed]:
+    """Return all divisions: those that ran first, the fastest first, then the others in their order, and last those
+    whose run failed. `measured`: tokens a second of one request, by division and number of requests; 0: it failed."""
+    known = {speed: measured.get((speed.division, speed.requests)) for speed in ranked}
+    ran, failed = (
+        [replace(speed, measured=each) for speed, each in known.items() if each is not None and bool(each) == works]
+        for works in (True, False)
+    )
+    others = (speed for speed, each in known.items() if each is None)
+    return [*sorted(ran, key=lambda speed: -speed.per_request), *others, *failed]
 
 
 def report(

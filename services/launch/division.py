@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smc.calibration.forecast import (
@@ -220,22 +220,3 @@ def rank_divisions(
         for each in found
     ]
     return sorted(speeds, key=lambda speed: (-speed.forecast, speed.division.gpus))
-
-
-def to_run(ranked: Sequence[DivisionSpeed], count: int) -> list[DivisionSpeed]:
-    """Return the first `count` divisions and the fastest plain decoding, which the others are compared with."""
-    plain = next((speed for speed in ranked if speed.division.form == PLAIN), None)
-    best = list(ranked[:count])
-    return best if plain is None or plain in best else [*best, plain]
-
-
-def with_runs(ranked: Sequence[DivisionSpeed], measured: Mapping[tuple[Division, int], float]) -> list[DivisionSpeed]:
-    """Return all divisions: those that ran first, the fastest first, then the others in their order, and last those
-    whose run failed. `measured`: tokens a second of one request, by division and number of requests; 0: it failed."""
-    known = {speed: measured.get((speed.division, speed.requests)) for speed in ranked}
-    ran, failed = (
-        [replace(speed, measured=each) for speed, each in known.items() if each is not None and bool(each) == works]
-        for works in (True, False)
-    )
-    others = (speed for speed, each in known.items() if each is None)
-    return [*sorted(ran, key=lambda speed: -speed.per_request), *others, *failed]

@@ -6,12 +6,14 @@ import pytest
 
 from benchmarks.advise import Advisor, missed_share
 from benchmarks.backends import CpuBackend
+from benchmarks.reports.advise import to_run, with_runs
 from services.launch.division import Degrees, DegreeTimes, Division, best_setting, divisions, rank_divisions
 from smc import demo
-from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, AcceptanceCurve, TreeShape, TreeShapes
+from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes
 from smc.local_engine import ModelPair
 from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.stats import EngineStats
+from tests.launch.test_division import CONTEXT, EIGHT, times
 
 COSTS = LatencyModel(
     ModelLatency(LatencyCurve(((1, 0.001), (32, 0.001), (512, 0.008))), 1e-8),
@@ -100,3 +102,19 @@ def test_what_a_pair_s_own_answers_say_of_acceptance():
     assert 0.85 < acceptance.one < 1 and 0 <= acceptance.gain <= 2
     one, eight = (acceptance.tokens(TreeShape(rows, 1, 5), lookahead=False) for rows in (1, 8))
     assert eight >= one
+
+
+def test_what_ran_comes_first():
+    """A forecast that is too high does not win. The fastest plain decoding runs beside the best three."""
+    of = times(draft=dict.fromkeys(EIGHT.draft, 0.5), target=dict.fromkeys(EIGHT.target, 5.0))
+    ranked = rank_divisions(divisions(8, EIGHT), of, 8, AcceptanceCurve(0.8), TreeShapes(), CONTEXT)
+    chosen = to_run(ranked, 3)
+    assert chosen[:3] == ranked[:3] and [speed.division.form for speed in chosen[3:]] == [PLAIN]
+    measured = dict(zip([(speed.division, speed.requests) for speed in chosen], [100.0, 300.0, 200.0, 250.0]))
+    found = with_runs(ranked, measured)
+    assert [speed.per_request for speed in found[:4]] == [300.0, 250.0, 200.0, 100.0]
+    assert found[0].division == ranked[1].division and found[0].forecast == ranked[1].forecast
+    assert found[4:] == [speed for speed in ranked if speed not in chosen]
+    assert to_run(chosen[3:], 3) == chosen[3:]
+    failed = with_runs(ranked, {(ranked[0].division, ranked[0].requests): 0.0})
+    assert failed[:-1] == ranked[1:] and failed[-1].measured == 0.0

@@ -14,8 +14,6 @@ from services.launch.division import (
     best_setting,
     divisions,
     rank_divisions,
-    to_run,
-    with_runs,
 )
 from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes
 from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
@@ -148,19 +146,3 @@ def test_lockstep_with_the_models_apart():
     assert one.seconds == pytest.approx(5 * draft.at(2, 100) + target.at(2 * 6, 100) + 4e-4)
     drafting, scoring = 5 * draft.at(3 * 2, 300), target.at(3 * 2 * 6, 300)
     assert drafting > scoring and five.seconds == pytest.approx(2 * drafting + 4e-4)
-
-
-def test_what_ran_comes_first():
-    """A forecast that is too high does not win. The fastest plain decoding runs beside the best three."""
-    of = times(draft=dict.fromkeys(EIGHT.draft, 0.5), target=dict.fromkeys(EIGHT.target, 5.0))
-    ranked = rank_divisions(divisions(8, EIGHT), of, 8, AcceptanceCurve(0.8), TreeShapes(), CONTEXT)
-    chosen = to_run(ranked, 3)
-    assert chosen[:3] == ranked[:3] and [speed.division.form for speed in chosen[3:]] == [PLAIN]
-    measured = dict(zip([(speed.division, speed.requests) for speed in chosen], [100.0, 300.0, 200.0, 250.0]))
-    found = with_runs(ranked, measured)
-    assert [speed.per_request for speed in found[:4]] == [300.0, 250.0, 200.0, 100.0]
-    assert found[0].division == ranked[1].division and found[0].forecast == ranked[1].forecast
-    assert found[4:] == [speed for speed in ranked if speed not in chosen]
-    assert to_run(chosen[3:], 3) == chosen[3:]
-    failed = with_runs(ranked, {(ranked[0].division, ranked[0].requests): 0.0})
-    assert failed[:-1] == ranked[1:] and failed[-1].measured == 0.0
