@@ -25,9 +25,8 @@ from smc.round.plan import Contexts, RoundPlan
 from smc.round.slot_state import Lineage, RoundSelection, SlotState
 from smc.types import Array
 
+
 # A pass through a model.
-
-
 class Rows(NamedTuple):
     """R rows of Q tokens each; the rows of a group are adjacent. A row of count 0 is padding or has ended, and writes
     nothing.
@@ -76,8 +75,6 @@ class LastTokens(NamedTuple):
 
 
 # Draft.
-
-
 @dataclass(frozen=True)
 class DraftShape:
     """What a drafter drafts for every batch index."""
@@ -280,8 +277,6 @@ class DraftedRows(NamedTuple):
 
 
 # Verify.
-
-
 class Blocks(NamedTuple):
     """Blocks that the target scores, by batch index."""
 
@@ -385,8 +380,6 @@ class VerifyOutputs(NamedTuple):
 
 
 # Select.
-
-
 class TargetOutputs(NamedTuple):
     """The target's outputs for the token after every block; None: not computed."""
 
@@ -454,8 +447,6 @@ class AppliedSelection(NamedTuple):
 
 
 # Report.
-
-
 class ObservedDraws(NamedTuple, Generic[Array]):
     """What the target's draws after the roots of the drafted rows tell, by batch index after the selection. NaN: no
     draw was seen, or the rank was not computed."""
@@ -524,8 +515,6 @@ class RoundResult(NamedTuple, Generic[Array]):
 
 
 # Chains, which only decoding by rejection has.
-
-
 class ChainAssignment(NamedTuple):
     """The particle that every row of chains continues; int64."""
 

@@ -64,6 +64,10 @@ class Population:
             temperatures = [p.temperature for p in params]
         return DistributionSpec.of_settings(params, temperatures).canonical()
 
+    def by_index(self, values: Sequence[Any], kind: type[np.generic], size: int, none: float) -> np.ndarray:
+        """Return values of requests by batch index, padded to `size` of them by `none`."""
+        return padded(np.array(values, kind)[self.group_A], size, none)
+
     def by_rules(self) -> list[tuple[DecodingRules, np.ndarray | slice]]:
         """Return each decoding of the requests with the indices of the slots that it decodes, out of A."""
         decodings = list(dict.fromkeys(g.rules for g in self.groups))
@@ -258,32 +262,29 @@ class RoundPlanner:
         nodes_G = shared_nodes(chosen.nodes, population.size_G, drafted) if chosen.nodes else np.zeros(len(groups))
         decoding_G = np.array([g.rules.decoding for g in groups], dtype=np.int32)
         chain_P, distribution_P = self._chains(population, decoding_G)
-
-        def of_groups(values: list, kind: type[np.generic], none: float) -> np.ndarray:
-            return padded(np.array(values, kind), size, none)
-
-        def of_rows(values: list, kind: type[np.generic], none: float) -> np.ndarray:
-            return padded(np.array(values, kind)[group_A], size, none)
-
         return RoundArrays(
             slot_A=padded(population.slot_A, size, self.config.max_slots),
             group_A=padded(group_A, size, size - 1),
             particle_A=padded(population.particle_A, size, 0),
             seed_A=padded(population.seed_G[group_A], size, 0),
-            round_A=of_rows([g.launched + 1 for g in groups], np.int64, 1),
-            alpha_A=of_rows([p.alpha or 1.0 for p in params], np.float64, 1.0),
-            exponent_A=of_rows([g.draft_exponent for g in groups], np.float32, 0.0),
+            round_A=population.by_index([g.launched + 1 for g in groups], np.int64, size, 1),
+            alpha_A=population.by_index([p.alpha or 1.0 for p in params], np.float64, size, 1.0),
+            exponent_A=population.by_index([g.draft_exponent for g in groups], np.float32, size, 0.0),
             first_G=padded(population.first_G.astype(np.int32), size, 0),
             size_G=padded(population.size_G.astype(np.int32), size, 0),
-            count_G=of_groups([g.count for g in groups], np.int32, 0),
-            next_count_G=of_groups([g.count if g.next_rows is None else g.next_rows for g in groups], np.int32, 0),
+            count_G=padded(np.array([g.count for g in groups], np.int32), size, 0),
+            next_count_G=padded(
+                np.array([g.count if g.next_rows is None else g.next_rows for g in groups], np.int32), size, 0
+            ),
             shared_G=padded(shared_G.astype(np.int32), size, 0),
-            threshold_G=of_groups([p.ess_threshold or 0.0 for p in params], np.float64, 0.0),
+            threshold_G=padded(np.array([p.ess_threshold or 0.0 for p in params], np.float64), size, 0.0),
             decoding_G=padded(decoding_G, size, int(Decoding.TARGET)),
             chain_P=chain_P,
             distribution_P=distribution_P,
             nodes_G=padded(nodes_G.astype(np.int32), size, 0),
-            scheme_G=of_groups([SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in params], np.int32, 0),
+            scheme_G=padded(
+                np.array([SCHEME_NAMES.index(p.resampling) if p.resampling else 0 for p in params], np.int32), size, 0
+            ),
             target_pages_AQ=padded(target_pages_AQ, size, 0),
             begin_pages_AQ=padded(begun[:, : shape.begin], size, 0),
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
@@ -376,32 +377,28 @@ class RoundPlanner:
 
 def _penalties(population: Population, size: int) -> Penalties[np.ndarray] | None:
     """Penalties by batch index; None if no group has any."""
-    params, group_A = population.params, population.group_A
+    params = population.params
     if not any(p.penalised for p in params):
         return None
-    columns = {
-        "presence_A": ([p.presence_penalty for p in params], np.float32, 0.0),
-        "frequency_A": ([p.frequency_penalty for p in params], np.float32, 0.0),
-        "repetition_A": ([p.repetition_penalty for p in params], np.float32, 1.0),
-        "prompt_A": ([g.prompt_size for g in population.groups], np.int64, 0),
-    }
     return Penalties(
-        **{name: padded(np.array(values, kind)[group_A], size, none) for name, (values, kind, none) in columns.items()}
+        presence_A=population.by_index([p.presence_penalty for p in params], np.float32, size, 0.0),
+        frequency_A=population.by_index([p.frequency_penalty for p in params], np.float32, size, 0.0),
+        repetition_A=population.by_index([p.repetition_penalty for p in params], np.float32, size, 1.0),
+        prompt_A=population.by_index([g.prompt_size for g in population.groups], np.int64, size, 0),
     )
 
 
 def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarray] | None:
     """Constraints by batch index; None if no group has any."""
-    groups, group_A = [g if g.params.masked else None for g in population.groups], population.group_A
-    if not any(groups):
+    groups = population.groups
+    if not any(p.masked for p in population.params):
         return None
-    entry_G = np.array([g.stop_entry if g else 0 for g in groups], np.int32)
-    prompt_G = np.array([g.prompt_size for g in population.groups], np.int64)
-    by_answer_G = np.array([g is not None and g.params.constraint_scope == "answer" for g in groups])
+    entries = [g.stop_entry if g.params.masked else 0 for g in groups]
+    by_answer = [g.params.masked and g.params.constraint_scope == "answer" for g in groups]
     return ConstrainedRows(
-        entry_A=padded(entry_G[group_A], size, 0),
-        prompt_A=padded(prompt_G[group_A], size, 0),
-        by_answer_A=padded(by_answer_G[group_A], size, False),
+        entry_A=population.by_index(entries, np.int32, size, 0),
+        prompt_A=population.by_index([g.prompt_size for g in groups], np.int64, size, 0),
+        by_answer_A=population.by_index(by_answer, np.bool_, size, False),
     )
 
 
