@@ -126,8 +126,11 @@ VerifyChains = Callable[[RoundPlan[Tensor], VerifyInputs, Tensor, Tensor, Spans]
 class VerifiedChains:
     """Chains at the target."""
 
-    def __init__(self, chains: int, queries: int, vocab: int, device: torch.device) -> None:
+    def __init__(
+        self, chains: int, queries: int, sampling: Sampling, verify: VerifyChains, device: torch.device
+    ) -> None:
         """`chains`: maximum number of chains in a round; `queries`: tokens of a block."""
+        self._sampling, self._verify, vocab = sampling, verify, sampling.vocab
         # Entries are read only after they have been written.
         self.drawn_PKV = torch.empty(chains, queries - 1, vocab, device=device)
         """float32 log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in
@@ -135,21 +138,15 @@ class VerifiedChains:
         self._dist_TV = torch.empty(chains * queries, vocab, device=device)
 
     def verify(
-        self,
-        sampling: Sampling,
-        verify: VerifyChains,
-        plan: RoundPlan[Tensor],
-        inputs: VerifyInputs,
-        logits_TV: Tensor,
-        drawn: TargetDraws | None,
+        self, plan: RoundPlan[Tensor], inputs: VerifyInputs, logits_TV: Tensor, drawn: TargetDraws | None
     ) -> TargetDraws:
         """Return the target's draws, with the results of rejection sampling in the place of those for chains."""
         index_P, q = plan.arrays.chain_P, inputs.rows.queries
         token_P = (index_P[:, None] * q + torch.arange(q, device=index_P.device)).flatten()
         logp_TV = self._dist_TV[: len(token_P)]
-        sampling.write_distribution(logits_TV[token_P], inputs.distribution_T.take(token_P), logp_TV)
+        self._sampling.write_distribution(logits_TV[token_P], inputs.distribution_T.take(token_P), logp_TV)
         logp_PQV, groups = logp_TV.view(len(index_P), q, -1), chain_groups(plan)
-        verdicts = verify(plan, inputs, logp_PQV, self.drawn_PKV[: len(index_P)], groups)
+        verdicts = self._verify(plan, inputs, logp_PQV, self.drawn_PKV[: len(index_P)], groups)
         # Padding repeats the first chain.
         chain_P = torch.arange(len(index_P), device=index_P.device)
         chain_P = torch.where(chain_P < groups.size_G.sum(), chain_P, 0)

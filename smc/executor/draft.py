@@ -55,7 +55,6 @@ from smc.round.tensors import (
     DraftedRows,
     DraftInputs,
     DraftReport,
-    DraftShape,
     DraftStep,
     GrownRows,
     LastTokens,
@@ -90,7 +89,10 @@ class DraftStage:
     ops: DraftOps
     biases: BiasTables
     """Biases of these logits."""
-    shape: DraftShape
+    block: int
+    """K: tokens of a row."""
+    by_round: bool
+    """Random numbers are keyed by the round and the position; otherwise by the position alone."""
     mixture: float
     """Share of the untruncated distribution in the proposal."""
     nan: Tensor
@@ -114,7 +116,7 @@ class DraftStage:
 
     def begin(self, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor]) -> DraftInputs:
         """Lay out the particles and their chains, before the first step."""
-        inputs = self.ops.begin_draft(self.state, plan, distribution, self.shape)
+        inputs = self.ops.begin_draft(self.state, plan, distribution, self.block, self.by_round)
         self.run.begin(plan, plan.arrays.begin_pages_AQ, plan.arrays.branch_pages_XB.view(len(plan.arrays.slot_A), -1))
         if Decoding.REJECTION not in plan.kind.decodings:
             return inputs
@@ -196,7 +198,7 @@ class DraftStage:
     ) -> tuple[PackedFields[DraftedRows], GrownRows]:
         """Run the remaining steps. Returns the message to the target and the rows."""
         steps = list(grown)
-        for step in range(len(grown), plan.kind.steps or self.shape.block):
+        for step in range(len(grown), plan.kind.steps or self.block):
             steps.append(self.extend(plan, inputs, self.run_rows(plan, inputs, steps[-1].tree), step, steps[-1]))
         tree, kept = steps[-1].tree, []
         if Decoding.WALK in plan.kind.decodings:
@@ -237,7 +239,7 @@ class DraftStage:
         if self.nodes is not None and grown.steps:
             self.ops.store_inner_nodes(self.nodes, self.state, plan, grown, selection)
         self.run.remap(plan, selection.particles.ancestor_A, tree.tail_XB, selection.particles.row_A, pending=True)
-        lineage, next_ = self.ops.remap_draft(self.state, plan, tree, selection, plan.kind.steps or self.shape.block)
+        lineage, next_ = self.ops.remap_draft(self.state, plan, tree, selection, plan.kind.steps or self.block)
         self.ops.advance(self.state, plan.arrays.slot_A, selection, next_)
         return DraftReport(lineage, observed)
 
@@ -273,7 +275,7 @@ class DraftStage:
 
 
 def begin_draft(
-    state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
+    state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], block: int, by_round: bool
 ) -> DraftInputs:
     """Return the particles as inputs of the draft, and enter the pages of their pending tokens into the block
     tables."""
@@ -306,8 +308,8 @@ def begin_draft(
     )
     tree = TokenTree(
         root_X=index_A,
-        tokens_XK=zero_A[:, None].expand(-1, shape.block),
-        logq_XK=zero_A[:, None].expand(-1, shape.block).float(),
+        tokens_XK=zero_A[:, None].expand(-1, block),
+        logq_XK=zero_A[:, None].expand(-1, block).float(),
         tail_XB=plan.arrays.branch_pages_XB[:: plan.kind.branches],
         count_X=zero_A,
         alive_X=state.alive_S[slot_A],
@@ -320,12 +322,12 @@ def begin_draft(
         cut_X=zero_A,
         outcome_X=zero_A,
     )
-    first, later = (_candidate_layout(plan, distribution, shape, width) for width in (1, plan.kind.branches))
+    first, later = (_candidate_layout(plan, distribution, by_round, width) for width in (1, plan.kind.branches))
     return DraftInputs(tokens_AQ, rows, index_A * queries + pending_A - 1, tree, first, later)
 
 
 def _candidate_layout(
-    plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape, width: int
+    plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], by_round: bool, width: int
 ) -> CandidateLayout:
     """Return the layout of `width` rows for each batch index."""
     index_R, f = plan.index_of_rows(width), plan.kind.branches
@@ -339,7 +341,7 @@ def _candidate_layout(
         rows=Spans(plan.arrays.first_G * f, plan.arrays.size_G * f),
         rank_R1=rank_R[:, None],
         stream_RF=stream_AF.view(len(index_R), -1),
-        keys_R=RoundKeys(plan.arrays.seed_A[index_R], round_R if shape.by_round else torch.zeros_like(round_R)),
+        keys_R=RoundKeys(plan.arrays.seed_A[index_R], round_R if by_round else torch.zeros_like(round_R)),
         keys_G=plan.keys_G,
         distribution=distribution.take(index_R),
     )

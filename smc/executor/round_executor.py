@@ -49,7 +49,6 @@ from smc.round.slot_state import InnerNodes, Lineage, RoundSelection, SequenceHa
 from smc.round.tensors import (
     DraftedRows,
     DraftReport,
-    DraftShape,
     GrownRows,
     ObservedDraws,
     RedraftReport,
@@ -122,7 +121,8 @@ class ModelRunner:
             nan=torch.full((1,), torch.nan, device=worker.device),
             # The target's plain decoding must not depend on the round's number: exact decoding makes the same draws in
             # other rounds.
-            shape=DraftShape(config.block, by_round=worker.name == ModelRole.DRAFT),
+            block=config.block,
+            by_round=worker.name == ModelRole.DRAFT,
             mixture=0.0,
             purpose=Purpose.TARGET,
         )
@@ -197,7 +197,7 @@ class ModelRunner:
         after = run("pass 0", lambda: drafter.run_pending(here, inputs))
         mask_AW = masks.of_particles(plan, particles)
         grown = [run("extend 0", lambda: drafter.extend(here, inputs, after, 0, mask_RW=mask_AW))]
-        steps = plan.kind.steps or drafter.shape.block
+        steps = plan.kind.steps or drafter.block
         if self.stages.records and not plan.kind.every_step:
             steps = 1
         for step in range(1, steps):
@@ -224,7 +224,7 @@ class ModelRunner:
         )
         lineage = drafter.remap(plan, grown, selection).lineage
         logq_AK = tree.logq_XK
-        exists_AK = torch.arange(drafter.shape.block, device=slot_A.device) < tree.count_X[:, None]
+        exists_AK = torch.arange(drafter.block, device=slot_A.device) < tree.count_X[:, None]
         nan_G = plan.any_of_group((torch.isnan(logq_AK) & exists_AK).any(-1))
         zero_G = torch.zeros_like(plan.arrays.threshold_G)
         never_G = zero_G > 0
@@ -272,7 +272,7 @@ class DraftRunner(ModelRunner):
             run=run,
             sampling=sampling,
             biases=biases,
-            shape=DraftShape(config.block, by_round=True),
+            by_round=True,
             mixture=config.defensive_share,
             purpose=Purpose.PROPOSAL,
             kept_RV=torch.empty(min(config.max_slots, OBSERVED_ROOTS), sampling.columns, device=worker.device),

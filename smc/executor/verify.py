@@ -58,7 +58,7 @@ class VerifyStage:
         self.queries = block if lookahead else block + 1
         self.logq_SQ = torch.zeros(len(state.end_S), self.queries, device=state.device)
         """log q of the pending tokens of each slot."""
-        self.chains = VerifiedChains(chains, self.queries, sampling.vocab, state.device)
+        self.chains = VerifiedChains(chains, self.queries, sampling, ops.verify_chains, state.device)
 
     def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
         self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
@@ -124,7 +124,7 @@ class VerifyStage:
             if drawn is not None:
                 drawn = drawn._replace(logp_T1=drawn.logp_T1 + log_mass_T[:, None])
         if len(plan.arrays.chain_P):
-            drawn = self.chains.verify(self.sampling, self._ops.verify_chains, plan, inputs, logits_TV, drawn)
+            drawn = self.chains.verify(plan, inputs, logits_TV, drawn)
         outputs = self._ops.collect_outputs(inputs, plan, labelled_T, drawn, next_AV)._replace(raw_TV=raw_TV)
         return outputs if log_mass_T is None else outputs._replace(next_mass_A=log_mass_T[inputs.last_A])
 

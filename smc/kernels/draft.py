@@ -33,7 +33,6 @@ from smc.round.tensors import (
     Continuation,
     DraftedRows,
     DraftInputs,
-    DraftShape,
     LastTokens,
     ObservedDraws,
     Rows,
@@ -52,7 +51,7 @@ _HALF, _MOST = tl.constexpr(RANK_BITS // 2), tl.constexpr((1 << RANK_BITS) - 1)
 
 
 def begin_draft(
-    state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], shape: DraftShape
+    state: SlotState, plan: RoundPlan[Tensor], distribution: DistributionSpec[Tensor], block: int, by_round: bool
 ) -> DraftInputs:
     """See `smc.executor.draft.begin_draft`."""
     arrays, branches, room = plan.arrays, plan.kind.branches, Room(state.device)
@@ -61,8 +60,8 @@ def begin_draft(
     stream_X, spans = room.longs(rows), Spans(room.ints(groups), room.ints(groups))
     tree = TokenTree(
         root_X=room.longs(batch_size),
-        tokens_XK=none_A[:, None].expand(-1, shape.block),
-        logq_XK=zero_A[:, None].expand(-1, shape.block),
+        tokens_XK=none_A[:, None].expand(-1, block),
+        logq_XK=zero_A[:, None].expand(-1, block),
         tail_XB=arrays.branch_pages_XB[::branches],
         count_X=none_A,
         alive_X=room.bools(batch_size),
@@ -110,7 +109,7 @@ def begin_draft(
             rows=spans,
             rank_R1=room.longs(batch_size, 1),
             stream_RF=stream_X.view(batch_size, branches),
-            keys_R=RoundKeys(arrays.seed_A, arrays.round_A if shape.by_round else none_A),
+            keys_R=RoundKeys(arrays.seed_A, arrays.round_A if by_round else none_A),
             keys_G=later.keys_G,
             distribution=distribution,
         ),
@@ -119,7 +118,7 @@ def begin_draft(
     _begin[(triton.cdiv(max(rows, groups), ROWS),)](
         arrays, distribution, state, state.table_SL.stride(0), state.pending_SQ.stride(0), zero_A, out,
         Sizes(batch_size, groups, rows),
-        F=branches, P=queries, BY_ROUND=shape.by_round, BLOCK=ROWS, BLOCK_P=triton.next_power_of_2(queries),
+        F=branches, P=queries, BY_ROUND=by_round, BLOCK=ROWS, BLOCK_P=triton.next_power_of_2(queries),
         num_warps=1,
     )  # fmt: skip
     return out

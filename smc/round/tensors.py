@@ -7,7 +7,6 @@ weights, it is the log-probability that its tokens win the target's draws, by th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, NamedTuple
 
@@ -75,16 +74,6 @@ class LastTokens(NamedTuple):
 
 
 # Draft.
-@dataclass(frozen=True)
-class DraftShape:
-    """What a drafter drafts for every batch index."""
-
-    block: int
-    """K: tokens of a row."""
-    by_round: bool
-    """Random numbers are keyed by the round and the position; otherwise by the position alone."""
-
-
 class TokenTree(NamedTuple):
     """Rows while they grow, or the particles that they continue."""
 

@@ -198,7 +198,7 @@ def draft_rows(kinds: frozenset[Decoding], lookahead: bool) -> None:
     """Run what begins a draft, extends its rows and ends it."""
     made = DraftRound(1, kinds, lookahead, CPU)
     plan, tree = made.plan, made.tree()
-    inputs = TritonOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True))
+    inputs = TritonOps().begin_draft(made.state, plan, made.law, made.k, by_round=True)
     none_X = torch.zeros_like(tree.root_X)
     chosen = own = chains = None
     if kinds - {Decoding.INDEPENDENT}:
@@ -239,7 +239,7 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     for ahead in (True, False):
         TritonOps().prune_tree(plan, several_steps(grown), ahead)
     candidates = grown.steps[0].candidates
-    particles = RoundOps().begin_draft(made.state, plan, made.law, made.shape(by_round=True)).tree
+    particles = RoundOps().begin_draft(made.state, plan, made.law, made.k, by_round=True).tree
     TritonOps().with_inner_nodes(nodes, plan, particles, candidates)
     TritonOps().limit_outcomes(plan, grown.tree, candidates, True)
     token_RC, share_RC = torch.zeros(places, 33, dtype=torch.int64), torch.zeros(places, 33)

@@ -11,7 +11,7 @@ import torch
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
-from smc.round.tensors import DraftInputs, DraftShape, LastTokens, TokenTree
+from smc.round.tensors import DraftInputs, LastTokens, TokenTree
 from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
@@ -54,9 +54,6 @@ class DraftRound(Round):
         arrays = self.plan.arrays._replace(begin_pages_AQ=begin_AQ, branch_pages_XB=branch_XB)
         self.plan = replace(self.plan, arrays=arrays, draft_distribution=self.law).sized()
 
-    def shape(self, by_round: bool) -> DraftShape:
-        return DraftShape(self.k, by_round)
-
     def tree(self) -> TokenTree:
         """A random tree: rows of K tokens."""
         rng, drafted, rows = self.rng, self.drafted(), self.places * self.f
@@ -82,7 +79,7 @@ class DraftRound(Round):
 
 def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
     """Run `begin_draft` and return everything that is read later; the table of the dummy slot is not."""
-    of: DraftInputs = ops.begin_draft(made.state, made.plan, made.law, made.shape(by_round))
+    of: DraftInputs = ops.begin_draft(made.state, made.plan, made.law, made.k, by_round)
     rows = of.rows
     assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.kind.contexts
     run = (

@@ -78,7 +78,7 @@ def test_nodes_are_the_torch_ones(kinds):
             if made.k == 1:
                 break
             nodes, _ = nodes_of(made, ops)
-            begun = ops.begin_draft(made.state, made.plan, made.law, made.shape(by_round=True)).tree
+            begun = ops.begin_draft(made.state, made.plan, made.law, made.k, by_round=True).tree
             shares_AC = made.here(made.floats(made.places, WIDTH))
             token_AC = made.here(made.rng.integers(0, VOCAB, (made.places, WIDTH)))
             candidates, rows, bounds = ops.with_inner_nodes(
