@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,23 +77,27 @@ def commit_tokens(slots: Slots, population: Population) -> None:
         group.counters.lag_sum += lag
 
 
-@dataclass
-class InFlightStep:
+class LaunchedGroup(NamedTuple):
+    """A request's part in a round, as it was at the launch."""
+
+    group: SequenceGroup
+    pages: RoundPages
+    generation: int
+    is_resized: bool
+    """The round changes the number of its particles."""
+    exponent: float
+    """Exponent of coupled drafting."""
+    depth: int
+    """Maximum number of drafted tokens of a row that are verified."""
+
+
+class InFlightStep(NamedTuple):
     """A round that has been launched."""
 
     population: Population
-    generations: list[int]
-    """Generation of each request at the launch."""
-    resized: list[bool]
-    """Whether the round changes the number of a request's particles, for each request."""
-    pages: list[RoundPages]
-    """Pages that were allocated for each request."""
-    exponents: list[float]
-    """Exponent of coupled drafting of each request."""
+    groups: list[LaunchedGroup]
     size: DraftSize
-    """Number of branches and steps that are drafted."""
-    depths: list[int]
-    """Maximum number of drafted tokens of a row that are verified, for each request."""
+    """How much is drafted."""
     pending: Pending[RoundReports]
 
 
@@ -198,23 +202,20 @@ class RoundScheduler:
                 group.exponent = self.exponents.begin(group.params.temperature)
         size = self._with_redraft_pages(population, pages, self._planner.size(population))
         plan = self._planner.plan(population, pages, size)
-        depths = [self._depth(group, plan.kind) for group in population.groups]
+        groups = [
+            LaunchedGroup(
+                group,
+                granted,
+                group.generation,
+                group.next_rows is not None,
+                group.draft_exponent,
+                self._depth(group, plan.kind),
+            )
+            for group, granted in given
+        ]
         for group, granted in given:
             group.begin_round(granted, plan.kind.steps or self.config.block)
-        generations = [group.generation for group, _ in given]
-        resized = [group.next_rows is not None for group, _ in given]
-        exponents = [group.draft_exponent for group in population.groups]
-        round_ = self.executor.round(plan)
-        step = InFlightStep(
-            population,
-            generations,
-            resized,
-            pages,
-            exponents,
-            size,
-            depths,
-            round_,
-        )
+        step = InFlightStep(population, groups, size, self.executor.round(plan))
         self.queued += time.perf_counter() - begin
         return step
 
@@ -243,11 +244,7 @@ class RoundScheduler:
         begin = time.monotonic_ns()
         outcome = step.pending.result()
         self.waited = (begin, time.monotonic_ns())
-        current = [
-            g
-            for g, (group, generation) in enumerate(zip(step.population.groups, step.generations))
-            if group.generation == generation
-        ]
+        current = [g for g, each in enumerate(step.groups) if each.group.generation == each.generation]
         if current:
             self._record(step, outcome, np.array(current))
         if any(group.params.masked for group in step.population.groups):
@@ -258,12 +255,13 @@ class RoundScheduler:
 
     def _record(self, step: InFlightStep, outcome: RoundReports, current_G: np.ndarray) -> None:
         launched, result, slots = step.population, outcome.result, self.slots
+        groups = [step.groups[g] for g in current_G]
         population, index_A = launched, np.arange(len(launched.slot_A))
         if len(current_G) < len(launched.groups):
             index_A = index_A[np.isin(launched.group_A, current_G)]
             population = launched.take(current_G)
         source_A = launched.slot_A[result.selection.particles.ancestor_A[index_A]]
-        pages = [step.pages[g] for g in current_G]
+        pages = [each.pages for each in groups]
         redrafted_A = self._redraft(outcome.redrafted, launched, population, index_A, pages)
         self._count_work(population, step.size, redrafted_A)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
@@ -273,16 +271,16 @@ class RoundScheduler:
         commit_tokens(slots, population)
         more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
         failures = step.pending.failures()
-        for group, launched_g in zip(population.groups, current_G.tolist()):
+        for each, launched_g in zip(groups, current_G.tolist()):
             if launched_g in failures:
-                group.fail_constraint(failures[launched_g])
+                each.group.fail_constraint(failures[launched_g])
         again_G = redrafted_A[population.first_G]
-        depths = [step.size.redrafted + 1 if again else step.depths[g] for g, again in zip(current_G, again_G.tolist())]
+        depths = [step.size.redrafted + 1 if again else each.depth for each, again in zip(groups, again_G.tolist())]
         self._count(population, depths, step.size.branches, result, current_G, more_G, (restarts_G, again_G))
         if outcome.observed is not None:
             observed = map_tensors(lambda values_A: values_A[index_A], outcome.observed)
-            self._observe_draws(population, observed, [step.exponents[g] for g in current_G])
-        self._drop_slots(population, [step.resized[g] for g in current_G], result, index_A)
+            self._observe_draws(population, observed, [each.exponent for each in groups])
+        self._drop_slots(population, [each.is_resized for each in groups], result, index_A)
 
     def _redraft(
         self,
