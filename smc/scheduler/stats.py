@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from smc.api.request import Statistics
@@ -179,23 +179,16 @@ class RequestCounters:
 
     def statistics(self, log_z: float, particles_left: int, draft_exponent: float, numerics: Numerics) -> Statistics:
         rounds, drafted = max(self.rounds, 1), max(self.rounds - self.alone_rounds, 1)
+        # Counters that are reported as they are have the same names there.
+        counters = {each.name: getattr(self, each.name) for each in fields(Statistics) if hasattr(self, each.name)}
         return Statistics(
-            particles=self.particles,
+            **counters,
             particles_left=particles_left,
-            rounds=self.rounds,
-            resamples=self.resamples,
-            collapses=self.collapses,
-            preemptions=self.preemptions,
             mean_ess=self.ess_sum / rounds,
             min_ess=self.ess_min if self.ess_sum else 0.0,
             log_z=log_z,
-            draft_tokens=self.draft_tokens,
-            target_tokens=self.target_tokens,
             committed_lag=self.lag_sum / rounds,
             accepted_per_round=self.confirmed / drafted,
-            hits=self.hits,
-            misses=self.misses,
-            alone_rounds=self.alone_rounds,
             mean_rows=self.rows_sum / drafted,
             draft_exponent=draft_exponent,
             numerics=numerics.value,
