@@ -101,7 +101,7 @@ class DraftStage:
     kept_RV: Tensor | None = None
     """Buffer for log q after the first R roots of exact decoding, with which the target's draws are compared. None: the
     drafter has no target."""
-    nodes: InnerNodes | None = None
+    inner_nodes: InnerNodes | None = None
     """Inner nodes of the blocks in flight, at which rows ahead may begin. None: there are no rows ahead."""
     chains: DraftedChains | None = None
     """None: the drafter has no chains."""
@@ -176,7 +176,7 @@ class DraftStage:
             columns, ids_M = self.sampling.columns, self.sampling.ids_M
             logits_RV = self.ops.apply_mask(logits_RV, mask_RW, columns, ids_M, fails=is_own)
         own = chosen = chains = raw_logp_X = None
-        nodes = tree
+        continued = tree
         if plan.kind.has_separate:
             keys = DrawKeys(*layout.keys_R, layout.stream_RF, tree.next_X, self.purpose)
             own = OwnDraws(*self.sampling.propose(logits_RV, layout.distribution, self.mixture, keys))
@@ -184,12 +184,12 @@ class DraftStage:
             assert own is not None and isinstance(self.sampling, Sampling), "a target that decodes alone"
             raw_logp_X = self.sampling.raw_score(raw_RV, own.token_RF[:, 0])
         if plan.kind.decodings - SEPARATE - {Decoding.REJECTION}:
-            chosen, nodes = self._expanded(plan, layout, logits_RV, tree, step)
+            chosen, continued = self._expanded(plan, layout, logits_RV, tree, step)
         if inputs.chains is not None and self.chains is not None:
-            width = len(nodes.root_X) // len(tree.root_X)
+            width = len(continued.root_X) // len(tree.root_X)
             chains = self.chains.draw(self.sampling, plan, layout, logits_RV, tree, step, inputs.chains, width)
         more = Continuation(chosen, own, chains)
-        grown = self.ops.reparent(nodes, more, plan, self.state, step=step)
+        grown = self.ops.reparent(continued, more, plan, self.state, step=step)
         kept = None if chosen is None else DraftStep(grown, chosen.expansion.parent_X, chosen.candidates)
         return GrownStep(grown, kept, raw_logp_X)
 
@@ -206,12 +206,12 @@ class DraftStage:
         raw_logp = [step.raw_logp_X for step in steps if step.raw_logp_X is not None]
         rows = GrownRows(tree, tuple(kept), raw_logp_XK=torch.stack(raw_logp, 1) if raw_logp else None)
         if kept:
-            rows = self.ops.prune_tree(plan, rows, self.nodes is not None)
+            rows = self.ops.prune_tree(plan, rows, self.inner_nodes is not None)
         return self.ops.pack_rows(self.state, plan, rows.tree), rows
 
     def redraft(self, plan: RoundPlan[Tensor], start: RedraftStart) -> tuple[()]:
         """Draft again after a miss, and make the rows the particles. Writes the message and the lineage of `start`."""
-        assert self.nodes is not None, "a drafter of look-ahead"
+        assert self.inner_nodes is not None, "a drafter of look-ahead"
         state, again = self.state, plan_again(plan, start)
         inputs = self.begin(again, again.draft_distribution)
         first = known_step(state, again, inputs, start.root_A)
@@ -220,7 +220,7 @@ class DraftStage:
         is_again_A = start.slot_A != state.dummy
         start.message.write(rows._replace(count_X=torch.where(is_again_A, rows.count_X, 0)))
         selection = selected_again(state, again, start.message.fields)
-        self.ops.store_inner_nodes(self.nodes, state, again, grown, selection)
+        self.ops.store_inner_nodes(self.inner_nodes, state, again, grown, selection)
         lineage, next_ = self.ops.remap_draft(state, again, grown.tree, selection, plan.kind.redrafted + 1)
         self.ops.advance(state, again.arrays.slot_A, selection, next_)
         start.lineage.path_AB.copy_(lineage.path_AB)
@@ -236,8 +236,8 @@ class DraftStage:
         observed = ObservedDraws(nan_A, nan_A, nan_A)
         if self.kept_RV is not None and Decoding.WALK in plan.kind.decodings:
             observed = self.ops.observe_draws(self.state, plan, tree, selection, self.kept_RV, self._coupling(plan))
-        if self.nodes is not None and grown.steps:
-            self.ops.store_inner_nodes(self.nodes, self.state, plan, grown, selection)
+        if self.inner_nodes is not None and grown.steps:
+            self.ops.store_inner_nodes(self.inner_nodes, self.state, plan, grown, selection)
         self.run.remap(plan, selection.particles.ancestor_A, tree.tail_XB, selection.particles.row_A, pending=True)
         lineage, next_ = self.ops.remap_draft(self.state, plan, tree, selection, plan.kind.steps or self.block)
         self.ops.advance(self.state, plan.arrays.slot_A, selection, next_)
@@ -261,9 +261,11 @@ class DraftStage:
             logits_RV, layout.distribution, self.mixture, keys, has_rest, coupling, kept_RV
         )
         sources, useful = layout.sources, candidate_tokens
-        if self.nodes is not None and coupling is not None:
+        if self.inner_nodes is not None and coupling is not None:
             if step == 0:
-                candidate_tokens, tree, sources = self.ops.with_inner_nodes(self.nodes, plan, tree, candidate_tokens)
+                candidate_tokens, tree, sources = self.ops.with_inner_nodes(
+                    self.inner_nodes, plan, tree, candidate_tokens
+                )
                 useful = candidate_tokens
             elif plan.kind.branches > 1:
                 useful = self.ops.limit_outcomes(plan, tree, candidate_tokens, has_rest)

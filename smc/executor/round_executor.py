@@ -15,7 +15,7 @@ Local axes: P chains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Protocol
@@ -150,64 +150,68 @@ class ModelRunner:
 
     def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """Return the plan on the device. Call it inside `working()`."""
-        here = self.stages.keep(plan.kind, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
+        device_plan = self.stages.keep(plan.kind, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
         if plan.weights_A is not None:
-            self.stages.run(plan.kind, "reweigh", lambda: self.state.reweigh(here))
-        return here
+            self.stages.run(plan.kind, "reweigh", lambda: self.state.reweigh(device_plan))
+        return device_plan
 
     @torch.inference_mode()
     def _decode(self, plan: RoundPlan[np.ndarray]) -> AsyncResult:
         """Queue a round of K tokens by this model alone."""
         stages = self.stages
         with stages.working():
-            here = self._load(plan)
+            device_plan = self._load(plan)
             is_draft = self.worker.name == ModelRole.DRAFT
-            distribution = here.draft_distribution if is_draft else here.target_distribution
+            distribution = device_plan.draft_distribution if is_draft else device_plan.target_distribution
             began = stages.event()
             if plan.constraints is None:
                 result = stages.run(
-                    plan.kind, "alone", lambda: self._end_alone(here, self._alone.draft(here, distribution)[1])
+                    plan.kind,
+                    "alone",
+                    lambda: self._end_alone(device_plan, self._alone.draft(device_plan, distribution)[1]),
                 )
             else:
-                _, grown = self._draft_constrained(self._alone, plan, here, distribution)
-                result = stages.run(plan.kind, "end", lambda: self._end_alone(here, grown))
+                _, grown = self._draft_constrained(self._alone, plan, device_plan, distribution)
+                result = stages.run(plan.kind, "end", lambda: self._end_alone(device_plan, grown))
             ended = stages.event()
             return self._read(plan.kind, result, {self.worker.name: (began, ended)})
 
-    def _read(self, key: Hashable, result: RoundResult[Tensor] | DraftReport[Tensor], spans: TimeSpans) -> AsyncResult:
+    def _read(
+        self, kind: RoundKind, result: RoundResult[Tensor] | DraftReport[Tensor], spans: TimeSpans
+    ) -> AsyncResult:
         """Start copying a round's result to the host, with what is known of its masks."""
         masks = self._masks
         spans = spans | masks.take_span(self.worker.name)
-        return self.stages.read(key, result, spans, masks.take_failures(), self._forward.check)
+        return self.stages.read(kind, result, spans, masks.take_failures(), self._forward.check)
 
     def _draft_constrained(
         self,
         drafter: DraftStage,
         plan: RoundPlan[np.ndarray],
-        here: RoundPlan[Tensor],
+        device_plan: RoundPlan[Tensor],
         distribution: DistributionSpec[Tensor],
     ) -> tuple[PackedFields[DraftedRows], GrownRows]:
         """Run `DraftStage.draft` with masks. On GPUs the masks of later steps are made only if the plan says so,
         because the host waits for the device in each of these steps."""
         run, masks = partial(self.stages.run, plan.kind), self._masks
-        assert plan.constraints is not None and here.constraints is not None, "a round with constrained requests"
+        assert plan.constraints is not None and device_plan.constraints is not None, "a round with constrained requests"
         # This copy is queued before everything else of the round, so the host waits for nothing of this round.
-        particles = masks.answers(plan, here, pending=True)
-        inputs = run("begin", lambda: drafter.begin(here, distribution))
-        after = run("pass 0", lambda: drafter.run_pending(here, inputs))
+        particles = masks.answers(plan, device_plan, pending=True)
+        inputs = run("begin", lambda: drafter.begin(device_plan, distribution))
+        after = run("pass 0", lambda: drafter.run_pending(device_plan, inputs))
         mask_AW = masks.of_particles(plan, particles)
-        grown = [run("extend 0", lambda: drafter.extend(here, inputs, after, 0, mask_RW=mask_AW))]
+        grown = [run("extend 0", lambda: drafter.extend(device_plan, inputs, after, 0, mask_RW=mask_AW))]
         steps = plan.kind.steps or drafter.block
         if self.stages.records and not plan.kind.every_step:
             steps = 1
         for step in range(1, steps):
             before = grown[-1]
             masks_of_rows = masks.of_rows(plan, before.tree, step, particles)
-            after = run(f"pass {step}", partial(drafter.run_rows, here, inputs, before.tree))
+            after = run(f"pass {step}", partial(drafter.run_rows, device_plan, inputs, before.tree))
             mask_XW = masks_of_rows()
-            extend = partial(drafter.extend, here, inputs, after, step, before, mask_XW)
+            extend = partial(drafter.extend, device_plan, inputs, after, step, before, mask_XW)
             grown.append(run(f"extend {step}", extend))
-        return run("rest", lambda: drafter.finish(here, inputs, tuple(grown)))
+        return run("rest", lambda: drafter.finish(device_plan, inputs, tuple(grown)))
 
     def _end_alone(self, plan: RoundPlan[Tensor], grown: GrownRows) -> RoundResult[Tensor]:
         drafter, state, slot_A = self._alone, self.state, plan.arrays.slot_A
@@ -276,7 +280,7 @@ class DraftRunner(ModelRunner):
             mixture=config.defensive_share,
             purpose=Purpose.PROPOSAL,
             kept_RV=torch.empty(min(config.max_slots, OBSERVED_ROOTS), sampling.columns, device=worker.device),
-            nodes=nodes,
+            inner_nodes=nodes,
             chains=self._chains,
         )
         self._round: tuple[RoundPlan[Tensor], GrownRows, TimeSpans] | None = None
@@ -294,38 +298,40 @@ class DraftRunner(ModelRunner):
     @torch.inference_mode()
     def draft(self, plan: RoundPlan[np.ndarray]) -> None:
         """Queue the draft's part of a round of both models, up to the selection."""
-        stages, drafter, key = self.stages, self._drafter, plan.kind
+        stages, drafter, kind = self.stages, self._drafter, plan.kind
         with stages.working():
             self._channel.settle()
-            here = self._load(plan)
+            device_plan = self._load(plan)
             chains, ahead = len(plan.arrays.chain_P), self.config.lookahead
             if chains and ahead and self.config.block > 1:
-                stages.run(key, "distributions", lambda: self._chains.pick(here))
+                stages.run(kind, "distributions", lambda: self._chains.pick(device_plan))
                 self._channel.send("distributions", self._chains.sent(chains))
             spans: TimeSpans = {}
-            if key.redrafted:
+            if kind.redrafted:
                 begins = stages.event()
-                self._redrafted = self._redraft(here)
+                self._redrafted = self._redraft(device_plan)
                 spans["redraft"] = (begins, stages.event())
             began = stages.event()
             if plan.constraints is None:
-                drafted, grown = stages.run(key, "draft", lambda: drafter.draft(here, here.draft_distribution))
+                drafted, grown = stages.run(
+                    kind, "draft", lambda: drafter.draft(device_plan, device_plan.draft_distribution)
+                )
             else:
-                drafted, grown = self._draft_constrained(drafter, plan, here, here.draft_distribution)
+                drafted, grown = self._draft_constrained(drafter, plan, device_plan, device_plan.draft_distribution)
             ended = stages.event()
             if chains and not ahead:
                 self._channel.send("distributions", self._chains.sent(chains))
             self._channel.send("rows", drafted.memory)
-        self._round = (here, grown, spans | {ModelRole.DRAFT.value: (began, ended)})
+        self._round = (device_plan, grown, spans | {ModelRole.DRAFT.value: (began, ended)})
 
     def _redraft(self, plan: RoundPlan[Tensor]) -> RedraftReport[Tensor]:
         """Draft again for groups after a miss, and send their blocks."""
-        stages, drafter, key = self.stages, self._drafter, plan.kind
-        nodes = drafter.nodes
+        stages, drafter, kind = self.stages, self._drafter, plan.kind
+        nodes = drafter.inner_nodes
         assert nodes is not None, "a round of look-ahead with blocks of several tokens"
-        start = stages.run(key, "begin again", lambda: begin_redraft(self.state, nodes, plan))
+        start = stages.run(kind, "begin again", lambda: begin_redraft(self.state, nodes, plan))
         again, host_waits = partial(drafter.redraft, plan, start), self._channel.host_waits
-        stages.run_if(start.any_1, key, "draft again", again, host_waits=host_waits)
+        stages.run_if(start.any_1, kind, "draft again", again, host_waits=host_waits)
         self._channel.send("blocks", start.message.memory)
         return report_of(start)
 
@@ -350,8 +356,8 @@ class DraftRunner(ModelRunner):
 
     def _join(self, group: SequenceHandoff) -> None:
         slots_N = self._enter(group)
-        if self._drafter.nodes is not None:
-            self._drafter.nodes.forget(slots_N)
+        if self._drafter.inner_nodes is not None:
+            self._drafter.inner_nodes.forget(slots_N)
 
 
 @dataclass(frozen=True)
@@ -412,55 +418,57 @@ class TargetRunner(ModelRunner):
             return self._decode(plan)
         if self._queued is None:
             self.begin(plan)
-        stages, verify, key = self.stages, self._verify, plan.kind
+        stages, verify, kind = self.stages, self._verify, plan.kind
         queued, self._queued = self._queued, None
         with stages.working():
             if queued is None:
                 self._channel.settle()
-            here = self._load(plan) if queued is None else queued.plan
-            self._receive_distributions(key, here)
-            if key.redrafted:
-                blocks = self._receive(key, "blocks", key.batch_size)
-                stages.run(key, "blocks", lambda: verify.redrafted(here, blocks()))
-            drafted = None if self.config.lookahead else self._receive_rows(key)
+            device_plan = self._load(plan) if queued is None else queued.plan
+            self._receive_distributions(device_plan)
+            if kind.redrafted:
+                blocks = self._receive(kind, "blocks", kind.batch_size)
+                stages.run(kind, "blocks", lambda: verify.redrafted(device_plan, blocks()))
+            drafted = None if self.config.lookahead else self._receive_rows(kind)
             if queued is None and plan.constraints is not None:
-                queued = self._queue_pass(plan, here, drafted)
+                queued = self._queue_pass(plan, device_plan, drafted)
             if queued is None:
                 began = stages.event()
-                verified = stages.run(key, "verify", lambda: verify.verify(here, drafted and drafted()))
+                verified = stages.run(kind, "verify", lambda: verify.verify(device_plan, drafted and drafted()))
                 span = (began, stages.event())
             else:
                 inputs, after, mask_TW, span = queued.inputs, queued.after, queued.masks(), queued.span
-                verified = stages.run(key, "read logits", lambda: verify.read_logits(here, inputs, after, mask_TW))
+                verified = stages.run(
+                    kind, "read logits", lambda: verify.read_logits(device_plan, inputs, after, mask_TW)
+                )
             if verified.nodes is not None:
-                here = here.with_target_pages(verified.nodes.pages_AQ)
-            rows = self._receive_rows(key) if drafted is None else drafted
+                device_plan = device_plan.with_target_pages(verified.nodes.pages_AQ)
+            rows = self._receive_rows(kind) if drafted is None else drafted
             heard = stages.event()
-            applied = stages.run(key, "select", lambda: self._select.select(here, verified, rows()))
+            applied = stages.run(kind, "select", lambda: self._select.select(device_plan, verified, rows()))
             selected = stages.event()
             self._channel.send("selection", self._channel.share(applied.memory))
             sent = stages.event()
-            stages.run(key, "remap", lambda: verify.remap(here, rows(), applied.result.selection))
+            stages.run(kind, "remap", lambda: verify.remap(device_plan, rows(), applied.result.selection))
             spans = {"target": span, "select": (heard, selected), "remap": (sent, stages.event())}
-            return self._read(key, applied.result, spans)
+            return self._read(kind, applied.result, spans)
 
     def _queue_pass(
-        self, plan: RoundPlan[np.ndarray], here: RoundPlan[Tensor], drafted: Callable[[], DraftedRows] | None
+        self, plan: RoundPlan[np.ndarray], device_plan: RoundPlan[Tensor], drafted: Callable[[], DraftedRows] | None
     ) -> QueuedPass:
         run, verify, began = partial(self.stages.run, plan.kind), self._verify, self.stages.event()
-        inputs = run("lay out", lambda: verify.lay_out(here, drafted and drafted()))
-        masks = self._masks.of_blocks(plan, here, inputs.blocks)
-        after = run("pass", lambda: verify.run_blocks(here, inputs))
-        return QueuedPass(here, inputs, after, masks, (began, self.stages.event()))
+        inputs = run("lay out", lambda: verify.lay_out(device_plan, drafted and drafted()))
+        masks = self._masks.of_blocks(plan, device_plan, inputs.blocks)
+        after = run("pass", lambda: verify.run_blocks(device_plan, inputs))
+        return QueuedPass(device_plan, inputs, after, masks, (began, self.stages.event()))
 
     def _join(self, group: SequenceHandoff) -> None:
         self._verify.join(group, self._enter(group))
 
-    def _receive_distributions(self, key: Hashable, plan: RoundPlan[Tensor]) -> None:
+    def _receive_distributions(self, plan: RoundPlan[Tensor]) -> None:
         """Receive the distributions that chains were drawn from, if there are any."""
         here_PKV = self._verify.chains.drawn_PKV[: len(plan.arrays.chain_P)]
         if here_PKV.numel():
-            self._channel.receive(key, "distributions", tuple(here_PKV.shape), here_PKV.dtype, here_PKV)
+            self._channel.receive(plan.kind, "distributions", tuple(here_PKV.shape), here_PKV.dtype, here_PKV)
 
     def _receive_rows(self, kind: RoundKind) -> Callable[[], DraftedRows]:
         return self._receive(kind, "rows", kind.batch_size * kind.branches)
