@@ -14,6 +14,7 @@ Local axes: P chains (batch indices of groups whose rows are chains), Y = P * F 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,17 +120,14 @@ def assign_chains(plan: RoundPlan[Tensor], alive_A: Tensor) -> ChainAssignment:
     return ChainAssignment(row_Y, source_Y, (rank_Y - begin_Y) % branches, rank_Y)
 
 
-VerifyChains = Callable[[RoundPlan[Tensor], VerifyInputs, Tensor, Tensor, Spans], tuple[Tensor, Tensor]]
-"""`verify_chains`, in torch or in Triton."""
-
-
 class VerifiedChains:
     """Chains at the target."""
 
     def __init__(
-        self, chains: int, queries: int, sampling: Sampling, verify: VerifyChains, device: torch.device
+        self, chains: int, queries: int, sampling: Sampling, verify: Callable[..., Any], device: torch.device
     ) -> None:
-        """`chains`: maximum number of chains in a round; `queries`: tokens of a block."""
+        """`chains`: maximum number of chains in a round; `queries`: tokens of a block; `verify`: `verify_chains` in
+        torch or in Triton."""
         self._sampling, self._verify, vocab = sampling, verify, sampling.vocab
         # Entries are read only after they have been written.
         self.drawn_PKV = torch.empty(chains, queries - 1, vocab, device=device)

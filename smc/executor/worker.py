@@ -182,11 +182,7 @@ class ModelWorker:
             elif batch.top_logprobs is not None:
                 hidden_TE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_P))
                 top_logprobs = likeliest(
-                    self._logits,
-                    self._sampling,
-                    batch.top_logprobs,
-                    hidden_TE,
-                    batch.starts_R + batch.counts_R,
+                    self._logits, self._sampling, batch.top_logprobs, hidden_TE, batch.starts_R + batch.counts_R
                 )
             else:
                 self._forward(batch, last_R[:0])

@@ -202,18 +202,11 @@ class RoundScheduler:
                 group.exponent = self.exponents.begin(group.params.temperature)
         size = self._with_redraft_pages(population, pages, self._planner.size(population))
         plan = self._planner.plan(population, pages, size)
-        groups = [
-            LaunchedGroup(
-                group,
-                granted,
-                group.generation,
-                group.next_rows is not None,
-                group.draft_exponent,
-                self._depth(group, plan.kind),
-            )
-            for group, granted in given
-        ]
+        groups = []
         for group, granted in given:
+            is_resized, depth = group.next_rows is not None, self._depth(group, plan.kind)
+            exponent = group.draft_exponent
+            groups.append(LaunchedGroup(group, granted, group.generation, is_resized, exponent, depth))
             group.begin_round(granted, plan.kind.steps or self.config.block)
         step = InFlightStep(population, groups, size, self.executor.round(plan))
         self.queued += time.perf_counter() - begin
