@@ -4,6 +4,8 @@ and stores what it measured for `smcserve serve --gpus`."""
 from __future__ import annotations
 
 import json as json_module
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, product
@@ -101,7 +103,7 @@ def run(plan: AdvisePlan, backend: PromptBackend, config: WorkerGroupConfig, com
     kind before they can be timed."""
     from benchmarks.advise import Advisor
     from services.launch.division import divisions
-    from services.launch.division_choice import DivisionMeasurement, gpu_memory, store_measurement, weights_fit
+    from services.launch.division_choice import DivisionMeasurement, gpu_memory, weights_fit
     from smc.calibration.forecast import AcceptanceCurve
     from smc.calibration.latency import STEADY, THOROUGH
 
@@ -171,6 +173,19 @@ def with_runs(ranked: Sequence[DivisionSpeed], measured: Mapping[tuple[Division,
     )
     others = (speed for speed, each in known.items() if each is None)
     return [*sorted(ran, key=lambda speed: -speed.per_request), *others, *failed]
+
+
+def store_measurement(config: WorkerGroupConfig, found: DivisionMeasurement) -> Path:
+    """Store a measurement in place of an earlier one. Returns its file. Raises OSError if it cannot be written."""
+    from services.launch.division_choice import measurement_file
+
+    path = measurement_file(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process reads either the whole file or the one before.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
+        file.write(found.to_json())
+    os.replace(file.name, path)
+    return path
 
 
 def report(

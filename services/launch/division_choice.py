@@ -6,10 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -128,17 +126,6 @@ def stored_measurement(config: WorkerGroupConfig) -> DivisionMeasurement | None:
     except (OSError, ValueError, LookupError, TypeError) as error:
         logger.warning("cannot read %s, so what `bench --advise` measured is not used: %s", path, error)
         return None
-
-
-def store_measurement(config: WorkerGroupConfig, found: DivisionMeasurement) -> Path:
-    """Store a measurement in place of an earlier one. Returns its file. Raises OSError if it cannot be written."""
-    path = measurement_file(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process reads either the whole file or the one before.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False, encoding="utf-8") as file:
-        file.write(found.to_json())
-    os.replace(file.name, path)
-    return path
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.reports.advise import store_measurement
 from services.launch.config import WorkerGroupConfig
 from services.launch.division import Degrees, Division, DivisionSpeed, divisions, rank_divisions
 from services.launch.division_choice import (
@@ -15,7 +16,6 @@ from services.launch.division_choice import (
     choose_division,
     describe,
     measurement_file,
-    store_measurement,
     stored_measurement,
     weights_fit,
 )
