@@ -8,7 +8,9 @@ same numbers in different orders, which the interpreter cannot show. A sum of tw
 for a product takes 16 inputs of two bytes at a time: adjacent ones, or, if they were widened from fewer bits for an
 instruction of one warp, some of each 32.
 
-    python -m tests.kernels.sum_orders"""
+    python -m tests.kernels.sum_orders
+
+Local axes: P experts that a token has chosen."""
 
 from __future__ import annotations
 
