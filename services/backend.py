@@ -53,11 +53,15 @@ class StartProgress:
     kernels and links."""
     percent: Mapping[str, int] = field(default_factory=dict)
     """Percentage of each model's weights that is loaded, by the model's role; empty in step `reserve`."""
+    warmed: int | None = None
+    """Percentage of the warm-up that is done, in step `prepare`; None: it has not begun, or there is none."""
 
     def __str__(self) -> str:
         if self.step == "load":
             return ", ".join(f"{percent}% of the {role}" for role, percent in self.percent.items()) + " loaded"
         prepare = "both models are loaded; warming up and timing them, about 20 s, on a GPU up to some minutes"
+        if self.warmed is not None:
+            prepare = f"both models are loaded; {self.warmed}% of the warm-up done, then the models are timed"
         return {"reserve": "waiting for CPUs or GPUs", "prepare": prepare}[self.step]
 
 

@@ -14,7 +14,7 @@ import torch
 from services.coordinator.messages import EngineStep
 from services.coordinator.service import CoordinatorServer, EngineLoop
 from services.link.base import LinkError
-from services.link.connect import Rendezvous, coordinator_end
+from services.link.connect import Rendezvous, coordinator_end, progress_reporter
 from services.link.remote_worker import RemoteModel, RemotePair, RemoteWorker, WorkerFailed
 from services.link.store import GroupStore
 from smc.api.engine_config import EngineConfig
@@ -209,7 +209,8 @@ class RemoteEngine:
         begin = time.monotonic()
         config, context = self._spec.engine, self._spec.context
         plans = list(warm_up_plans(config, context))
-        warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size))
+        report = progress_reporter(self._store, self._spec.rendezvous.warmed)
+        warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size), report)
         logger.info("ran %d dummy rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin)
 
     def _time_models(self, effort: Effort) -> None:

@@ -286,5 +286,5 @@ def _slots(request: Request) -> int:
     return request.params.least_rows * request.params.slots_per_row
 
 
-def _advance(progress: StartProgress) -> tuple[int, int]:
-    return START_STEPS.index(progress.step), min(progress.percent.values(), default=0)
+def _advance(progress: StartProgress) -> tuple[int, int, int]:
+    return START_STEPS.index(progress.step), min(progress.percent.values(), default=0), progress.warmed or 0

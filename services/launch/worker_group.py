@@ -150,7 +150,10 @@ class WorkerGroup:
             role.value: min(_percent(server.store, rendezvous.loaded(role, rank)) for rank in range(size))
             for role, size in sizes.items()
         }
-        return StartProgress("load" if min(percent.values()) < 100 else "prepare", percent)
+        if min(percent.values()) < 100:
+            return StartProgress("load", percent)
+        has_begun = server.store.check([rendezvous.warmed])
+        return StartProgress("prepare", percent, _percent(server.store, rendezvous.warmed) if has_begun else None)
 
     def check(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for a process to end. Raises WorkerGroupError, naming the process, if one has

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -86,6 +87,20 @@ PEER = "target/peer"
 """Name under which the draft's leader finds the address of the target's leader."""
 
 
+def progress_reporter(store: GroupStore, name: str) -> Callable[[float], None]:
+    """Return a function that reports a share (0 to 1) to the supervisor, as a percentage under `name`."""
+    last = -1
+
+    def report(share: float) -> None:
+        nonlocal last
+        percent = int(100 * share)
+        if percent > last:
+            last = percent
+            store.set(name, str(percent))
+
+    return report
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Store and names by which the processes of one incarnation (of the worker group, or of the draft in it) find each
@@ -110,6 +125,11 @@ class Rendezvous:
     def loaded(self, role: ModelRole, rank: int) -> str:
         """Return the name under which a rank reports how many percent of its weights it has loaded."""
         return self.name(f"{role}/loaded/{rank}")
+
+    @property
+    def warmed(self) -> str:
+        """The name under which the coordinator reports how many percent of the warm-up it has run."""
+        return self.name("warmed")
 
     def report_failure(self, store: GroupStore, name: str, error: Exception) -> None:
         """Record in the store why one of the ranks `name` ends. Call it before closing the links, on which messages in

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.link.base import LinkError, PeerEnd
-from services.link.connect import LeaderEnds, leader_ends, peer_end
+from services.link.connect import LeaderEnds, leader_ends, peer_end, progress_reporter
 from services.link.store import GroupStore
 from services.workers import memory
 from services.workers.rank import Rank, Reconnection, TensorParallel, follow, lead
@@ -162,7 +162,8 @@ def load_rank(spec: RankSpec) -> Loaded:
     models: dict[ModelRole, Decoder] = {}
     with memory.enough_for_weights(spec, dtypes):
         for role in sorted(spec.models, key=lambda role: role is ModelRole.DRAFT):
-            one, report = spec.models[role], _load_reporter(spec, role, store)
+            one = spec.models[role]
+            report = progress_reporter(store, spec.rendezvous.loaded(role, spec.place.rank))
             models[role] = one.source.load(
                 dtype=DTYPES[dtypes[role]],
                 device=device,
@@ -175,20 +176,6 @@ def load_rank(spec: RankSpec) -> Loaded:
         draft = spec.models.get(ModelRole.DRAFT)
         vocab = draft and draft.draft_vocab
         return Loaded(models, group, vocab.head(models[ModelRole.DRAFT]) if vocab else None)
-
-
-def _load_reporter(spec: RankSpec, role: ModelRole, store: GroupStore) -> Callable[[float], None]:
-    """Return a function that reports the loaded share (0 to 1) of a rank's weights of a model to the supervisor."""
-    name, last = spec.rendezvous.loaded(role, spec.place.rank), -1
-
-    def report(share: float) -> None:
-        nonlocal last
-        percent = int(100 * share)
-        if percent > last:
-            last = percent
-            store.set(name, str(percent))
-
-    return report
 
 
 def _dtype(spec: RankSpec, role: ModelRole, store: GroupStore) -> str:

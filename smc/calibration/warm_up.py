@@ -7,7 +7,7 @@ A dummy round has only padding rows, which read and write the dummy page."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -211,18 +211,28 @@ def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
     return Request("warm-up", tuple(i % vocab for i in range(4)), params)
 
 
-def warm_up(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[Request]] = ()) -> None:
+def warm_up(
+    engine: Engine,
+    plans: Iterable[RoundPlan],
+    rare: Iterable[Sequence[Request]] = (),
+    progress: Callable[[float], None] = lambda share: None,
+) -> None:
     """Run dummy rounds, then each list of requests after the previous one, on an idle engine, which then forgets them.
-    A request that the engine rejects is left out; one that fails is logged, since only its kind may be affected."""
+    A request that the engine rejects is left out; one that fails is logged, since only its kind may be affected.
+    `progress` is called with the share that is done: a list of requests counts as its `ROUNDS` rounds."""
+    plans, rare = list(plans), list(rare)
     last: Pending | None = None
-    for plan in plans:
+    whole = max(1, len(plans) + ROUNDS * len(rare))
+    for done, plan in enumerate(plans):
+        progress(done / whole)
         # A round is launched while the previous one runs.
         pending, last = last, engine.executor.round(plan)
         if pending is not None:
             pending.result()
     if last is not None:
         last.result()
-    for requests in rare:
+    for done, requests in enumerate(rare):
+        progress((len(plans) + ROUNDS * done) / whole)
         outputs: list[Output] = []
         for request in requests:
             try:
@@ -233,6 +243,7 @@ def warm_up(engine: Engine, plans: Iterable[RoundPlan], rare: Iterable[Sequence[
             if output.answer and output.answer.error:
                 logger.error("%s failed: %s", output.request_id, output.answer.error)
     engine.forget()
+    progress(1.0)
 
 
 def _submit(engine: Engine, request: Request) -> list[Output]:

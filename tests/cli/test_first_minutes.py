@@ -49,6 +49,7 @@ def test_goodput_says_of_what_it_is_a_share():
 def test_the_start_says_that_it_times_the_models():
     text = str(StartProgress("prepare", {"draft": 100, "target": 100}))
     assert "timing" in text and "about 20 s" in text
+    assert "37% of the warm-up done" in str(StartProgress("prepare", {"draft": 100, "target": 100}, 37))
 
 
 def test_the_file_of_requests_that_the_readme_names_is_there():

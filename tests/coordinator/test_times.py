@@ -6,9 +6,12 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 
+from services.coordinator import process
 from services.coordinator.process import RemoteEngine
 from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import coordinator_spec, rank_spec
@@ -18,6 +21,7 @@ from services.workers.process import run_rank
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
+from smc.calibration.warm_up import warm_up_plans
 from smc.executor.worker import ModelWorker
 from smc.model.parallel import Shard
 from smc.types import ModelRole
@@ -27,9 +31,13 @@ SLOW = 1.0
 """Seconds that the slow model takes for a prompt."""
 
 
+WARMED = 3
+"""Dummy rounds of the warm-up."""
+
+
 @pytest.fixture(scope="module", params=["lookahead", pytest.param("lockstep", marks=pytest.mark.slow)])
-def engine(request):
-    """An engine over a link to both models, which run in threads."""
+def started(request):
+    """An engine over a link to both models, which run in threads, and what it has told its supervisor."""
     engine = EngineConfig(block=3, **({"branches": 2} if request.param == "lookahead" else {"form": "lockstep"}))
     config = WorkerGroupConfig(engine=engine, start_timeout=60.0, link_timeout=60.0)
     pair = config.serving_pair()
@@ -43,11 +51,24 @@ def engine(request):
     ranks = [threading.Thread(target=run, args=(role,), name=role, daemon=True) for role in ModelRole]
     for rank in ranks:
         rank.start()
-    remote = RemoteEngine(coordinator_spec(config, pair, rendezvous, warm_up=False))
-    yield remote.engine
+    spec = replace(coordinator_spec(config, pair, rendezvous, warm_up=False), warm_up=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(process, "warm_up_plans", lambda *given: islice(warm_up_plans(*given), WARMED))
+        patched.setattr(process, "rare_requests", lambda *given: [])
+        remote = RemoteEngine(spec)
+    yield remote.engine, store.store.get(rendezvous.warmed)
     remote.stop()
     for rank in ranks:
         rank.join(20)
+
+
+@pytest.fixture
+def engine(started):
+    return started[0]
+
+
+def test_the_warm_up_tells_its_progress(started):
+    assert started[1] == b"100"
 
 
 @pytest.mark.parametrize("role", ModelRole)

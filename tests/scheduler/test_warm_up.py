@@ -105,7 +105,9 @@ def test_what_an_engine_refuses_is_left_out(limits, caplog):
     engine = local_engine(tiny_pair(), config)
     with caplog.at_level(logging.INFO):
         rare = list(rare_requests(config, engine.context, engine.tokenizer.size))
-        warm_up(engine, (), [requests for requests in rare if len(requests) > 1][:1] + rare[:2])
+        shares: list[float] = []
+        warm_up(engine, (), [requests for requests in rare if len(requests) > 1][:1] + rare[:2], shares.append)
+    assert shares == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert ("left out of the warm-up" in caplog.text) == ("max_chains" in limits) and "are waiting" not in caplog.text
     assert_empty(engine)
 
