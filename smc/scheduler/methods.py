@@ -409,8 +409,8 @@ def _count_misses(acceptance: Acceptance, facts: RoundFacts) -> None:
     else:
         # The first token of a block is known.
         is_whole = confirmed >= block
-        acceptance.count(min(confirmed, block - 1), not is_whole, *width, again=facts.again)
-        acceptance.count_outcome(Miss.WHOLE if is_whole else Miss.PART, not facts.hit, *width)
+        outcome = Miss.WHOLE if is_whole else Miss.PART, not facts.hit
+        acceptance.count(min(confirmed, block - 1), not is_whole, *width, again=facts.again, outcome=outcome)
 
 
 class Walk(Exact):

@@ -15,8 +15,8 @@ the next one verifies a single token, which is known: it *restarts*. The outcome
 restart, after a whole block, and after a part of one. All of them fall with N and with F (`Falls`). If the draft drafts
 again instead (`smc.executor.draft_tree`), a block follows with miss rates of its own, which fall as in lockstep.
 
-Local axes: Y pairs of a number of rows and a number of branches, P numbers of tokens that are drafted again. K are
-depths of a tree."""
+Local axes: Z things that may be missed, U widths of trees, Y pairs of a number of rows and a number of branches, P
+numbers of tokens that are drafted again. K are depths of a tree."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,13 +60,11 @@ PRIOR_OUTCOMES = 2.0
 """Weight of the prior of outcomes, of which a round has only one."""
 PRIOR_REQUEST = 1.0
 """Weight, in misses, of the assumption that a request is like all others."""
-MAX_DEPTH = 32
-"""Maximum number of depths."""
 UNTRIED = 0.1
 """Share of a round by which a depth that the round did not reach is forgotten. If little is drafted, deep tokens are
 rarely tried: their miss rates are then remembered for many rounds, but not for ever."""
 FORGOTTEN = 1e-3
-"""Number of tried tokens for a width of trees below which the width is dropped."""
+"""Count below which it is dropped."""
 
 
 class Falls(NamedTuple):
@@ -104,6 +103,11 @@ AHEAD_FALLS = {
 """How rates fall in look-ahead (benchmarks/notes/policy.md). Blocks have fewer rows than N there, so that more rows
 bring less than in lockstep."""
 OUTCOMES = (Miss.RESTART, Miss.WHOLE, Miss.PART)
+DEEP = (Miss.TOKEN, Miss.AGAIN)
+"""What is missed at each depth."""
+DEPTH_ROWS = len(DEEP)
+ROWS = {miss: row for row, miss in enumerate((*OUTCOMES, *DEEP))}
+"""Row of each thing in the counts of `Acceptance`, at the first depth."""
 LEAST_FOUND = 0.02
 """Minimum probability in forecasts that a block follows a restart: the miss rate of few rows, taken from that of many,
 may be above 1."""
@@ -237,34 +241,6 @@ def falls_of(lookahead: bool, gain: Any = WIDTH_GAIN) -> Mapping[Miss, Falls]:
     return dict.fromkeys(Miss, Falls(gain)) | (AHEAD_FALLS if lookahead else {})
 
 
-@dataclass
-class MissCounts:
-    """How often something was missed, as moving sums."""
-
-    missed: float = 0.0
-    tried: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Tries by rows and branches, both rounded up to powers of two."""
-
-    def keep(self, share: float) -> None:
-        """Keep only this share of all counts."""
-        self.missed *= share
-        self.tried = {width: left for width, tries in self.tried.items() if (left := share * tries) > FORGOTTEN}
-
-    def count(self, missed: bool, rows: int, branches: int) -> None:
-        width = 1 << (rows - 1).bit_length(), 1 << (branches - 1).bit_length()
-        self.missed += missed
-        self.tried[width] = self.tried.get(width, 0.0) + 1
-
-    def exposure(self, falls: Falls) -> float:
-        """Return the number of tries of one row and one branch with the same expected number of misses."""
-        return sum(tries * falls.share(rows, branches) for (rows, branches), tries in self.tried.items())
-
-    def rate(self, prior: float, falls: Falls, weight: float = PRIOR_WEIGHT) -> float:
-        """Return the miss rate of one row and one branch. `prior`: its value where little was observed, with the weight
-        of that many tries."""
-        return (self.missed + prior * weight) / (self.exposure(falls) + weight)
-
-
 @dataclass(frozen=True)
 class MissRates:
     """Probabilities that what the target draws is missing, with one row and one branch: see `Miss`."""
@@ -285,118 +261,224 @@ class MissRates:
         return (*rates, *rates[-1:] * depth)[:depth]
 
 
-@dataclass
 class Acceptance:
-    """How often drafted tokens are accepted, as moving averages over rounds."""
+    """How often drafted tokens are accepted, as moving averages over rounds.
 
-    memory: float
-    """Weight that earlier rounds keep after every round."""
-    tokens_K: list[MissCounts] = field(default_factory=list)
-    """Counts of `Miss.TOKEN` at each depth that was tried."""
-    again_K: list[MissCounts] = field(default_factory=list)
-    """Counts of `Miss.AGAIN` at each depth that was tried."""
-    outcomes: dict[Miss, MissCounts] = field(default_factory=lambda: {miss: MissCounts() for miss in OUTCOMES})
-    """Counts of the others (look-ahead)."""
-    missed_first: float = 0.0
-    """Draws of the target that were not the draft's first token."""
-    missed_wide: float = 0.0
-    """Draws of the target that were none of the draft's first `WIDE_TOKENS` tokens."""
+    Tries and misses of Z things are counted: of each outcome, and of the next token at each depth in blocks and in
+    blocks that were drafted again. Tries are counted by width, which is rows and branches, both rounded up to powers of
+    two. Requests are many, and each round of each of them is counted: so all is in one array."""
 
-    def count(self, tried: int, missed: bool, rows: int, branches: int = 1, *, again: bool = False) -> None:
+    def __init__(self, memory: float) -> None:
+        """`memory`: weight that earlier rounds keep after every round."""
+        self.memory = memory
+        self.counts_ZU = np.zeros((len(OUTCOMES), 1))
+        """Row z: the misses of a thing, then its tries by width."""
+        self._depths = dict.fromkeys(DEEP, 0)
+        """Number of depths at which each was tried."""
+        self._missed_first = 0.0
+        """Draws of the target that were not the draft's first token."""
+        self._missed_wide = 0.0
+        """Draws of the target that were none of the draft's first `WIDE_TOKENS` tokens."""
+
+    def count(
+        self,
+        tried: int,
+        missed: bool,
+        rows: int,
+        branches: int = 1,
+        *,
+        again: bool = False,
+        outcome: tuple[Miss, bool] | None = None,
+    ) -> None:
         """Count a round in which `tried` tokens were looked up in a tree. `missed`: whether the last of them was
-        missing; the ones before were not. `again`: the tree was drafted again after a miss."""
-        of_kind_K = self.again_K if again else self.tokens_K
-        of_kind_K += [MissCounts() for _ in range(tried - len(of_kind_K))]
-        for depth, counts in enumerate(of_kind_K):
-            counts.keep(self.memory if depth < tried else self.memory**UNTRIED)
-            if depth < tried:
-                counts.count(missed and depth == tried - 1, rows, branches)
+        missing; the ones before were not. `again`: the tree was drafted again after a miss. `outcome`: that of the
+        round in look-ahead, and whether it was missing."""
+        kind, column = Miss.AGAIN if again else Miss.TOKEN, _column(rows, branches)
+        self._depths[kind] = max(tried, self._depths[kind])
+        first = _row(kind)
+        self._decay(column, first + DEPTH_ROWS * tried, (kind, tried), outcome and outcome[0])
+        counts_ZU = self.counts_ZU
+        counts_ZU[first : first + DEPTH_ROWS * tried : DEPTH_ROWS, column] += 1
+        if missed:
+            counts_ZU[first + DEPTH_ROWS * (tried - 1), 0] += 1
+        if outcome is not None:
+            self._add_outcome(*outcome, column)
 
     def count_outcome(self, kind: Miss, missed: bool, rows: int, branches: int) -> None:
-        """Count the outcome of a round in look-ahead."""
-        for each, counts in self.outcomes.items():
-            counts.keep(self.memory if each is kind else self.memory**UNTRIED)
-        self.outcomes[kind].count(missed, rows, branches)
+        """Count the outcome of a restart in look-ahead, in which no tokens were looked up."""
+        column = _column(rows, branches)
+        self._decay(column, 0, None, kind)
+        self._add_outcome(kind, missed, column)
+
+    def _decay(self, column: int, end: int, tried: tuple[Miss, int] | None, outcome: Miss | None) -> None:
+        """Make room for a column and for rows up to `end`, and let earlier counts decay."""
+        size, width = self.counts_ZU.shape
+        if column >= width or end > size:
+            self.counts_ZU = np.pad(self.counts_ZU, ((0, max(0, end - size)), (0, max(0, column + 1 - width))))
+        self.counts_ZU *= _kept(self.memory, len(self.counts_ZU), tried, outcome)
+
+    def _add_outcome(self, kind: Miss, missed: bool, column: int) -> None:
+        row = _row(kind)
+        self.counts_ZU[row, column] += 1
+        if missed:
+            self.counts_ZU[row, 0] += 1
 
     def count_rank(self, rank: float) -> None:
         """Count a draw of the target. `rank`: number of tokens that the draft ranked above it."""
-        self.missed_first = self.memory * self.missed_first + (rank >= 1)
-        self.missed_wide = self.memory * self.missed_wide + (rank >= WIDE_TOKENS)
+        self._missed_first = self.memory * self._missed_first + (rank >= 1)
+        self._missed_wide = self.memory * self._missed_wide + (rank >= WIDE_TOKENS)
 
     def gain(self) -> float:
         """Return the gain: trees of N rows miss N^gain times less often than one row."""
-        missed = self.missed_first + PRIOR_MISSES
-        still_missed = self.missed_wide + PRIOR_MISSES * WIDE**-WIDTH_GAIN
+        missed = self._missed_first + PRIOR_MISSES
+        still_missed = self._missed_wide + PRIOR_MISSES * WIDE**-WIDTH_GAIN
         return min(math.log(missed / still_missed) / math.log(WIDE), MOST_GAIN)
 
     def fade(self, share: float) -> None:
         """Keep only this share of all counts."""
-        for counts in (*self.tokens_K, *self.again_K, *self.outcomes.values()):
-            counts.keep(share)
+        self.counts_ZU *= share
         if not share:
-            self.tokens_K.clear()
-            self.again_K.clear()
-        self.missed_first *= share
-        self.missed_wide *= share
+            self._depths = dict.fromkeys(self._depths, 0)
+        self._missed_first *= share
+        self._missed_wide *= share
+
+    def tries(self, kind: Miss, depth: int = 0) -> float:
+        """Return how often something was tried with trees of any size."""
+        row = _row(kind, depth)
+        return float(self.counts_ZU[row, 1:].sum()) if row < len(self.counts_ZU) else 0.0
 
     def rates(self, lookahead: bool) -> MissRates:
         """Return the miss rates. If a depth is better or worse than expected, so are greater depths until they are
         observed."""
-        gain = self.gain()
-        falls = falls_of(lookahead, gain)
+        # Numbers that are hardly above 0 would make the processor slow.
+        self.counts_ZU[self.counts_ZU < FORGOTTEN] = 0.0
+        gain, counts_ZU = self.gain(), self.counts_ZU
+        exposure = (counts_ZU * _shares(lookahead, gain, *counts_ZU.shape)).sum(1).tolist()
+        missed = counts_ZU[:, 0].tolist()
 
-        def by_depth(kind: Miss, counts_K: Sequence[MissCounts], ratio: float = 1.0) -> tuple[float, ...]:
+        def rate(row: int, prior: float, weight: float) -> float:
+            """Return the miss rate of one row and one branch. `prior`: its value where little was observed, with the
+            weight of that many tries."""
+            if row >= len(missed):
+                return prior
+            return (missed[row] + prior * weight) / (exposure[row] + weight)
+
+        def by_depth(kind: Miss, ratio: float = 1.0) -> tuple[float, ...]:
             found, before = [], ratio * PRIOR_MISS_RATE
-            for counts in counts_K or (MissCounts(),):
-                before = counts.rate(before, falls[kind])
+            for depth in range(max(1, self._depths[kind])):
+                before = rate(_row(kind, depth), before, PRIOR_WEIGHT)
                 found.append(before)
             return tuple(found)
 
         def outcome(kind: Miss, ratio: float = 1.0) -> float:
-            return self.outcomes[kind].rate(ratio * PRIORS[kind], falls[kind], PRIOR_OUTCOMES)
+            return rate(_row(kind), ratio * PRIORS[kind], PRIOR_OUTCOMES)
 
         # A request either restarts or drafts again: what one of them misses tells about the other.
-        again_ratio = by_depth(Miss.AGAIN, self.again_K)[0] / PRIOR_MISS_RATE
+        again_ratio = rate(_row(Miss.AGAIN), PRIOR_MISS_RATE, PRIOR_WEIGHT) / PRIOR_MISS_RATE
         restart_ratio = outcome(Miss.RESTART) / PRIORS[Miss.RESTART]
         restart = outcome(Miss.RESTART, again_ratio)
         return MissRates(
             # If every round restarts, no block shows what its tokens miss: the restarts do.
-            by_depth(Miss.TOKEN, self.tokens_K, max(1.0, restart / PRIORS[Miss.RESTART])),
+            by_depth(Miss.TOKEN, max(1.0, restart / PRIORS[Miss.RESTART])),
             restart=restart,
             whole=outcome(Miss.WHOLE),
             part=outcome(Miss.PART),
             gain=gain,
-            again=by_depth(Miss.AGAIN, self.again_K, restart_ratio),
+            again=by_depth(Miss.AGAIN, restart_ratio),
         )
 
     def rates_among(self, all_rates: MissRates, lookahead: bool) -> MissRates:
-        """Return the miss rates of one request. `all_rates`: those of all requests. Tokens are missed more or less
-        often than these say, by one factor for all depths, and so are outcomes: the few rounds of a request say little
-        about each depth."""
-        falls = falls_of(lookahead, all_rates.gain)
-        of_kind = ((Miss.TOKEN, self.tokens_K), (Miss.AGAIN, self.again_K))
-        token = [
-            (counts, rate, falls[kind])
-            for kind, counts_K in of_kind
-            for counts, rate in zip(counts_K, all_rates.to(MAX_DEPTH, kind))
-        ]
-        outcome = [(counts, getattr(all_rates, miss), falls[miss]) for miss, counts in self.outcomes.items()]
-        more, more_outcomes = map(_factor, (token, outcome))
-        return MissRates(
-            tuple(more * rate for rate in all_rates.token),
-            **{miss: more_outcomes * getattr(all_rates, miss) for miss in self.outcomes},
-            gain=all_rates.gain,
-            again=tuple(more * rate for rate in all_rates.again),
+        """Return the miss rates of one request: see `rates_of_requests`."""
+        (found,) = rates_of_requests(all_rates, [self], lookahead)
+        return found
+
+
+def rates_of_requests(all_rates: MissRates, requests: Sequence[Acceptance], lookahead: bool) -> Iterator[MissRates]:
+    """Yield the miss rates of each request. `all_rates`: those of all requests. Tokens are missed more or less often
+    than these say, by one factor for all depths, and so are outcomes: the few rounds of a request say little about each
+    depth."""
+    sums: dict[tuple[int, ...], np.ndarray] = {}
+    for request in requests:
+        counts_ZU = request.counts_ZU
+        if counts_ZU.shape not in sums:
+            sums[counts_ZU.shape] = _sums_of(all_rates, lookahead, *counts_ZU.shape)
+        missed, missed_outcomes, expected, expected_outcomes = (sums[counts_ZU.shape] @ counts_ZU.ravel()).tolist()
+        more = (missed + PRIOR_REQUEST) / (expected + PRIOR_REQUEST)
+        more_outcomes = (missed_outcomes + PRIOR_REQUEST) / (expected_outcomes + PRIOR_REQUEST)
+        yield MissRates(
+            tuple([more * rate for rate in all_rates.token]),
+            more_outcomes * all_rates.restart,
+            more_outcomes * all_rates.whole,
+            more_outcomes * all_rates.part,
+            all_rates.gain,
+            tuple([more * rate for rate in all_rates.again]),
         )
 
 
-def _factor(counted: Iterable[tuple[MissCounts, float, Falls]]) -> float:
-    """Return how many times more often something was missed than expected. `counted`: counts, expected rates of one row
-    and one branch, and how these fall."""
-    parts = list(counted)
-    missed = sum(counts.missed for counts, _, _ in parts)
-    expected = sum(rate * counts.exposure(falls) for counts, rate, falls in parts)
-    return (missed + PRIOR_REQUEST) / (expected + PRIOR_REQUEST)
+def _sums_of(all_rates: MissRates, lookahead: bool, size: int, columns: int) -> np.ndarray:
+    """Return a matrix whose product with raveled counts [Z, U] is: the tokens that a request missed, its missed
+    outcomes, and how many there would be of both if it were like all."""
+    depths = 1 + (size - len(OUTCOMES)) // DEPTH_ROWS
+    by_depth = (each for pair in zip(*(all_rates.to(depths, kind) for kind in DEEP)) for each in pair)
+    rate_Z = np.array([*(getattr(all_rates, kind) for kind in OUTCOMES), *by_depth])[:size]
+    found = np.zeros((2, 2, size, columns))
+    for sums, (first, end) in zip(found.swapaxes(0, 1), ((len(OUTCOMES), size), (0, len(OUTCOMES)))):
+        sums[0, first:end, 0] = 1.0
+        sums[1, first:end] = (rate_Z[:, None] * _shares(lookahead, all_rates.gain, size, columns))[first:end]
+    return found.reshape(4, -1)
+
+
+def _row(kind: Miss, depth: int = 0) -> int:
+    """Return the row of something in the counts of `Acceptance`."""
+    return ROWS[kind] + DEPTH_ROWS * depth
+
+
+def _column(rows: int, branches: int) -> int:
+    """Return the column of a width in the counts of `Acceptance`. Small widths have the first columns, from 1 on."""
+    more, both = (branches - 1).bit_length(), (rows - 1).bit_length() + (branches - 1).bit_length()
+    return both * (both + 1) // 2 + more + 1
+
+
+@cache
+def _widths(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows and the branches of each column of the counts, as floats; of column 0, which is none: 1."""
+    pairs = [(1, 1), *((1 << (both - more), 1 << more) for both in range(columns) for more in range(both + 1))]
+    rows_U, branches_U = np.array(pairs[:columns], dtype=float).T
+    return rows_U, branches_U
+
+
+def _shares(lookahead: bool, gain: float, size: int, columns: int) -> np.ndarray:
+    """Return how what wide trees miss compares with one row and one branch, for each of the counts [Z, U]; for column
+    0, which has misses, 0."""
+    share_ZU = _fixed_shares(lookahead, size, columns).copy()
+    of_gain_ZU = share_ZU[ROWS[Miss.AGAIN] :: DEPTH_ROWS] if lookahead else share_ZU
+    of_gain_ZU[:, 1:] = Falls(gain).share(*_widths(columns))[1:]
+    return share_ZU
+
+
+@cache
+def _fixed_shares(lookahead: bool, size: int, columns: int) -> np.ndarray:
+    """Return `_shares` where they do not depend on the gain."""
+    share_ZU = np.zeros((size, columns))
+    for kind, falls in falls_of(lookahead).items():
+        step = DEPTH_ROWS if kind in DEEP else size
+        share_ZU[_row(kind) :: step, 1:] = falls.share(*_widths(columns))[1:]
+    return share_ZU
+
+
+@cache
+def _kept(memory: float, size: int, tried: tuple[Miss, int] | None, outcome: Miss | None) -> np.ndarray:
+    """Return the share [Z, 1] of each count that is left after a round. `tried`: the tokens that it has looked up, and
+    their number; `outcome`: the kind of its outcome."""
+    kept_Z1 = np.ones((size, 1))
+    if tried is not None:
+        kind, count = tried
+        kept_Z1[_row(kind) :: DEPTH_ROWS] = memory**UNTRIED
+        kept_Z1[_row(kind) : _row(kind, count) : DEPTH_ROWS] = memory
+    if outcome is not None:
+        kept_Z1[: len(OUTCOMES)] = memory**UNTRIED
+        kept_Z1[_row(outcome)] = memory
+    return kept_Z1
 
 
 class Confirmed(NamedTuple):

@@ -23,7 +23,15 @@ from smc.scheduler.planner import DraftSize, bucket, node_room
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.sequence_group import SequenceGroup
-from smc.scheduler.speculation import Acceptance, Confirmed, LatencyCurve, LatencyModel, MissRates, tokens_a_round
+from smc.scheduler.speculation import (
+    Acceptance,
+    Confirmed,
+    LatencyCurve,
+    LatencyModel,
+    MissRates,
+    rates_of_requests,
+    tokens_a_round,
+)
 from smc.types import BOTH_MODELS, ModelRole
 
 MARGIN = 1.1
@@ -475,8 +483,8 @@ class TreeController:
         `EVERY` if at least half of the requests are the same, else infinite."""
         if groups == self._known:
             return 0
-        still = len(set(groups) & set(self._known))
-        return EVERY if 2 * still >= max(len(groups), len(self._known)) else math.inf
+        most, still = max(len(groups), len(self._known)), len(set(groups) & set(self._known))
+        return EVERY if 2 * still >= most else math.inf
 
     def _change(self, group: SequenceGroup, rows: int) -> None:
         """Change a request to `rows` rows, 0: to the target alone, as soon as no round of it is in flight."""
@@ -492,14 +500,9 @@ class TreeController:
             self._fallback.fall_back(group)
 
     def _trees(self, groups: Sequence[SequenceGroup]) -> Iterator[TreeRequest]:
-        of_all = self._acceptance.rates(self._lookahead)
-        for group in groups:
-            yield TreeRequest(
-                most=group.most_rows,
-                rates=group.acceptance.rates_among(of_all, self._lookahead),
-                context=group.context,
-                rows=group.tree_rows,
-            )
+        of_all, own = self._acceptance.rates(self._lookahead), [group.acceptance for group in groups]
+        for group, rates in zip(groups, rates_of_requests(of_all, own, self._lookahead)):
+            yield TreeRequest(most=group.most_rows, rates=rates, context=group.context, rows=group.tree_rows)
 
 
 def _adaptive(groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:

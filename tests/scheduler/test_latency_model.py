@@ -17,7 +17,7 @@ from smc.executor.ops import RoundOps
 from smc.executor.round_executor import LocalRoundExecutor
 from smc.local_engine import local_engine
 from smc.scheduler.engine import Engine
-from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
+from smc.scheduler.speculation import LatencyCurve, LatencyModel, Miss, ModelLatency
 from smc.types import Decoding
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
@@ -162,7 +162,7 @@ def test_timed_rounds_change_nothing(config):
     engine = local_engine(tiny_pair(), config)
     assert engine.latency is None and measure_latency(engine, BRIEF)
     engine.check_books()
-    assert not engine.rounds_of(Decoding.WALK).acceptance.tokens_K, "what was timed decides about users"
+    assert not engine.rounds_of(Decoding.WALK).acceptance.tries(Miss.TOKEN), "what was timed decides about users"
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
 

@@ -24,7 +24,6 @@ from smc.scheduler.speculation import (
     LatencyCurve,
     LatencyModel,
     Miss,
-    MissCounts,
     MissRates,
     ModelLatency,
     falls_of,
@@ -571,6 +570,12 @@ def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
 
 
 @pytest.mark.slow
+def miss_always(acceptance: Acceptance, again: bool = False) -> None:
+    """Count many rounds in which even large trees missed."""
+    for _ in range(1500):
+        acceptance.count(1, True, 64, 64, again=again)
+
+
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     """Acceptance counts decay while nothing is drafted (faster than usual in this test). Otherwise the draft would
     never be tried again."""
@@ -578,7 +583,8 @@ def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     engine = local_engine(pair(), EngineConfig(block=3, max_slots=64))
     engine.latency = made()
     acceptance, alone = engine.rounds_of(Decoding.WALK).acceptance, []
-    acceptance.tokens_K, acceptance.again_K = ([MissCounts(900.0, {(1, 1): 300.0})] for _ in range(2))
+    for again in (False, True):
+        miss_always(acceptance, again=again)
     for seed in range(5):
         engine.submit(
             Request("one", (0, 1, 2), SamplingParams(method="exact", seed=seed, max_tokens=50, ignore_eos=True))
@@ -604,14 +610,15 @@ def test_acceptance_decays_per_step(tokens):
     config = EngineConfig(block=3, max_slots=64)
     engine = local_engine(pair(), config, trees=Never(config))
     acceptance = engine.rounds_of(Decoding.WALK).acceptance
-    acceptance.tokens_K = [MissCounts(900.0, {(1, 1): 300.0})]
+    miss_always(acceptance)
+    before = acceptance.tries(Miss.TOKEN)
     for step in range(45):
         if step % 3 == 0 and len(running(engine)) < 3:
             engine.submit(
                 Request(f"{step}", (0, 1), SamplingParams(method="exact", max_tokens=tokens, ignore_eos=True))
             )
         engine.step()
-    assert acceptance.tokens_K[0].tried[1, 1] == pytest.approx(300 * FADE**45, rel=0.02)
+    assert acceptance.tries(Miss.TOKEN) == pytest.approx(before * FADE**45, rel=0.02)
 
 
 def test_an_engine_says_how_much_is_read():
