@@ -52,7 +52,8 @@ FADE = 0.999
 """Share of the acceptance counts that is left after each step in which nothing is drafted, and so nothing is learnt: a
 draft that was bad for earlier requests is tried again after thousands of steps."""
 AT_ONCE = 8
-"""Requests for which every round chooses how much it drafts; with n times as many, a choice stays for n + 1 rounds."""
+"""Requests for which every round chooses how much it drafts; with n times as many, a choice stays for n + 1 rounds. Of
+more requests, one that comes or goes does not call the policy either."""
 MOST_SIZES = 16
 """Maximum number of such choices that are kept: those of the micro-batches, and of requests that come and go."""
 
@@ -442,7 +443,7 @@ class TreeController:
         self._begins.clear()
         if not groups:
             return
-        self._left = min(FIRST, EVERY) if groups != self._known else EVERY
+        self._left = min(FIRST, EVERY) if self._patience(groups) else EVERY
         self._known, since, self._since = groups, self._since, 0
         trees = list(self._trees(groups))
         if not any(tree.rows for tree in trees):
@@ -479,11 +480,13 @@ class TreeController:
         self._begins.clear()
 
     def _patience(self, groups: Sequence[SequenceGroup]) -> float:
-        """Maximum of `_left` at which the policy is called about these requests: 0 for the requests of the last call,
-        `EVERY` if at least half of the requests are the same, else infinite."""
+        """Maximum of `_left` at which the policy is called about these requests: 0 if nearly all of them are those of
+        the last call, `EVERY` if at least half of them are, else infinite."""
         if groups == self._known:
             return 0
         most, still = max(len(groups), len(self._known)), len(set(groups) & set(self._known))
+        if AT_ONCE * (most - still) < most:
+            return 0
         return EVERY if 2 * still >= most else math.inf
 
     def _change(self, group: SequenceGroup, rows: int) -> None:
