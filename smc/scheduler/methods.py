@@ -410,7 +410,7 @@ def _count_misses(acceptance: Acceptance, facts: RoundFacts) -> None:
         # The first token of a block is known.
         is_whole = confirmed >= block
         outcome = Miss.WHOLE if is_whole else Miss.PART, not facts.hit
-        acceptance.count(min(confirmed, block - 1), not is_whole, *width, again=facts.again, outcome=outcome)
+        acceptance.count(min(confirmed, block - 1), not is_whole, *width, block, again=facts.again, outcome=outcome)
 
 
 class Walk(Exact):

@@ -12,7 +12,8 @@ each request, which starts from that of its temperature.
 
 In look-ahead there are two kinds of rounds. One verifies a block, as above. Unless rows ahead begin with the outcome,
 the next one verifies a single token, which is known: it *restarts*. The outcome has a miss rate of its own after a
-restart, after a whole block, and after a part of one. All of them fall with N and with F (`Falls`). If the draft drafts
+restart, after a whole block, and after a part of one. All of them fall with N and with F (`Falls`), and the outcomes of
+all depths of a block share the rows ahead: those of longer blocks are missed more often. If the draft drafts
 again instead (`smc.executor.draft_tree`), a block follows with miss rates of its own, which fall as in lockstep.
 
 Local axes: Z things that may be missed, U widths of trees, Y pairs of a number of rows and a number of branches, P
@@ -20,11 +21,12 @@ numbers of tokens that are drafted again. K are depths of a tree."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -48,6 +50,8 @@ WIDTH_GAIN = 0.6
 drafting was coupled to the target's noise. With coupling, the gain at temperature 1 is 0.29 (`python -m
 benchmarks.exactness misses --problems 24`)."""
 MOST_GAIN = 1.5
+BLOCK = 5
+"""Tokens of the blocks for which the miss rates of outcomes are."""
 WIDE, WIDE_TOKENS = 8, 4
 """A tree of eight rows has about four distinct tokens at its first depth, because rows share them."""
 PRIOR_MISSES = 4.0
@@ -55,7 +59,7 @@ PRIOR_MISSES = 4.0
 PRIOR_MISS_RATE = 0.03
 """Miss rate before anything was observed, that of a good draft: a draft that is never used cannot be measured."""
 PRIOR_WEIGHT = 4.0
-"""Weight of the prior, in tokens of one row."""
+"""Weight of the prior, in tokens that were tried."""
 PRIOR_OUTCOMES = 2.0
 """Weight of the prior of outcomes, of which a round has only one."""
 PRIOR_REQUEST = 1.0
@@ -68,14 +72,23 @@ FORGOTTEN = 1e-3
 
 
 class Falls(NamedTuple):
-    """How a miss rate falls: it is proportional to rows^-rows and to branches^-branches."""
+    """How a miss rate falls with the width of trees: it is proportional to (rows^-rows * branches^-branches)^gain. The
+    gain says how much the draft's next tokens bring where its first one is wrong."""
 
     rows: float
     branches: float = 0.0
+    are_shared: bool = False
+    """Whether the depths of a block share the rows ahead, so that more depths have fewer branches each."""
 
-    def share(self, rows: Any, branches: Any) -> Any:
-        """Return the miss rate of this many rows and branches, as a share of that of one row and one branch."""
-        return rows**-self.rows * branches**-self.branches
+    def log_share(self, rows: Any, branches: Any, block: Any = BLOCK) -> Any:
+        """Return the logarithm of the share of a miss rate that is left, with a gain of 1. The whole is the rate of one
+        row and one branch, with blocks of `BLOCK` tokens."""
+        shared = branches * BLOCK / block if self.are_shared else branches
+        return -self.rows * np.log(rows) - self.branches * np.log(shared)
+
+    def share(self, gain: Any, rows: Any, branches: Any, block: Any = BLOCK) -> Any:
+        """Return the share of a miss rate that is left."""
+        return np.exp(gain * self.log_share(rows, branches, block))
 
 
 class Miss(StrEnum):
@@ -95,13 +108,16 @@ class Miss(StrEnum):
 
 
 AHEAD_FALLS = {
-    Miss.TOKEN: Falls(0.2, 0.05),
-    Miss.RESTART: Falls(0.2, 0.2),
-    Miss.WHOLE: Falls(0.3, 0.6),
-    Miss.PART: Falls(0.15, 0.4),
+    Miss.TOKEN: Falls(0.4, 0.05),
+    Miss.AGAIN: Falls(1.0),
+    Miss.RESTART: Falls(0.5, 1.0),
+    Miss.WHOLE: Falls(0.3, 0.9, are_shared=True),
+    Miss.PART: Falls(0.0, 0.7, are_shared=True),
 }
 """How rates fall in look-ahead (benchmarks/notes/policy.md). Blocks have fewer rows than N there, so that more rows
-bring less than in lockstep."""
+bring less than in lockstep; and parts of a block that a wider tree misses are harder to guess."""
+FALLS = {True: AHEAD_FALLS, False: dict.fromkeys(Miss, Falls(1.0))}
+"""How rates fall, by whether rounds look ahead."""
 OUTCOMES = (Miss.RESTART, Miss.WHOLE, Miss.PART)
 DEEP = (Miss.TOKEN, Miss.AGAIN)
 """What is missed at each depth."""
@@ -236,11 +252,6 @@ class LatencyModel:
         return f"{NAMES[name]} {points}, and {1e9 * part.read:.0f} ns a token of context"
 
 
-def falls_of(lookahead: bool, gain: Any = WIDTH_GAIN) -> Mapping[Miss, Falls]:
-    """Return how each rate falls in this form of rounds. `gain`: that of a tree's rows in lockstep."""
-    return dict.fromkeys(Miss, Falls(gain)) | (AHEAD_FALLS if lookahead else {})
-
-
 @dataclass(frozen=True)
 class MissRates:
     """Probabilities that what the target draws is missing, with one row and one branch: see `Miss`."""
@@ -251,7 +262,7 @@ class MissRates:
     whole: float = PRIORS[Miss.WHOLE]
     part: float = PRIORS[Miss.PART]
     gain: float = WIDTH_GAIN
-    """Exponent by which they fall with the number of rows in lockstep."""
+    """That of `Falls`: the exponent by which they fall with the number of rows in lockstep."""
     again: tuple[float, ...] = ()
     """As `token`, of blocks that were drafted again; empty: the same."""
 
@@ -265,8 +276,8 @@ class Acceptance:
     """How often drafted tokens are accepted, as moving averages over rounds.
 
     Tries and misses of Z things are counted: of each outcome, and of the next token at each depth in blocks and in
-    blocks that were drafted again. Tries are counted by width, which is rows and branches, both rounded up to powers of
-    two. Requests are many, and each round of each of them is counted: so all is in one array."""
+    blocks that were drafted again. Tries are counted by width (`Widths`). Requests are many, and each round of each of
+    them is counted: so all is in one array."""
 
     def __init__(self, memory: float) -> None:
         """`memory`: weight that earlier rounds keep after every round."""
@@ -286,14 +297,15 @@ class Acceptance:
         missed: bool,
         rows: int,
         branches: int = 1,
+        block: int = BLOCK,
         *,
         again: bool = False,
         outcome: tuple[Miss, bool] | None = None,
     ) -> None:
         """Count a round in which `tried` tokens were looked up in a tree. `missed`: whether the last of them was
-        missing; the ones before were not. `again`: the tree was drafted again after a miss. `outcome`: that of the
-        round in look-ahead, and whether it was missing."""
-        kind, column = Miss.AGAIN if again else Miss.TOKEN, _column(rows, branches)
+        missing; the ones before were not. `block`: tokens of the block in look-ahead. `again`: the tree was drafted
+        again after a miss. `outcome`: that of the round in look-ahead, and whether it was missing."""
+        kind, column = Miss.AGAIN if again else Miss.TOKEN, WIDTHS.column(rows, branches, block)
         self._depths[kind] = max(tried, self._depths[kind])
         first = _row(kind)
         self._decay(column, first + DEPTH_ROWS * tried, (kind, tried), outcome and outcome[0])
@@ -306,7 +318,7 @@ class Acceptance:
 
     def count_outcome(self, kind: Miss, missed: bool, rows: int, branches: int) -> None:
         """Count the outcome of a restart in look-ahead, in which no tokens were looked up."""
-        column = _column(rows, branches)
+        column = WIDTHS.column(rows, branches, BLOCK)
         self._decay(column, 0, None, kind)
         self._add_outcome(kind, missed, column)
 
@@ -354,13 +366,14 @@ class Acceptance:
         self.counts_ZU[self.counts_ZU < FORGOTTEN] = 0.0
         gain, counts_ZU = self.gain(), self.counts_ZU
         exposure = (counts_ZU * _shares(lookahead, gain, *counts_ZU.shape)).sum(1).tolist()
-        missed = counts_ZU[:, 0].tolist()
+        missed, tries = counts_ZU[:, 0].tolist(), counts_ZU[:, 1:].sum(1).tolist()
 
         def rate(row: int, prior: float, weight: float) -> float:
             """Return the miss rate of one row and one branch. `prior`: its value where little was observed, with the
-            weight of that many tries."""
-            if row >= len(missed):
+            weight of that many tries of such trees as were tried."""
+            if row >= len(missed) or not tries[row]:
                 return prior
+            weight *= exposure[row] / tries[row]
             return (missed[row] + prior * weight) / (exposure[row] + weight)
 
         def by_depth(kind: Miss, ratio: float = 1.0) -> tuple[float, ...]:
@@ -433,37 +446,40 @@ def _row(kind: Miss, depth: int = 0) -> int:
     return ROWS[kind] + DEPTH_ROWS * depth
 
 
-def _column(rows: int, branches: int) -> int:
-    """Return the column of a width in the counts of `Acceptance`. Small widths have the first columns, from 1 on."""
-    more, both = (branches - 1).bit_length(), (rows - 1).bit_length() + (branches - 1).bit_length()
-    return both * (both + 1) // 2 + more + 1
+class Widths:
+    """Columns of widths in the counts of `Acceptance`: 1, 2, .. in order of their first use, by any request. A width is
+    rows and branches, both rounded up to powers of two, and the tokens of a block."""
+
+    def __init__(self) -> None:
+        self._columns: dict[tuple[int, int, int], int] = {}
+
+    def column(self, rows: int, branches: int, block: int) -> int:
+        width = 1 << (rows - 1).bit_length(), 1 << (branches - 1).bit_length(), block
+        return self._columns.setdefault(width, len(self._columns) + 1)
+
+    def first(self, count: int) -> np.ndarray:
+        """Return rows, branches and tokens of the first widths [3, count]."""
+        return np.array(list(itertools.islice(self._columns, count)), dtype=float).reshape(-1, 3).T
 
 
-@cache
-def _widths(columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows and the branches of each column of the counts, as floats; of column 0, which is none: 1."""
-    pairs = [(1, 1), *((1 << (both - more), 1 << more) for both in range(columns) for more in range(both + 1))]
-    rows_U, branches_U = np.array(pairs[:columns], dtype=float).T
-    return rows_U, branches_U
+WIDTHS = Widths()
 
 
 def _shares(lookahead: bool, gain: float, size: int, columns: int) -> np.ndarray:
-    """Return how what wide trees miss compares with one row and one branch, for each of the counts [Z, U]; for column
-    0, which has misses, 0."""
-    share_ZU = _fixed_shares(lookahead, size, columns).copy()
-    of_gain_ZU = share_ZU[ROWS[Miss.AGAIN] :: DEPTH_ROWS] if lookahead else share_ZU
-    of_gain_ZU[:, 1:] = Falls(gain).share(*_widths(columns))[1:]
+    """Return the share of a miss rate that is left, for each of the counts [Z, U]; for column 0, which has misses,
+    0."""
+    share_ZU = np.exp(gain * _log_shares(lookahead, size, columns))
+    share_ZU[:, 0] = 0.0
     return share_ZU
 
 
 @cache
-def _fixed_shares(lookahead: bool, size: int, columns: int) -> np.ndarray:
-    """Return `_shares` where they do not depend on the gain."""
-    share_ZU = np.zeros((size, columns))
-    for kind, falls in falls_of(lookahead).items():
-        step = DEPTH_ROWS if kind in DEEP else size
-        share_ZU[_row(kind) :: step, 1:] = falls.share(*_widths(columns))[1:]
-    return share_ZU
+def _log_shares(lookahead: bool, size: int, columns: int) -> np.ndarray:
+    """Return the logarithm of `_shares` with a gain of 1; for column 0, 0."""
+    log_ZU = np.zeros((size, columns))
+    for kind, falls in FALLS[lookahead].items():
+        log_ZU[_row(kind) :: DEPTH_ROWS if kind in DEEP else size, 1:] = falls.log_share(*WIDTHS.first(columns - 1))
+    return log_ZU
 
 
 @cache
@@ -500,11 +516,14 @@ def tokens_a_round(
 ) -> Confirmed:
     """Return what rounds confirm if they draft 1, 2, .. `block` tokens. Each of the G requests has its rates, and Y
     numbers of rows and branches. `redrafted`: P numbers of tokens that are drafted again after a miss; 0: none."""
-    falls = falls_of(lookahead, np.array([[each.gain] for each in rates]))
+    gain_G11, branches_Y1 = np.array([[[each.gain]] for each in rates]), np.reshape(branches_Y, (-1, 1))
 
-    def missed(kind: Miss, rate_GX: Sequence[Any]) -> np.ndarray:
-        share_GY1 = falls[kind].share(rows_GY, branches_Y)[..., None]
-        return np.minimum(np.array(rate_GX).reshape(len(rates), 1, -1) * share_GY1, 1.0)
+    def missed(kind: Miss, rate_GX: Sequence[Any], blocks: Any = BLOCK) -> np.ndarray:
+        share_GYX = FALLS[lookahead][kind].share(gain_G11, rows_GY[..., None], branches_Y1, blocks)
+        return np.minimum(np.array(rate_GX).reshape(len(rates), 1, -1) * share_GYX, 1.0)
+
+    def outcomes(blocks: Any) -> Iterator[np.ndarray]:
+        return (missed(kind, [getattr(each, kind) for each in rates], blocks) for kind in OUTCOMES)
 
     right_GYK = 1 - missed(Miss.TOKEN, [each.to(block) for each in rates])
     if not lookahead:
@@ -513,14 +532,16 @@ def tokens_a_round(
     # The first token of a block is known to be right. After a miss, rounds confirm one token each until the target's
     # next token is among the drafted ones.
     whole_GYK = np.cumprod(np.concatenate((np.ones_like(right_GYK[..., :1]), right_GYK[..., :-1]), -1), -1)
-    restart, whole, part = (missed(kind, [getattr(each, kind) for each in rates]) for kind in OUTCOMES)
-    misses_GYK = whole_GYK * whole + (1 - whole_GYK) * part
+    _, missed_whole, missed_part = outcomes(np.arange(1, block + 1))
+    misses_GYK = whole_GYK * missed_whole + (1 - whole_GYK) * missed_part
     # With R tokens that are drafted again, these rounds confirm more, and miss as after other blocks.
     one_GY1, again = np.ones((*rows_GY.shape, 1)), [each.to(max(redrafted), Miss.AGAIN) for each in rates]
     right_GYK = np.concatenate((one_GY1, 1 - missed(Miss.AGAIN, again)), -1) if max(redrafted) else one_GY1
     all_right_GYP = np.cumprod(right_GYK, -1)[..., list(redrafted)]
     tokens_GYP = np.cumprod(right_GYK, -1).cumsum(-1)[..., list(redrafted)]
-    again_GYP = np.where(np.array(redrafted) > 0, all_right_GYP * whole + (1 - all_right_GYP) * part, restart)
+    missed_restart, missed_whole, missed_part = outcomes(1 + np.array(redrafted))
+    missed_block = all_right_GYP * missed_whole + (1 - all_right_GYP) * missed_part
+    again_GYP = np.where(np.array(redrafted) > 0, missed_block, missed_restart)
     ratio_GYKP = misses_GYK[..., None] / np.maximum(1 - again_GYP, LEAST_FOUND)[:, :, None]
     tokens_GYKP = whole_GYK.cumsum(-1)[..., None] + ratio_GYKP * tokens_GYP[:, :, None]
     return Confirmed(tokens_GYKP / (1 + ratio_GYKP), ratio_GYKP / (1 + ratio_GYKP))

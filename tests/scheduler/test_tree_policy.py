@@ -18,6 +18,8 @@ from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.planner import tree_nodes
 from smc.scheduler.speculation import (
+    BLOCK,
+    FALLS,
     PRIOR_MISS_RATE,
     WIDTH_GAIN,
     Acceptance,
@@ -26,7 +28,6 @@ from smc.scheduler.speculation import (
     Miss,
     MissRates,
     ModelLatency,
-    falls_of,
     tokens_a_round,
 )
 from smc.scheduler.tree_policy import (
@@ -306,7 +307,7 @@ def test_a_round_in_look_ahead_drafts_as_deep_as_the_draft_keeps_pace():
         latency = made(draft=(draft, 0.0), target=(4e-3, 0.0))
         return policy.draft_size([tree(miss_rate, 8)], 8, SHORT, latency).steps
 
-    assert [steps(EASY, each) for each in (0.3e-3, 0.8e-3, 1.4e-3)] == [None, 8, 6]
+    assert [steps(EASY, each) for each in (0.3e-3, 0.8e-3, 1.4e-3)] == [None, 6, 5]
     assert [steps(4 * HARD, each) for each in (0.3e-3, 0.5e-3, 1.4e-3, 2e-3)] == [None, 8, 3, 2]
     assert [steps(HOPELESS, each) for each in (0.3e-3, 0.5e-3, 1e-3, 1.4e-3)] == [None, 8, 4, 2]
 
@@ -445,17 +446,19 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
 def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead, redrafted):
     """Compared with a simulation of 10,000 dependent rounds: the formula must be within ten standard errors of as many
     independent rounds."""
-    rng, falls = np.random.default_rng(1), falls_of(lookahead)
+    rng, falls = np.random.default_rng(1), FALLS[lookahead]
     for token, part, rows, branches, block in ((0.3, 0.9, 1, 1, 5), (0.3, 0.5, 4, 2, 5), (2.0, 0.7, 8, 4, 3)):
         given = MissRates((token,), restart=0.4, whole=0.2, part=part, again=(0.5,))
         rates = dict(zip(Miss, (token, 0.5, 0.4, 0.2, part)))
-        missed = {miss: rate * falls[miss].share(rows, branches) for miss, rate in rates.items()}
-        missed[Miss.TOKEN] = min(missed[Miss.TOKEN], 1.0)
+
+        def missed(miss: Miss, size: int) -> float:
+            return min(rates[miss] * falls[miss].share(given.gain, rows, branches, size), 1.0)  # noqa: B023
+
         found, after_miss = [], []
         restarts = False
         for _ in range(10_000):
             of_round, size = (Miss.AGAIN, redrafted + 1) if restarts else (Miss.TOKEN, block)
-            right = rng.random(size) > missed[of_round]
+            right = rng.random(size) > missed(of_round, size)
             accepted = size if right.all() else int(right.argmin())
             if not lookahead:
                 found.append(accepted + 1)
@@ -463,7 +466,7 @@ def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead, red
             confirmed = min(accepted + 1, size)
             kind = Miss.RESTART if size == 1 else Miss.WHOLE if confirmed == size else Miss.PART
             after_miss.append(restarts)
-            restarts = bool(rng.random() < missed[kind])
+            restarts = bool(rng.random() < missed(kind, size))
             found.append(confirmed)
         forecast = tokens_a_round([given], np.array([[rows]]), branches, block, lookahead, (redrafted,))
         assert forecast.tokens[0, 0, -1, 0] == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
@@ -516,13 +519,14 @@ def test_a_draft_that_never_finds_what_follows_a_miss_is_left_out(block, request
     assert LatencyTreePolicy(config).change(trees, [], NOBODY, H200) == [0] * requests
 
 
-def test_rates_of_outcomes_are_estimated_for_any_number_of_rows_and_branches():
-    rng, falls, acceptance = random.Random(3), falls_of(True), Acceptance(0.999)
+def test_rates_of_outcomes_are_estimated_for_any_tree_and_block():
+    rng, falls, acceptance = random.Random(3), FALLS[True], Acceptance(0.999)
     given = {Miss.RESTART: 0.5, Miss.WHOLE: 0.1, Miss.PART: 0.8}
     for _ in range(9000):
         kind, rows, branches = rng.choice(list(given)), rng.choice((1, 4)), rng.choice((1, 2, 8))
-        missed = rng.random() < given[kind] * falls[kind].share(rows, branches)
-        acceptance.count_outcome(kind, missed, rows, branches)
+        block = BLOCK if kind is Miss.RESTART else rng.choice((2, 4, 7))
+        missed = rng.random() < given[kind] * falls[kind].share(WIDTH_GAIN, rows, branches, block)
+        acceptance.count(0, False, rows, branches, block, outcome=(kind, missed))
     found = acceptance.rates(True)
     assert {kind: getattr(found, kind) for kind in given} == pytest.approx(given, rel=0.15)
 
