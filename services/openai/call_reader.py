@@ -42,7 +42,7 @@ TOOLS_MARK, TOOLS_END = "<tools>", "</tools>"
 KEPT = 1 << 12
 """Number of characters that were read and are kept until they are cut off all at once."""
 _BLANK, _WORD = re.compile(r"[ \t\n\r]*"), re.compile(r"[\w.-]*")
-_SCALAR = re.compile(r"[-+.\w]*")
+_SCALAR = re.compile(r"[-+.\w]*", re.ASCII)
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 """Characters that stand for themselves in a JSON string."""
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
@@ -118,7 +118,7 @@ class ToolCallReader:
             if not (yield from self._first()):
                 self._give_back()
         elif not self._lenient and not self._syntax.required:
-            while (yield from self._region(is_marked=False)):
+            while (yield from self._region(is_marked=False)) and self._in_tag:
                 pass
             self._at = self._from  # marks may stand in what was looked at
         while True:
@@ -204,7 +204,7 @@ class ToolCallReader:
         yield from self._blanks()
         if not (yield from self._call(is_marked)):
             return False
-        while self._lenient or self._format is not ToolFormat.HERMES:
+        while self._lenient or not (is_marked and self._format is ToolFormat.HERMES):
             if not (yield from self._separator()) or not (yield from self._call(is_marked)):
                 if self._is_cut() and self._syntax.required:
                     self._commit()
@@ -220,6 +220,8 @@ class ToolCallReader:
     def _separator(self) -> Steps:
         """Pass what stands between two calls."""
         yield from self._blanks()
+        if self._format is ToolFormat.HERMES and not self._lenient:
+            return True
         is_there = (yield from self._literal(",")) or (yield from self._literal(";"))
         yield from self._blanks()
         if self._is_cut() and is_there:

@@ -122,11 +122,13 @@ class _Rules:
             self.add("tagged", f'{mark} "\\n" call "\\n" {end}')
             self.add("start", "tagged" + (f" (/\\n?/ tagged){MORE_CALLS}" if parallel else ""))
             return
-        # Some models leave out the marks: a call with which the answer begins is one without them, too.
-        fenced = rf"{BLANKS}(```(json|tool_call)?{BLANKS})?"
+        # Some models leave out the marks: a call with which the answer begins is one without them, as are those that
+        # follow. The end of a fence is part of what follows, since a lexeme that may go on over blanks, but need not,
+        # could not be followed by blanks.
+        fenced = rf"{BLANKS}(```{BLANKS})?(```(json|tool_call)?{BLANKS})?"
         for number in range(self._count):
             self.head("FIRST", number, fenced, BLANKS, FURTHER)
-        self.add("unmarked", self.calls("FIRST", rf"{BLANKS}\}}({BLANKS}```)?"))
+        self.add("unmarked", self.calls("FIRST", rf"{BLANKS}\}}"))
         self.text("BEGIN", fenced, self._names)
         self.add("TEXT", ANY)
         is_token = mark.startswith("<")

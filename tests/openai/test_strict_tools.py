@@ -187,6 +187,63 @@ def test_unmarked_calls_with_which_an_answer_begins_are_calls(written: str):
         assert allows(constraint, free) and allows(one, free) and not calls(free), free
 
 
+def unmarked(a: int) -> str:
+    return f'{{"name": "add", "arguments": {{"a": {a}}}}}'
+
+
+FENCED = f"```json\n{unmarked(22)}\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "content"),
+    [
+        (f"{unmarked(22)}\n", 1, ""),
+        (f"{unmarked(22)}\n\nDone.", 1, "\n\nDone."),
+        (f"{unmarked(22)}\n`a`", 1, "\n`a`"),
+        (f"{unmarked(22)}\n{unmarked(1)}\n", 2, ""),
+        (f"```json\n{unmarked(22)}\n{unmarked(1)}\n```\n", 2, ""),
+        (f"{unmarked(22)}\n{FENCED}", 2, ""),
+        (f"{FENCED}\n\n{FENCED}\nDone.", 2, "\nDone."),
+        (f"{unmarked(22)}\n<tool_call>\n{unmarked(22)}\n</tool_call>", 2, ""),
+        (f"{unmarked(22)}\n</tool_call>", 1, ""),
+    ],
+)
+def test_blanks_and_calls_may_follow_unmarked_calls(text: str, count: int, content: str):
+    form = ToolFormat.HERMES
+    constraint, one = constraint_of(form, [STRICT]), constraint_of(form, [STRICT], parallel_tool_calls=False)
+    assert constraint is not None and allows(constraint, text)
+    assert one is not None and allows(one, text) == (count == 1)
+    found = read(text, form, ("add",))
+    assert len(found["tool_calls"]) == count and (found["content"] or "") == content
+
+
+JUMBLE = (
+    *(unmarked(22), unmarked(22), unmarked(2), unmarked(2).replace("arguments", "parameters")),
+    *("\n", "\n", "```", "```", "```json\n", "json", "<tool_call>", "</tool_call>", "So", ",", ";", "[", "{"),
+    *('{"id": "a", ', '{"id": ½, ', '"name": "add", "id": 3, "arguments": {"a": 2}}', unmarked(2)[1:]),
+)
+"""Parts of answers, among them calls that are not valid: `a` is 1 or 22."""
+
+
+def test_every_call_that_is_read_is_one_that_the_grammar_determines():
+    """In answers of random parts, of which most are allowed. Answers without calls are allowed, unless they begin a
+    tagged one, or have two fences before what may be one."""
+    form, chance, count = ToolFormat.HERMES, random.Random(3), 0
+    constraint, one = constraint_of(form, [STRICT]), constraint_of(form, [STRICT], parallel_tool_calls=False)
+    assert constraint is not None and one is not None
+    for _ in range(800):
+        text = "".join(chance.choices(JUMBLE, k=chance.randint(2, 6)))
+        calls = read(text, form, ("add",)).get("tool_calls", [])
+        right = all(call["function"]["arguments"] == '{"a": 22}' for call in calls)
+        if allows(constraint, text):
+            assert right, text
+            count += len(calls)
+        else:
+            assert not right or "<tool_call>" in text or text.startswith(2 * "```"), text
+        assert not allows(one, text) or (right and len(calls) < 2), text
+    assert count > 50
+
+
 @pytest.mark.parametrize("form", ToolFormat)
 def test_required_arguments_may_refer_to_definitions(form: ToolFormat):
     constraint = constraint_of(form, [POINT], tool_choice="required")
