@@ -86,7 +86,7 @@ class _Rules:
         for number, tool in enumerate(tools):
             self.add(f"NAME_{number}", " | ".join(map(json.dumps, written_names(tool["name"]))))
             self.add(arguments_rule(number), _arguments(tool["parameters"]))
-            self.head("HEAD", number, "", BLANK)
+        self.heads("HEAD", "", BLANK)
         self.add("call", self.calls("HEAD"))
 
     def __str__(self) -> str:
@@ -95,18 +95,20 @@ class _Rules:
     def add(self, name: str, body: str) -> None:
         self._lines.append(f"{name}: {body}")
 
-    def head(self, name: str, number: int, begin: str, blank: str, further: str = "") -> None:
-        """Add the terminal for the part of a call before its arguments. It is read as one token of the grammar, so the
-        function is certain at its end. `begin`: what may precede the call; `blank`: blanks between tokens of JSON;
-        `further`: members that may precede the name."""
-        before = rf'{begin}\{{{blank}{further}"name"{blank}:{blank}'
-        after = f'{blank},{blank}"{self._arguments}"{blank}:{blank}'
-        self.add(f"{name}_{number}", f"/{before}/ NAME_{number} /{after}/")
+    def heads(self, name: str, begin: str, blank: str, further: str = "") -> None:
+        """Add a terminal for each function: the part of its calls before their arguments. It is read as one token of
+        the grammar, so the function is certain at its end. `begin`: what may precede the call; `blank`: blanks between
+        tokens of JSON; `further`: members that may precede the name."""
+        self.add(f"{name}_BEGIN", rf'/{begin}\{{{blank}{further}"name"{blank}:{blank}/')
+        self.add(f"{name}_END", f'/{blank},{blank}"{self._arguments}"{blank}:{blank}/')
+        for number in range(self._count):
+            self.add(f"{name}_{number}", f"{name}_BEGIN NAME_{number} {name}_END")
 
     def calls(self, head: str, end: str = rf"{BLANK}\}}") -> str:
         """Return the body of a rule for a call of any function. `head`: name of the terminals before the arguments;
         `end`: what follows them."""
-        return " | ".join(f"{head}_{number} {arguments_rule(number)} /{end}/" for number in range(self._count))
+        calls = " | ".join(f"{head}_{number} {arguments_rule(number)}" for number in range(self._count))
+        return f"({calls}) /{end}/"
 
     def text(self, terminal: str, begin: str, names: str = _STRING) -> None:
         """Add the terminal of any text, except text that would be read as a call. `begin`: what may precede a call;
@@ -126,8 +128,7 @@ class _Rules:
         # follow. The end of a fence is part of what follows, since a lexeme that may go on over blanks, but need not,
         # could not be followed by blanks.
         fenced = rf"{BLANKS}(```{BLANKS})?(```(json|tool_call)?{BLANKS})?"
-        for number in range(self._count):
-            self.head("FIRST", number, fenced, BLANKS, FURTHER)
+        self.heads("FIRST", fenced, BLANKS, FURTHER)
         self.add("unmarked", self.calls("FIRST", rf"{BLANKS}\}}"))
         self.text("BEGIN", fenced, self._names)
         self.add("TEXT", ANY)
@@ -148,8 +149,7 @@ class _Rules:
             self.add("start", "call" + (f' (";" call){MORE_CALLS}' if parallel else ""))
             return
         more = f" (/{BLANK};{BLANK}/ call)*" if parallel else ""
-        for number in range(self._count):
-            self.head("FIRST", number, BLANKS, BLANKS, FURTHER)
+        self.heads("FIRST", BLANKS, BLANKS, FURTHER)
         self.add("first", self.calls("FIRST"))
         self.text("TEXT", BLANKS)
         tag = _literal(PYTHON_TAG, tokenizer)
@@ -166,8 +166,7 @@ class _Rules:
             begin = rf"{BLANKS}\[{BLANKS}" if is_token else rf"{BLANKS}(\[TOOL_CALLS\]{BLANKS})?\[{BLANKS}"
             blank, further = BLANKS, FURTHER
             self.text("TEXT", begin)
-        for number in range(self._count):
-            self.head("FIRST", number, begin, blank, further)
+        self.heads("FIRST", begin, blank, further)
         self.add("first", self.calls("FIRST"))
         if required:
             self.add("start", f"{mark} first{more}")

@@ -252,6 +252,13 @@ def test_required_arguments_may_refer_to_definitions(form: ToolFormat):
     assert allows(constraint, text) and not allows(constraint, text.replace("2", "2, 3"))
 
 
+@pytest.mark.parametrize("form", ToolFormat)
+def test_as_many_strict_tools_as_openai_allows_fit(form: ToolFormat):
+    tools = [STRICT | {"name": f"a_function_with_the_number_{number}"} for number in range(128)]
+    constraint = constraint_of(form, tools)
+    assert constraint is not None and allows(constraint, form.written(tools[-1]["name"], '{"a": 22}').split("] ")[-1])
+
+
 @pytest.mark.parametrize("setting", [{"logprobs": True, "top_logprobs": 2}, {"ignore_eos": True}])
 def test_settings_incompatible_with_strict_tools(setting: dict):
     """Settings that are not available with constraints are refused where calls are constrained."""
