@@ -10,6 +10,7 @@ Local axes: P chains, U unconditional rows, Y guided groups."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +51,7 @@ class Population:
         """Return the population of the requests with these indices, with the slots that they have here."""
         return Population([self.groups[g] for g in index_G], [self._members[g] for g in index_G])
 
-    @property
+    @cached_property
     def params(self) -> list[SamplingParams]:
         return [g.params for g in self.groups]
 
@@ -219,7 +220,7 @@ class RoundPlanner:
         # A round that drafts again grows an answer by that block, too.
         again_G = np.array([sum(REDRAFTED in each for each in (*g.in_flight, own)) for g, own in zip(groups, pages)])
         grown_G = self.rules.stride(config) * rounds_G + self.shape.branch * again_G
-        prompt_G = np.array([max(g.prompt_size, g.negative_size) for g in groups], dtype=np.int64)
+        prompt_G = np.maximum([g.prompt_size for g in groups], [g.negative_size for g in groups])
         length_G = population.largest(self.slots.length_S[population.slot_A])
         return min(int((prompt_G + length_G + grown_G).max()) + config.block + 2, self.width)
 
