@@ -130,15 +130,15 @@ class OwnPlan:
 
     def conditions(self) -> dict[str, object]:
         """Return the part of a record's conditions that decides which problems are solved."""
-        hashes = {
-            name: hashlib.sha256(repr([(each.prompt, each.answer) for each in problems]).encode()).hexdigest()
+        texts = {
+            name: repr([(each.prompt, each.answer, each.check) for each in problems])
             for name, problems in self.problems.items()
         }
         return {
             "seed": self.seed,
             "ess_threshold": self.ess_threshold,
             "max_tokens": self.max_tokens,
-            "problems": hashes,
+            "problems": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
         }
 
 

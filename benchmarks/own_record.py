@@ -183,16 +183,18 @@ class OwnRecord:
     @staticmethod
     def open(path: Path | None, conditions: Mapping[str, Any], resume: bool) -> OwnRecord:
         """Return a new record, or with `resume` the one in the file, if there is one. Conditions named `problems` are
-        united, all others must be equal. Raises ValueError if the file cannot be used."""
+        united, all others must be equal. Raises ValueError if the file exists without `resume`, or cannot be used."""
         if path is None and resume:
             raise ValueError("--resume has no effect without --json FILE; leave it out")
-        if path is None or not resume or not path.exists():
+        if path is None or not path.exists():
             return OwnRecord(path, conditions)
+        if not resume:
+            raise ValueError(f"{path} exists already; use --resume to continue it, or another file")
         found = OwnRecord.read(path)
         before, now = dict(found.conditions), dict(conditions)
         files, more = before.pop("problems"), now.pop("problems")
-        before |= {name: value for name, value in files.items() if name in more}
-        now |= {name: value for name, value in more.items() if name in files}
+        before |= {f"problems {name}": value for name, value in files.items() if name in more}
+        now |= {f"problems {name}": value for name, value in more.items() if name in files}
         different = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
         if different:
             words = "; ".join(f"{name} was {before.get(name)!r} and is now {now.get(name)!r}" for name in different)

@@ -189,8 +189,19 @@ def test_an_own_run_resumes(run_eval, file):
     pair = ("--target", demo.TARGET, "--draft", demo.DRAFT)
     ran, rows = run_eval("--problems", 1, *pair, *SIZES, "--only", "draft", "--resume")
     assert ran.code == 0 and len(rows) == 5  # further problems in the same record
-    ran, _ = run_eval("--problems", file(OURS), *SIZES, "--only", "draft", "--resume")
-    assert ran.code == 2 and "cannot be resumed: problems was" in ran.err
+    for other in ([OURS], [OURS | {"check": "exact", "answer": "42"}, GSM8K]):
+        ran, _ = run_eval("--problems", file(*other), *SIZES, "--only", "draft", "--resume")
+        assert ran.code == 2 and "cannot be resumed: problems problems was" in ran.err
+    ran, after = run_eval(*given, "--only", "draft")
+    assert ran.code == 2 and "exists already; use --resume to continue it" in ran.err and after == rows
+
+
+def test_a_file_may_have_the_name_of_a_condition(tmp_path):
+    conditions = {"seed": 0, "problems": {"seed": "a hash"}}
+    record = OwnRecord.open(tmp_path / "found.json", conditions, resume=False)
+    record.add(row_of(True))
+    with pytest.raises(ValueError, match="seed was 0 and is now 1"):
+        OwnRecord.open(record.path, conditions | {"seed": 1}, resume=True)
 
 
 def test_the_time_limit_ends_a_run_with_what_it_has(run_eval, file, monkeypatch):
