@@ -71,6 +71,8 @@ class GrownStep(NamedTuple):
     """Rows after a step of the draft."""
 
     tree: TokenTree
+    run: LastTokens
+    """The pass over the last tokens."""
     kept: DraftStep | None
     """The step as one of a draft tree. None: the step chose nothing."""
     raw_logp_X: Tensor | None = None
@@ -127,16 +129,16 @@ class DraftStage:
         last_A = inputs.last_A if inputs.rows.queries > 1 else None
         return self.run(plan, inputs.tokens_AQ.flatten(), inputs.rows, last_A)
 
-    def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, tree: TokenTree) -> PassLogits:
+    def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: GrownStep) -> PassLogits:
         """Return logits [X, V] after the last tokens of rows."""
-        assert tree.run is not None, "rows, of which the last token alone is run"
+        tree, run = grown.tree, grown.run
         rows = Rows(
             table_SL=self.state.table_SL,
-            slot_R=tree.run.slot_X,
+            slot_R=run.slot_X,
             tail_RB=tree.tail_XB,
-            tail_R=tree.run.tail_X,
-            start_R=tree.run.start_X,
-            count_R=tree.run.count_X,
+            tail_R=run.tail_X,
+            start_R=run.start_X,
+            count_R=run.count_X,
             group_R=inputs.later.group_R,
             first_G=inputs.later.rows.first_G,
             size_G=inputs.later.rows.size_G,
@@ -161,7 +163,7 @@ class DraftStage:
         logits_RV, raw_RV = after
         layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
         if plan.kind.biased:
-            slot_R = plan.arrays.slot_A if tree.run is None else tree.run.slot_X
+            slot_R = plan.arrays.slot_A if before is None else before.run.slot_X
             logits_RV = self.ops.add_biases(
                 self.biases,
                 self.state.entry_S,
@@ -189,9 +191,9 @@ class DraftStage:
             width = len(continued.root_X) // len(tree.root_X)
             chains = self.chains.draw(self.sampling, plan, layout, logits_RV, tree, step, inputs.chains, width)
         more = Continuation(chosen, own, chains)
-        grown = self.ops.reparent(continued, more, plan, self.state, step=step)
+        grown, run = self.ops.reparent(continued, more, plan, self.state, step=step)
         kept = None if chosen is None else DraftStep(grown, chosen.expansion.parent_X, chosen.candidates)
-        return GrownStep(grown, kept, raw_logp_X)
+        return GrownStep(grown, run, kept, raw_logp_X)
 
     def finish(
         self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: tuple[GrownStep, ...]
@@ -199,7 +201,7 @@ class DraftStage:
         """Run the remaining steps. Returns the message to the target and the rows."""
         steps = list(grown)
         for step in range(len(grown), plan.kind.steps or self.block):
-            steps.append(self.extend(plan, inputs, self.run_rows(plan, inputs, steps[-1].tree), step, steps[-1]))
+            steps.append(self.extend(plan, inputs, self.run_rows(plan, inputs, steps[-1]), step, steps[-1]))
         tree, kept = steps[-1].tree, []
         if Decoding.WALK in plan.kind.decodings:
             kept = [step.kept for step in steps if step.kept]
@@ -214,8 +216,8 @@ class DraftStage:
         assert self.inner_nodes is not None, "a drafter of look-ahead"
         state, again = self.state, plan_again(plan, start)
         inputs = self.begin(again, again.draft_distribution)
-        first = known_step(state, again, inputs, start.root_A)
-        _, grown = self.finish(again, inputs, (GrownStep(first.tree, first),))
+        first, run = known_step(state, again, inputs, start.root_A)
+        _, grown = self.finish(again, inputs, (GrownStep(first.tree, run, first),))
         rows = self.ops.pack_rows(state, again, grown.tree).fields
         is_again_A = start.slot_A != state.dummy
         start.message.write(rows._replace(count_X=torch.where(is_again_A, rows.count_X, 0)))
@@ -349,9 +351,11 @@ def _candidate_layout(
     )
 
 
-def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int) -> TokenTree:
-    """Extend the rows by their next token. The first step (0) makes F rows for each batch index. This is the reference:
-    `smc.kernels.draft.reparent` does the same in one launch."""
+def reparent(
+    tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int
+) -> tuple[TokenTree, LastTokens]:
+    """Extend the rows by their next token, and return them with the pass over these tokens. The first step (0) makes F
+    rows for each batch index. This is the reference: `smc.kernels.draft.reparent` does the same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan)
     root_X, ended_X, text_X, count_X, cut_X = (
         values_R[parent_X] for values_R in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X, tree.cut_X)
@@ -365,7 +369,7 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
     is_now_K = torch.arange(tree.tokens_XK.shape[1], device=state.device) == step
     is_known_B = torch.arange(tree.tail_XB.shape[1], device=state.device) < step
     alive_X, has_ended_X = tree.alive_X[parent_X] & (mass_X > -torch.inf), ended_X | growth.ends_A
-    return TokenTree(
+    grown = TokenTree(
         root_X=root_X,
         tokens_XK=torch.where(is_now_K, token_X[:, None], tree.tokens_XK[parent_X]),
         logq_XK=torch.where(is_now_K, logq_X[:, None], tree.logq_XK[parent_X]),
@@ -381,8 +385,8 @@ def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state
         next_X=end_X + (step + 1),
         cut_X=cut_X,
         outcome_X=tree.outcome_X[parent_X] if step else torch.arange(len(parent_X), device=state.device),
-        run=LastTokens(slot_X.int(), end_X.int(), (end_X + step).int(), (alive_X & ~has_ended_X).int()),
     )
+    return grown, LastTokens(slot_X.int(), end_X.int(), (end_X + step).int(), (alive_X & ~has_ended_X).int())
 
 
 def _continued(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor]) -> tuple[Tensor, ...]:

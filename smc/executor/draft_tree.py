@@ -170,7 +170,7 @@ def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
     def at_leaf(name: str) -> Tensor:
         return torch.cat([getattr(tree, name) for tree in trees])[leaf_X]
 
-    values: dict[str, Any] = {name: at_leaf(name) for name in TokenTree._fields if name != "run"}
+    values: dict[str, Any] = {name: at_leaf(name) for name in TokenTree._fields}
     values["alive_X"] = values["alive_X"] & alive_X
     values["mass_X"] = torch.where(alive_X, values["mass_X"], -torch.inf)
     return TokenTree(**values)
@@ -325,8 +325,11 @@ def plan_again(plan: RoundPlan[Tensor], start: RedraftStart) -> RoundPlan[Tensor
     return replace(plan, arrays=arrays, kind=replace(plan.kind, steps=steps, branches=1, decodings=decodings))
 
 
-def known_step(state: SlotState, plan: RoundPlan[Tensor], inputs: DraftInputs, root_A: Tensor) -> DraftStep:
-    """Return the first step, which is known: the first row of each group is its particle's last token."""
+def known_step(
+    state: SlotState, plan: RoundPlan[Tensor], inputs: DraftInputs, root_A: Tensor
+) -> tuple[DraftStep, LastTokens]:
+    """Return the first step, which is known: the first row of each group is its particle's last token. Also returns the
+    pass over these tokens."""
     arrays, particles, index_A = plan.arrays, inputs.tree, plan.index_of_rows(1)
     slot_A, one_A = arrays.slot_A[root_A], torch.ones_like(root_A)
     is_first_A = index_A == arrays.first_G[arrays.group_A]
@@ -348,9 +351,9 @@ def known_step(state: SlotState, plan: RoundPlan[Tensor], inputs: DraftInputs, r
         next_X=start_A + 1,
         cut_X=one_A,
         outcome_X=index_A,
-        run=LastTokens(slot_A.int(), start_A.int(), start_A.int(), alive_A.int()),
     )
-    return DraftStep(tree, index_A, CandidateTokens.whole(tree.mass_X))
+    run = LastTokens(slot_A.int(), start_A.int(), start_A.int(), alive_A.int())
+    return DraftStep(tree, index_A, CandidateTokens.whole(tree.mass_X)), run
 
 
 def selected_again(state: SlotState, plan: RoundPlan[Tensor], rows: DraftedRows) -> RoundSelection[Tensor]:

@@ -34,7 +34,7 @@ from smc.executor.sampling import Sampling
 from smc.mask_reader import MaskPath
 from smc.round.plan import IN_FLIGHT, RoundPlan
 from smc.round.slot_state import SequenceHandoff, SlotState
-from smc.round.tensors import Blocks, TokenTree
+from smc.round.tensors import Blocks, LastTokens, TokenTree
 from smc.stops import StopMachine
 from smc.types import ModelRole, mask_span
 
@@ -159,12 +159,16 @@ class TokenMasks:
         return self._masks(plan, "particles", len(plan.arrays.slot_A), paths)
 
     def of_rows(
-        self, plan: RoundPlan[np.ndarray], tree: TokenTree, step: int, particles: Callable[[], HeldAnswers]
+        self,
+        plan: RoundPlan[np.ndarray],
+        tree: TokenTree,
+        run: LastTokens,
+        step: int,
+        particles: Callable[[], HeldAnswers],
     ) -> Callable[[], Tensor]:
         """Return a function that computes masks [X, W] of the tokens that may follow rows of `step` tokens, which
         continue `particles`."""
-        assert tree.run is not None, "rows that have been reparented"
-        fetched = self._fetch([tree.root_X, tree.cut_X, tree.run.count_X, tree.tokens_XK[:, :step]])
+        fetched = self._fetch([tree.root_X, tree.cut_X, run.count_X, tree.tokens_XK[:, :step]])
 
         def masks() -> Tensor:
             held, (root_X, cut_X, runs_X, tokens_XK) = particles(), fetched()

@@ -129,29 +129,30 @@ def pack_rows(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> Pac
     (rows, block), branches = tree.tokens_XK.shape, plan.kind.branches
     message = DraftedRows.memory(rows, block).allocate(state.device)
     _pack[(triton.cdiv(rows, ROWS),)](
-        plan.arrays, state, tree.alone, message.fields, rows,
+        plan.arrays, state, tree, message.fields, rows,
         F=branches, K=block, BLOCK=ROWS, BLOCK_K=triton.next_power_of_2(block), LOG_F=math.log(branches),
         HAS_SEPARATE=plan.kind.has_separate, num_warps=1,
     )  # fmt: skip
     return message
 
 
-def reparent(tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int) -> TokenTree:
+def reparent(
+    tree: TokenTree, more: Continuation, plan: RoundPlan[Tensor], state: SlotState, *, step: int
+) -> tuple[TokenTree, LastTokens]:
     """See `smc.executor.draft.reparent`."""
     rows, pages = plan.arrays.branch_pages_XB.shape
     tokens, room = tree.tokens_XK.shape[1], Room(state.device)
-    run = LastTokens(*(room.ints(rows) for _ in LastTokens._fields))
-    out = TokenTree.allocate(room, rows, tokens, pages)._replace(run=run)
+    out, run = TokenTree.allocate(room, rows, tokens, pages), LastTokens(*(room.ints(rows) for _ in LastTokens._fields))
     strides = TreeStrides(tree.tokens_XK.stride(0), tree.logq_XK.stride(0), tree.tail_XB.stride(0))
     own, chosen = more.own, more.chosen
     _reparent[(triton.cdiv(rows, TREE_ROWS),)](
-        tree.alone, strides, chosen, own, more.chains, plan.arrays, state, out, TreeSizes(rows, step, tokens, pages),
+        tree, strides, chosen, own, more.chains, plan.arrays, state, out, run, TreeSizes(rows, step, tokens, pages),
         BLOCK=TREE_ROWS, BLOCK_K=triton.next_power_of_2(tokens), BLOCK_B=triton.next_power_of_2(max(1, pages)),
         BRANCHES=plan.kind.branches, WIDTH=0 if chosen is None else chosen.candidates.token_RC.shape[1],
         DRAWS=0 if own is None else own.token_RF.shape[1],
         SOURCES=1 if own is None else len(tree.root_X) // len(own.token_RF), num_warps=1,
     )  # fmt: skip
-    return out
+    return out, run
 
 
 class TreeStrides(NamedTuple):
@@ -268,7 +269,7 @@ def _pack(
 
 @one_variant()
 def _reparent(
-    before, strides, chosen, own, chains, plan, slots, out, sizes,
+    before, strides, chosen, own, chains, plan, slots, out, run, sizes,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, BRANCHES: tl.constexpr, WIDTH: tl.constexpr,
     DRAWS: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -330,10 +331,10 @@ def _reparent(
     tl.store(out.cut_X + x, cut, mask=inside)
     outcome = tl.load(before.outcome_X + parent, mask=inside, other=0)
     tl.store(out.outcome_X + x, tl.where(step == 0, x.to(tl.int64), outcome), mask=inside)
-    tl.store(out.run.slot_X + x, slot.to(tl.int32), mask=inside)
-    tl.store(out.run.tail_X + x, end.to(tl.int32), mask=inside)
-    tl.store(out.run.start_X + x, (end + step).to(tl.int32), mask=inside)
-    tl.store(out.run.count_X + x, (alive & ~has_ended).to(tl.int32), mask=inside)
+    tl.store(run.slot_X + x, slot.to(tl.int32), mask=inside)
+    tl.store(run.tail_X + x, end.to(tl.int32), mask=inside)
+    tl.store(run.start_X + x, (end + step).to(tl.int32), mask=inside)
+    tl.store(run.count_X + x, (alive & ~has_ended).to(tl.int32), mask=inside)
     _reparent_tokens(x, inside, parent, token, logq, before, strides, plan, out, sizes, BLOCK_K, BLOCK_B)
 
 

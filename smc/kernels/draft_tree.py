@@ -25,7 +25,7 @@ from smc.kernels.expansion import find_bound
 from smc.kernels.launch import one_variant
 from smc.round.plan import RoundPlan
 from smc.round.slot_state import InnerNodes, RoundSelection, SlotState
-from smc.round.tensors import DraftStep, GrownRows, TokenTree
+from smc.round.tensors import GrownRows, TokenTree
 
 LEAD = tl.constexpr(LEAD_GAIN)
 NONE = tl.constexpr(-float("inf"))
@@ -56,14 +56,9 @@ class Scratch(NamedTuple):
     """int32: whether the node is one of the likeliest. None: there is no limit of nodes."""
 
 
-def _kept(steps: tuple[DraftStep, ...]) -> tuple[DraftStep, ...]:
-    """Return the steps as arguments of a kernel: without the passes over last tokens, which no kernel reads."""
-    return contiguous(tuple(step._replace(tree=step.tree.alone) for step in steps))
-
-
 def prune_tree(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
     """See `smc.executor.draft_tree.prune_tree`."""
-    steps = _kept(grown.steps)
+    steps = contiguous(grown.steps)
     (rows, tokens), pages = steps[0].tree.tokens_XK.shape, steps[0].tree.tail_XB.shape[1]
     arrays, branches = plan.arrays, plan.kind.branches
     nodes, block, room = len(steps) * rows, 64, Room(arrays.slot_A.device)
@@ -429,7 +424,7 @@ def store_inner_nodes(
     assert leaf_X is not None, "rows of exact decoding have been chosen"
     (batch_size, block), (_, inner, most) = (plan.kind.batch_size, tokens_XK.shape[1]), nodes.share_SKC.shape
     assert block == inner + 1, f"rows of {block} tokens, {inner} inner nodes"
-    steps = _kept(grown.steps)
+    steps = contiguous(grown.steps)
     _store_inner_nodes[(batch_size,)](
         nodes, plan.arrays, state.logw_S, tokens_XK, steps, selection, leaf_X, len(leaf_X),
         steps[-1].candidates.token_RC.shape[1],
@@ -468,7 +463,7 @@ def with_inner_nodes(
     )
     spans = Spans(room.ints(groups), room.ints(groups))
     _with_inner_nodes[(max(count, groups),)](
-        nodes, plan.arrays, tree.alone, contiguous(candidates), found, rows, spans, count, groups, width,
+        nodes, plan.arrays, tree, contiguous(candidates), found, rows, spans, count, groups, width,
         K=inner + 1, C=most, BLOCK_C=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return found, rows, spans
@@ -481,7 +476,7 @@ def limit_outcomes(
     (count, width), room = candidates.share_RC.shape, Room(tree.mass_X.device)
     limited_XC, log_mass_U = room.floats(count, width), room.doubles(count * width)
     _limit_outcomes[(count,)](
-        plan.arrays, tree.alone, candidates.share_RC.contiguous(), limited_XC, log_mass_U, count, width,
+        plan.arrays, tree, candidates.share_RC.contiguous(), limited_XC, log_mass_U, count, width,
         width - 1 if has_rest else -1,
         # An outcome has one row more than its group if the first row's candidate is kept in addition.
         F=plan.kind.branches, BLOCK_N=2 * MAX_PARTICLES, CHUNK=512, num_warps=4,

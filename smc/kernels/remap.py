@@ -39,7 +39,7 @@ def remap_draft(
         text_A=room.longs(batch_size),
     )
     _remap_draft[(batch_size,)](
-        plan.arrays, state, state.table_SL.stride(0), tree.alone, selection, lineage, out, steps,
+        plan.arrays, state, state.table_SL.stride(0), tree, selection, lineage, out, steps,
         K=tree.tokens_XK.shape[1], P=queries, B=pages, Q=width, BLOCK_Q=triton.next_power_of_2(width),
         BLOCK_B=triton.next_power_of_2(pages) if pages else 0, BLOCK_W=triton.next_power_of_2(queries + pages),
         CHUNK=CHUNK, num_warps=4,

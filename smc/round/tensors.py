@@ -104,18 +104,10 @@ class TokenTree(NamedTuple):
     block (`smc.executor.draft_tree`)."""
     outcome_X: Tensor
     """int64 row of the first step that it continues. Rows with the same outcome are adjacent."""
-    run: LastTokens | None = None
-    """The pass over the last tokens. None: the rows are particles, which may have several pending tokens, or it has
-    been run."""
-
-    @property
-    def alone(self) -> TokenTree:
-        """The rows without `run`, for kernels that do not read it: whether there is one makes no variant of them."""
-        return self._replace(run=None)
 
     @staticmethod
     def allocate(room: Room, rows: int, tokens: int, pages: int) -> TokenTree:
-        """Return rows of `tokens` tokens and `pages` pages, without `run`."""
+        """Return rows of `tokens` tokens and `pages` pages."""
         return TokenTree(
             root_X=room.longs(rows),
             tokens_XK=room.longs(rows, tokens),

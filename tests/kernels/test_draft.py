@@ -11,7 +11,7 @@ import torch
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
-from smc.round.tensors import DraftInputs, LastTokens, TokenTree
+from smc.round.tensors import DraftInputs, TokenTree
 from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import NO_MASS, VOCAB, WIDTH, Round, assert_equal
@@ -72,7 +72,6 @@ class DraftRound(Round):
             cut_X=drafted.cut_X.long(),
             outcome_X=self.here(np.arange(rows)),
             mass_X=self.here(mass_X),
-            run=LastTokens(*self.here(np.zeros((4, rows), np.int32))),
             **longs,
         )
 
