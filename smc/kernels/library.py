@@ -18,6 +18,8 @@ from smc.kernels.linear import reduce
 
 PIECES = (4096, 2048, 1024, 512, 256)
 """Numbers of tokens into which prompts are divided, because the library is checked for each number."""
+SMALL = 2.0**-17
+"""Standard deviation of the bias with which the library is checked."""
 _Size = tuple[int, int, int, int, bool, torch.dtype]
 
 
@@ -63,9 +65,9 @@ def _is_same(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int
     """Return whether both ways give the same bits for a product of this size."""
     try:
         operands = cancelling(x_TI, weight_OI)
-        zero_O = None if bias_O is None else torch.zeros_like(bias_O)
-        ours = linear_fixed(*operands, splits, zero_O)
-        theirs_TO = by_library(*operands, zero_O, splits)
+        shift_O = None if bias_O is None else small_bias(bias_O)
+        ours = linear_fixed(*operands, splits, shift_O)
+        theirs_TO = by_library(*operands, shift_O, splits)
     except torch.OutOfMemoryError:
         return False
     return torch.equal(reduce(ours.view(-1, *theirs_TO.shape), torch.empty_like(theirs_TO)), theirs_TO)
@@ -85,6 +87,13 @@ def cancelling(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         return made
 
     return operand(x_TI, 1), operand(weight_OI, -1)
+
+
+def small_bias(like_O: Tensor) -> Tensor:
+    """Return a bias of this shape and type that is about as large as what rounding leaves of cancelling products, so
+    that results show whether it is added before or after these."""
+    generator = torch.Generator(like_O.device).manual_seed(1)
+    return torch.empty_like(like_O).normal_(generator=generator).mul_(SMALL)
 
 
 def by_library(

@@ -20,7 +20,7 @@ from smc.kernels.fixed_order import (
     splits_of,
 )
 from smc.kernels.int4 import FIXED_PROGRAMS, fixed_splits, gate_up_int4, linear_int4_fixed, token_block
-from smc.kernels.library import LibraryProducts, by_library, cancelling
+from smc.kernels.library import LibraryProducts, by_library, cancelling, small_bias
 from smc.kernels.linear import reduce
 from smc.kernels.norm import silu_mul
 from smc.model.decoder import Experts
@@ -168,6 +168,27 @@ def test_the_library_is_compared_by_products_that_show_the_order_of_their_terms(
     assert x_TI.shape == others[0].shape and weight_OI.dtype == torch.bfloat16
     assert not (x_TI.double() @ weight_OI.double().t()).any()
     assert share_of_equal(*others) > 0.99 and share_of_equal(x_TI, weight_OI) < 0.3
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_the_library_is_compared_by_a_bias_that_shows_when_it_is_added(kind):
+    def share_of_equal(bias_O: Tensor) -> float:
+        shift_TO1 = bias_O.float().expand(len(x_TI), -1)[..., None].numpy()
+        first_TO, last_TO = (
+            np.cumsum(np.concatenate(terms, axis=2), axis=2)[:, :, -1]
+            for terms in ((shift_TO1, term_TOI), (term_TOI, shift_TO1))
+        )
+        one_TO, other_TO = (torch.from_numpy(sum_TO).to(kind) for sum_TO in (first_TO, last_TO))
+        return float((one_TO == other_TO).double().mean())
+
+    generator = torch.Generator().manual_seed(2)
+    x_TI, weight_OI = cancelling(*(torch.randn(size, 512, generator=generator).to(kind) for size in (32, 64)))
+    term_TOI = (x_TI[:, None].float() * weight_OI.float()).numpy()
+    bias_O = torch.randn(64, generator=generator).to(kind)
+    made_O = small_bias(bias_O)
+    assert made_O.shape == bias_O.shape and made_O.dtype == kind
+    assert share_of_equal(made_O) < 0.5 < 0.95 < share_of_equal(bias_O)
+    assert share_of_equal(torch.zeros_like(bias_O)) == 1
 
 
 def test_experts(device, monkeypatch):
