@@ -210,8 +210,8 @@ def compare_in_company(given: argparse.Namespace) -> dict[str, int]:
         differ = [i for i, answer in alone.items() if made[i].tokens != answer.tokens]
         found[name] = len(alone) - len(differ)
         rounds = sum(answer.statistics.rounds for answer in made.values())
-        tokens = sum(len(answer.tokens) for answer in made.values())
-        rate = "" if n is None else f"; {tokens / rounds:.2f} tokens a round"
+        tokens = sum(len(answer.tokens) - 1 for answer in made.values())  # the pass over the prompt yields the first
+        rate = f"; {tokens / rounds:.2f} tokens a round" if n is not None and rounds else ""
         print(f"{name}: {found[name]} of {len(alone)} answers equal; others: {differ[:20]}{rate}", flush=True)
     print(json.dumps(found))
     return found

@@ -1,0 +1,14 @@
+"""The measurement of exact answers beside others."""
+
+from __future__ import annotations
+
+from benchmarks.exactness import main
+
+
+def test_tokens_a_round_leave_out_what_no_round_makes(capsys):
+    """Of an answer of two tokens, a round makes one; of an answer of one token, none."""
+    options = ["company", "--problems", "2", "--form", "lockstep", "-n", "1", "--in-flight", "1", "--max-tokens"]
+    assert main([*options, "2"]) == {"lockstep, N=1, 1 in flight": 2}
+    assert "1.00 tokens a round" in capsys.readouterr().out
+    main([*options, "1"])
+    assert "tokens a round" not in capsys.readouterr().out
