@@ -71,7 +71,7 @@ class GrownStep(NamedTuple):
     """Rows after a step of the draft."""
 
     tree: TokenTree
-    run: LastTokens
+    last: LastTokens
     """The pass over the last tokens."""
     kept: DraftStep | None
     """The step as one of a draft tree. None: the step chose nothing."""
@@ -131,14 +131,14 @@ class DraftStage:
 
     def run_rows(self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: GrownStep) -> PassLogits:
         """Return logits [X, V] after the last tokens of rows."""
-        tree, run = grown.tree, grown.run
+        tree, last = grown.tree, grown.last
         rows = Rows(
             table_SL=self.state.table_SL,
-            slot_R=run.slot_X,
+            slot_R=last.slot_X,
             tail_RB=tree.tail_XB,
-            tail_R=run.tail_X,
-            start_R=run.start_X,
-            count_R=run.count_X,
+            tail_R=last.tail_X,
+            start_R=last.start_X,
+            count_R=last.count_X,
             group_R=inputs.later.group_R,
             first_G=inputs.later.rows.first_G,
             size_G=inputs.later.rows.size_G,
@@ -163,7 +163,7 @@ class DraftStage:
         logits_RV, raw_RV = after
         layout, tree = (inputs.first, inputs.tree) if before is None else (inputs.later, before.tree)
         if plan.kind.biased:
-            slot_R = plan.arrays.slot_A if before is None else before.run.slot_X
+            slot_R = plan.arrays.slot_A if before is None else before.last.slot_X
             logits_RV = self.ops.add_biases(
                 self.biases,
                 self.state.entry_S,
@@ -191,9 +191,9 @@ class DraftStage:
             width = len(continued.root_X) // len(tree.root_X)
             chains = self.chains.draw(self.sampling, plan, layout, logits_RV, tree, step, inputs.chains, width)
         more = Continuation(chosen, own, chains)
-        grown, run = self.ops.reparent(continued, more, plan, self.state, step=step)
+        grown, last = self.ops.reparent(continued, more, plan, self.state, step=step)
         kept = None if chosen is None else DraftStep(grown, chosen.expansion.parent_X, chosen.candidates)
-        return GrownStep(grown, run, kept, raw_logp_X)
+        return GrownStep(grown, last, kept, raw_logp_X)
 
     def finish(
         self, plan: RoundPlan[Tensor], inputs: DraftInputs, grown: tuple[GrownStep, ...]
@@ -216,8 +216,8 @@ class DraftStage:
         assert self.inner_nodes is not None, "a drafter of look-ahead"
         state, again = self.state, plan_again(plan, start)
         inputs = self.begin(again, again.draft_distribution)
-        first, run = known_step(state, again, inputs, start.root_A)
-        _, grown = self.finish(again, inputs, (GrownStep(first.tree, run, first),))
+        first, last = known_step(state, again, inputs, start.root_A)
+        _, grown = self.finish(again, inputs, (GrownStep(first.tree, last, first),))
         rows = self.ops.pack_rows(state, again, grown.tree).fields
         is_again_A = start.slot_A != state.dummy
         start.message.write(rows._replace(count_X=torch.where(is_again_A, rows.count_X, 0)))

@@ -352,8 +352,8 @@ def known_step(
         cut_X=one_A,
         outcome_X=index_A,
     )
-    run = LastTokens(slot_A.int(), start_A.int(), start_A.int(), alive_A.int())
-    return DraftStep(tree, index_A, CandidateTokens.whole(tree.mass_X)), run
+    last = LastTokens(slot_A.int(), start_A.int(), start_A.int(), alive_A.int())
+    return DraftStep(tree, index_A, CandidateTokens.whole(tree.mass_X)), last
 
 
 def selected_again(state: SlotState, plan: RoundPlan[Tensor], rows: DraftedRows) -> RoundSelection[Tensor]:

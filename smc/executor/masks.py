@@ -162,13 +162,13 @@ class TokenMasks:
         self,
         plan: RoundPlan[np.ndarray],
         tree: TokenTree,
-        run: LastTokens,
+        last: LastTokens,
         step: int,
         particles: Callable[[], HeldAnswers],
     ) -> Callable[[], Tensor]:
         """Return a function that computes masks [X, W] of the tokens that may follow rows of `step` tokens, which
         continue `particles`."""
-        fetched = self._fetch([tree.root_X, tree.cut_X, run.count_X, tree.tokens_XK[:, :step]])
+        fetched = self._fetch([tree.root_X, tree.cut_X, last.count_X, tree.tokens_XK[:, :step]])
 
         def masks() -> Tensor:
             held, (root_X, cut_X, runs_X, tokens_XK) = particles(), fetched()

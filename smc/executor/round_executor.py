@@ -206,7 +206,7 @@ class ModelRunner:
             steps = 1
         for step in range(1, steps):
             before = grown[-1]
-            masks_of_rows = masks.of_rows(plan, before.tree, before.run, step, particles)
+            masks_of_rows = masks.of_rows(plan, before.tree, before.last, step, particles)
             after = run(f"pass {step}", partial(drafter.run_rows, device_plan, inputs, before))
             mask_XW = masks_of_rows()
             extend = partial(drafter.extend, device_plan, inputs, after, step, before, mask_XW)
