@@ -403,7 +403,7 @@ def _count_misses(acceptance: Acceptance, facts: RoundFacts) -> None:
     """Count what a round of a tree missed."""
     confirmed, block, width = facts.confirmed, facts.block, (facts.rows, facts.branches)
     if not facts.ahead:
-        acceptance.count(min(confirmed, block), confirmed <= block, *width)
+        acceptance.count(min(confirmed, block), confirmed <= block, *width, block)
     elif facts.restarts:
         acceptance.count_outcome(Miss.RESTART, not facts.hit, *width)
     else:

@@ -77,14 +77,19 @@ class Falls(NamedTuple):
 
     rows: float
     branches: float = 0.0
-    are_shared: bool = False
+    rows_are_shared: bool = False
+    """Whether the depths of a block share all rows but one, so that more depths have fewer rows each."""
+    branches_are_shared: bool = False
     """Whether the depths of a block share the rows ahead, so that more depths have fewer branches each."""
 
     def log_share(self, rows: Any, branches: Any, block: Any = BLOCK) -> Any:
         """Return the logarithm of the share of a miss rate that is left, with a gain of 1. The whole is the rate of one
         row and one branch, with blocks of `BLOCK` tokens."""
-        shared = branches * BLOCK / block if self.are_shared else branches
-        return -self.rows * np.log(rows) - self.branches * np.log(shared)
+        if self.rows_are_shared:
+            rows = 1 + (rows - 1) * BLOCK / block
+        if self.branches_are_shared:
+            branches = branches * BLOCK / block
+        return -self.rows * np.log(rows) - self.branches * np.log(branches)
 
     def share(self, gain: Any, rows: Any, branches: Any, block: Any = BLOCK) -> Any:
         """Return the share of a miss rate that is left."""
@@ -107,16 +112,19 @@ class Miss(StrEnum):
     """The outcome of a block of which a part is accepted, among the rows ahead."""
 
 
+ROWS_FALLS = Falls(0.7, rows_are_shared=True)
+"""How rates fall in lockstep (benchmarks/notes/policy.md). The gain is that of the first token of a block; rows bring
+less further down."""
 AHEAD_FALLS = {
     Miss.TOKEN: Falls(0.4, 0.05),
-    Miss.AGAIN: Falls(1.0),
+    Miss.AGAIN: ROWS_FALLS,
     Miss.RESTART: Falls(0.5, 1.0),
-    Miss.WHOLE: Falls(0.3, 0.9, are_shared=True),
-    Miss.PART: Falls(0.0, 0.7, are_shared=True),
+    Miss.WHOLE: Falls(0.3, 0.9, branches_are_shared=True),
+    Miss.PART: Falls(0.0, 0.7, branches_are_shared=True),
 }
 """How rates fall in look-ahead (benchmarks/notes/policy.md). Blocks have fewer rows than N there, so that more rows
 bring less than in lockstep; and parts of a block that a wider tree misses are harder to guess."""
-FALLS = {True: AHEAD_FALLS, False: dict.fromkeys(Miss, Falls(1.0))}
+FALLS = {True: AHEAD_FALLS, False: dict.fromkeys(Miss, ROWS_FALLS)}
 """How rates fall, by whether rounds look ahead."""
 OUTCOMES = (Miss.RESTART, Miss.WHOLE, Miss.PART)
 DEEP = (Miss.TOKEN, Miss.AGAIN)
@@ -262,7 +270,7 @@ class MissRates:
     whole: float = PRIORS[Miss.WHOLE]
     part: float = PRIORS[Miss.PART]
     gain: float = WIDTH_GAIN
-    """That of `Falls`: the exponent by which they fall with the number of rows in lockstep."""
+    """That of `Falls`."""
     again: tuple[float, ...] = ()
     """As `token`, of blocks that were drafted again; empty: the same."""
 
@@ -518,30 +526,44 @@ def tokens_a_round(
     numbers of rows and branches. `redrafted`: P numbers of tokens that are drafted again after a miss; 0: none."""
     gain_G11, branches_Y1 = np.array([[[each.gain]] for each in rates]), np.reshape(branches_Y, (-1, 1))
 
+    def share(kind: Miss, blocks: Any = BLOCK) -> np.ndarray:
+        return FALLS[lookahead][kind].share(gain_G11, rows_GY[..., None], branches_Y1, blocks)
+
     def missed(kind: Miss, rate_GX: Sequence[Any], blocks: Any = BLOCK) -> np.ndarray:
-        share_GYX = FALLS[lookahead][kind].share(gain_G11, rows_GY[..., None], branches_Y1, blocks)
-        return np.minimum(np.array(rate_GX).reshape(len(rates), 1, -1) * share_GYX, 1.0)
+        return np.minimum(np.array(rate_GX).reshape(len(rates), 1, -1) * share(kind, blocks), 1.0)
 
     def outcomes(blocks: Any) -> Iterator[np.ndarray]:
         return (missed(kind, [getattr(each, kind) for each in rates], blocks) for kind in OUTCOMES)
 
-    right_GYK = 1 - missed(Miss.TOKEN, [each.to(block) for each in rates])
+    def in_a_row(kind: Miss, sizes: Sequence[int], blocks: Any) -> np.ndarray:
+        """Probability [G, Y, X, K] that the first 1, 2, .. of `sizes` [X] tokens are right; 0 beyond these tokens."""
+        rate_GK = np.array([each.to(max(sizes), kind) for each in rates])
+        right_GYXK = 1 - np.minimum(rate_GK[:, None, None] * share(kind, blocks)[..., None], 1.0)
+        return np.cumprod(right_GYXK, -1) * (np.arange(max(sizes)) < np.array(sizes)[:, None])
+
     if not lookahead:
-        tokens_GYKP = (1 + np.cumprod(right_GYK, -1).cumsum(-1))[..., None]
+        drafted_K = np.arange(1, block + 1)
+        tokens_GYKP = (1 + in_a_row(Miss.TOKEN, drafted_K.tolist(), drafted_K).sum(-1))[..., None]
         return Confirmed(tokens_GYKP, np.zeros_like(tokens_GYKP))
+    right_GYK = 1 - missed(Miss.TOKEN, [each.to(block) for each in rates])
     # The first token of a block is known to be right. After a miss, rounds confirm one token each until the target's
     # next token is among the drafted ones.
     whole_GYK = np.cumprod(np.concatenate((np.ones_like(right_GYK[..., :1]), right_GYK[..., :-1]), -1), -1)
     _, missed_whole, missed_part = outcomes(np.arange(1, block + 1))
     misses_GYK = whole_GYK * missed_whole + (1 - whole_GYK) * missed_part
     # With R tokens that are drafted again, these rounds confirm more, and miss as after other blocks.
-    one_GY1, again = np.ones((*rows_GY.shape, 1)), [each.to(max(redrafted), Miss.AGAIN) for each in rates]
-    right_GYK = np.concatenate((one_GY1, 1 - missed(Miss.AGAIN, again)), -1) if max(redrafted) else one_GY1
-    all_right_GYP = np.cumprod(right_GYK, -1)[..., list(redrafted)]
-    tokens_GYP = np.cumprod(right_GYK, -1).cumsum(-1)[..., list(redrafted)]
-    missed_restart, missed_whole, missed_part = outcomes(1 + np.array(redrafted))
+    redrafted_P = np.array(redrafted)
+    right_GYPK = in_a_row(Miss.AGAIN, redrafted, 1 + redrafted_P)
+    tokens_GYP = 1 + right_GYPK.sum(-1)
+    last_GYP = (
+        np.take_along_axis(right_GYPK, np.maximum(redrafted_P - 1, 0)[None, None, :, None], -1)[..., 0]
+        if max(redrafted)
+        else 1.0
+    )
+    all_right_GYP = np.where(redrafted_P > 0, last_GYP, 1.0)
+    missed_restart, missed_whole, missed_part = outcomes(1 + redrafted_P)
     missed_block = all_right_GYP * missed_whole + (1 - all_right_GYP) * missed_part
-    again_GYP = np.where(np.array(redrafted) > 0, missed_block, missed_restart)
+    again_GYP = np.where(redrafted_P > 0, missed_block, missed_restart)
     ratio_GYKP = misses_GYK[..., None] / np.maximum(1 - again_GYP, LEAST_FOUND)[:, :, None]
     tokens_GYKP = whole_GYK.cumsum(-1)[..., None] + ratio_GYKP * tokens_GYP[:, :, None]
     return Confirmed(tokens_GYKP / (1 + ratio_GYKP), ratio_GYKP / (1 + ratio_GYKP))
