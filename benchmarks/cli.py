@@ -239,7 +239,8 @@ def _evaluate_own(arguments: EvalOptions) -> int:
     from benchmarks.quality import machine
     from benchmarks.reports import own
     from smc.api.sampling_params import Method
-    from smc.loading import load_pair, pair_directories, use_threads
+    from smc.loading import load_pair, pair_directories, require_directories, use_threads
+    from smc.model.files import fingerprint
 
     for name in OF_THE_DEMO_PAIR:
         if (value := getattr(arguments, name)) != EvalOptions.__dataclass_fields__[name].default:
@@ -275,9 +276,11 @@ def _evaluate_own(arguments: EvalOptions) -> int:
     directories = pair_directories(
         *(None if each is None else Path(each) for each in (arguments.target, arguments.draft))
     )
+    require_directories(directories)
     use_threads(arguments.threads, directories)
     target, draft = directories
     models = {"target": target.name, "draft": draft.name}
+    models |= {"target_weights": fingerprint(target), "draft_weights": fingerprint(draft)}
     conditions = plan.conditions() | models | {"dtype": arguments.dtype, **own_options(arguments)}
     record = OwnRecord.open(arguments.json, conditions | machine(arguments.device), arguments.resume)
     pair = load_pair(directories, arguments.device, arguments.dtype, **own_options(arguments))

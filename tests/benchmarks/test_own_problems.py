@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,6 +195,19 @@ def test_an_own_run_resumes(run_eval, file):
         assert ran.code == 2 and "cannot be resumed: problems problems was" in ran.err
     ran, after = run_eval(*given, "--only", "draft")
     assert ran.code == 2 and "exists already; use --resume to continue it" in ran.err and after == rows
+
+
+def test_other_weights_of_the_same_name_do_not_resume(run_eval, file, tmp_path):
+    places = [tmp_path / name / demo.TARGET.name for name in ("before", "after")]
+    for place in places:
+        shutil.copytree(demo.TARGET, place)
+    weights = places[1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    given = ("--problems", file(OURS), *SIZES, "--only", "draft", "--draft", demo.DRAFT, "--target")
+    ran, rows = run_eval(*given, places[0])
+    assert ran.code == 0 and rows
+    ran, after = run_eval(*given, places[1], "--resume")
+    assert ran.code == 2 and "target_weights was" in ran.err and after == rows
 
 
 def test_a_file_may_have_the_name_of_a_condition(tmp_path):
