@@ -55,21 +55,27 @@ def passes(text: str, tests: str, limits: CodeLimits = CodeLimits()) -> bool:
     command = [sys.executable, "-I", "-S", "-B", str(LIMITED)]
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        subprocess.Popen(
+        tempfile.TemporaryFile() as given,
+    ):
+        given.write(json.dumps(task).encode())
+        given.seek(0)
+        with subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,
+            stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={},
             start_new_session=True,
-        ) as process,
-    ):
-        try:
-            said, _ = process.communicate(json.dumps(task).encode(), limits.wall_seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return said == word.encode()
+        ) as process:
+            try:
+                process.wait(limits.wall_seconds)
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            assert process.stdout is not None
+            # Read at the end, so that code that writes without end waits for the pipe instead of filling our memory.
+            os.set_blocking(process.stdout.fileno(), False)
+            return process.stdout.read(len(word) + 1) == word.encode()

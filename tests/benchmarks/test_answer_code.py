@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import resource
 import socket
 import sys
 import time
@@ -95,6 +96,15 @@ def test_who_sleeps_is_stopped():
     begin = time.monotonic()
     assert not passes("import time\ntime.sleep(600)\nf = 1", "assert f", CodeLimits(wall_seconds=1.0))
     assert time.monotonic() - begin < 60
+
+
+def test_who_writes_without_end_waits():
+    """A reader of all that is written would need that much memory."""
+    write = "        while True:\n            os.write(each, bytes(1 << 16))"
+    text = f"import os\nfor each in range(3, 32):\n    try:\n{write}"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not passes(f"{text}\n    except OSError:\n        pass", "", CodeLimits(cpu_seconds=1, wall_seconds=2.0))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
 def namespaces_are_allowed() -> bool:
