@@ -532,8 +532,8 @@ def tokens_a_round(
     def missed(kind: Miss, rate_GX: Sequence[Any], blocks: Any = BLOCK) -> np.ndarray:
         return np.minimum(np.array(rate_GX).reshape(len(rates), 1, -1) * share(kind, blocks), 1.0)
 
-    def outcomes(blocks: Any) -> Iterator[np.ndarray]:
-        return (missed(kind, [getattr(each, kind) for each in rates], blocks) for kind in OUTCOMES)
+    def outcome(kind: Miss, blocks: Any = BLOCK) -> np.ndarray:
+        return missed(kind, [getattr(each, kind) for each in rates], blocks)
 
     def in_a_row(kind: Miss, sizes: Sequence[int], blocks: Any) -> np.ndarray:
         """Probability [G, Y, X, K] that the first 1, 2, .. of `sizes` [X] tokens are right; 0 beyond these tokens."""
@@ -549,21 +549,18 @@ def tokens_a_round(
     # The first token of a block is known to be right. After a miss, rounds confirm one token each until the target's
     # next token is among the drafted ones.
     whole_GYK = np.cumprod(np.concatenate((np.ones_like(right_GYK[..., :1]), right_GYK[..., :-1]), -1), -1)
-    _, missed_whole, missed_part = outcomes(np.arange(1, block + 1))
-    misses_GYK = whole_GYK * missed_whole + (1 - whole_GYK) * missed_part
-    # With R tokens that are drafted again, these rounds confirm more, and miss as after other blocks.
-    redrafted_P = np.array(redrafted)
-    right_GYPK = in_a_row(Miss.AGAIN, redrafted, 1 + redrafted_P)
-    tokens_GYP = 1 + right_GYPK.sum(-1)
-    last_GYP = (
-        np.take_along_axis(right_GYPK, np.maximum(redrafted_P - 1, 0)[None, None, :, None], -1)[..., 0]
-        if max(redrafted)
-        else 1.0
-    )
-    all_right_GYP = np.where(redrafted_P > 0, last_GYP, 1.0)
-    missed_restart, missed_whole, missed_part = outcomes(1 + redrafted_P)
-    missed_block = all_right_GYP * missed_whole + (1 - all_right_GYP) * missed_part
-    again_GYP = np.where(redrafted_P > 0, missed_block, missed_restart)
+    drafted_K = np.arange(1, block + 1)
+    misses_GYK = whole_GYK * outcome(Miss.WHOLE, drafted_K) + (1 - whole_GYK) * outcome(Miss.PART, drafted_K)
+    tokens_GYP, again_GYP = np.ones((1, 1, 1)), outcome(Miss.RESTART)
+    if any(redrafted):
+        # With R tokens that are drafted again, these rounds confirm more, and miss as after other blocks.
+        redrafted_P, blocks_P = np.array(redrafted), 1 + np.array(redrafted)
+        right_GYPK = in_a_row(Miss.AGAIN, redrafted, blocks_P)
+        tokens_GYP = 1 + right_GYPK.sum(-1)
+        last_11P1 = np.maximum(redrafted_P - 1, 0)[None, None, :, None]
+        all_right_GYP = np.take_along_axis(right_GYPK, last_11P1, -1)[..., 0]
+        missed_GYP = all_right_GYP * outcome(Miss.WHOLE, blocks_P) + (1 - all_right_GYP) * outcome(Miss.PART, blocks_P)
+        again_GYP = np.where(redrafted_P > 0, missed_GYP, again_GYP)
     ratio_GYKP = misses_GYK[..., None] / np.maximum(1 - again_GYP, LEAST_FOUND)[:, :, None]
     tokens_GYKP = whole_GYK.cumsum(-1)[..., None] + ratio_GYKP * tokens_GYP[:, :, None]
     return Confirmed(tokens_GYKP / (1 + ratio_GYKP), ratio_GYKP / (1 + ratio_GYKP))
