@@ -242,7 +242,10 @@ def main(given: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--warm-up", type=float, default=10.0, help="seconds before measuring")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of measuring")
     args = parser.parse_args(own)
-    prompts = {"" if path is None else path.stem: chats(path) for path in args.prompts or [None]}
+    files = {"" if path is None else path.stem: path for path in args.prompts or [None]}
+    if args.prompts and len(files) < len(args.prompts):
+        parser.error(f"--prompts {' --prompts '.join(map(str, args.prompts))}: allowed: files of different names")
+    prompts = {name: chats(path) for name, path in files.items()}
     sampling = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,

@@ -19,3 +19,10 @@ def test_two_worker_groups_and_a_kill(capsys):
     assert (killed["streams"], killed["finished"], killed["equal"]) == (4, 4, 4) and killed["back"] < 300
     said = capsys.readouterr().out
     assert "worker group 1 killed under 4 streams" in said and "Tokens a second of the service" in said
+
+
+def test_files_of_one_name_are_refused(capsys):
+    """One of them would be measured in place of both."""
+    with pytest.raises(SystemExit):
+        main(["--groups", "1", "--prompts", "a/chats.jsonl", "--prompts", "b/chats.jsonl"])
+    assert "allowed: files of different names" in capsys.readouterr().err
