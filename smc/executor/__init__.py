@@ -17,7 +17,8 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
           random numbers -> `RoundPlan`, by `smc.scheduler.planner.RoundPlanner.plan`
   run     `round_executor`: `LocalRoundExecutor.round` asks `DraftRunner` and `TargetRunner`, which run the stages. In
           the service each is in processes of its own (`services.link.remote_worker.RemotePair.round`)
-  redraft if the plan says so: after a miss, a tree from the target's draw; its rows become the particles
+  redraft if the plan says so: where a block has one token, after a miss or at the start, a tree from this token; its
+          rows become the particles
           -> `DraftedRows`, sent to the target before its pass, and `RedraftReport`
           `draft_tree.begin_redraft`, `DraftStage.redraft`, `VerifyStage.redrafted`
   draft   `draft`: `DraftStage.draft`
@@ -39,10 +40,10 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
   remap   block tables and pending tokens follow the selection (`slot_state`)
           target `VerifyStage.remap`: `remap_target`, `advance`
           draft  `DraftStage.remap` -> `DraftReport` with the draft's `Lineage`: `observe_draws`,
-          `draft_tree.store_inner_nodes` (candidates from which it may draft again), `remap_draft`, `advance`
-  report  `RequestedRound.result` -> `RoundReports`; `RoundScheduler._record`: pages by `_remap_pages`, tokens (those of
-          the new block included) by `_write_tokens`; those before it and its first are certain (`commit_tokens`), and
-          `smc.scheduler.results.ResultReporter` streams them
+          `draft_tree.store_inner_nodes` (candidates that the next round adds as outcomes), `remap_draft`, `advance`
+  report  `RoundScheduler._read`, on GPUs while the next round runs: `RequestedRound.result` -> `RoundReports`;
+          `_record`: pages by `_remap_pages`, tokens (those of the new block included) by `_write_tokens`; those before
+          it and its first are certain (`commit_tokens`), and `smc.scheduler.results.ResultReporter` streams them
 
 What else these files call, in a walk:
 
