@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -222,8 +224,10 @@ def test_the_time_limit_ends_a_run_with_what_it_has(run_eval, file, monkeypatch)
     given = ("--problems", file(OURS, GSM8K), *SIZES, "--only", "draft", "--only", "exact lockstep")
     ran, rows = run_eval(*given, "--time-limit", 1e-3)
     assert ran.code == 1 and not rows and "the time limit ended the measurement: 0 of 3 rows are new" in ran.err
-    clock = iter([0.0, *[0.1] * 8])
-    monkeypatch.setattr(own_problems.time, "monotonic", lambda: next(clock, 99.0))
+    # Only the measurement's own clock leaps after some steps: other threads read the clock, too.
+    clock, now = iter([0.0] * 9), time.monotonic()
+    leaping = {"monotonic": lambda: now + next(clock, 99.0), "perf_counter": time.perf_counter}
+    monkeypatch.setattr(own_problems, "time", SimpleNamespace(**leaping))
     ran, rows = run_eval(*given, "--time-limit", 5)
     assert ran.code == 1 and 0 < len(rows) < 3 and "target alone" in ran.out
     monkeypatch.undo()

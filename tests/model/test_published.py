@@ -91,7 +91,8 @@ def test_the_pair_is_measured(hub, tmp_path):
     evaluated = run(hub, tmp_path / "hub", "eval", *PAIR, "--problems", problems, "--max-tokens", "4", "--json", found)
     assert evaluated.returncode == 0, evaluated.stderr
     rows = {row["decoding"].split()[0]: row for row in json.loads(found.read_text())["rows"]}
-    assert rows["exact"]["same_as_target"] == 1.0
+    exact, target = ([one["tokens_sha256"] for one in rows[name]["answers"]] for name in ("exact", "target"))
+    assert exact == target and len(exact) == 2
     benched = run(hub, tmp_path / "hub", "bench", *PAIR, "--prompts-file", problems, "--rounds", "3", "-c", "1")
     assert benched.returncode == 0, benched.stderr
 
