@@ -4,7 +4,6 @@ engine."""
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -18,8 +17,6 @@ from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.planner import tree_nodes
 from smc.scheduler.speculation import (
-    BLOCK,
-    FALLS,
     PRIOR_MISS_RATE,
     ROWS_FALLS,
     WIDTH_GAIN,
@@ -46,12 +43,11 @@ from tests.pairwise import one_of
 from tests.scheduler.harness import answers, assert_empty, running
 from tests.scheduler.pairs import tiny_pair
 from tests.scheduler.random_histories import pair
+from tests.scheduler.test_acceptance import ranked
 
 EASY, HARD, HOPELESS = 0.021, 0.07, 8.0
 """Miss rates: of the shipped pair at temperatures 1 and 2, and of a draft that is never right."""
 CONFIGS = [EngineConfig(block=8, max_slots=4096), EngineConfig(form="lockstep", block=8, max_slots=4096)]
-
-
 FLAT, FAR = 64, 1 << 14
 
 
@@ -313,60 +309,6 @@ def test_a_round_in_look_ahead_drafts_as_deep_as_the_draft_keeps_pace():
     assert [steps(HOPELESS, each) for each in (0.3e-3, 0.5e-3, 1e-3, 1.4e-3)] == [None, 8, 4, 2]
 
 
-def test_depths_that_are_no_use_are_learnt_one_by_one():
-    """Miss rates are estimated for each depth."""
-    rng, acceptance = random.Random(4), Acceptance(0.999)
-    found = (0.1, 0.5, 0.9)
-    for _ in range(4000):
-        rows = rng.choice((1, 4))
-        first = next((i for i, rate in enumerate(found) if rng.random() < rate / rows**WIDTH_GAIN), 3)
-        acceptance.count(min(first + 1, 3), first < 3, rows)
-    assert acceptance.rates(False).token == pytest.approx(found, rel=0.15)
-    deep = Acceptance(0.9)
-    for _ in range(100):
-        deep.count(1, True, 1)
-    (first,) = deep.rates(False).token
-    assert first == pytest.approx(0.72, abs=0.05)
-
-
-def test_a_request_is_easier_or_harder_than_all_others():
-    """A request's rates are those of all requests times a factor for tokens, and one for outcomes: few rounds tell."""
-    known, asked = MissRates((0.1, 0.3, 0.2), 0.1, 0.05, 0.6), Acceptance(0.97)
-    assert asked.rates_among(known, True) == known
-    for number in range(60):
-        asked.count(2, number % 5 == 0, 1)
-        asked.count_outcome(Miss.PART, number % 10 < 9, 1, 1)
-    found = asked.rates_among(known, True)
-    # Of two tokens, .4 were expected to be missing and .2 were.
-    ratio = found.token[0] / 0.1
-    assert 0.45 < ratio < 0.75 and found.token == pytest.approx([ratio * rate for rate in known.token])
-    more = found.part / 0.6
-    assert 1.2 < more < 1.5 and found.whole == pytest.approx(0.05 * more)
-
-
-def ranked(first: float, wide: float, draws: int = 4000) -> Acceptance:
-    """Acceptance counts after `draws` draws: `first` is the share that was not the draft's first choice, `wide` the
-    share that was not among its first four."""
-    rng, acceptance = random.Random(2), Acceptance(0.999)
-    for _ in range(draws):
-        draw = rng.random()
-        acceptance.count_rank(4 if draw < wide else 1 if draw < first else 0)
-    return acceptance
-
-
-def test_what_more_rows_bring_is_learnt_from_ranks():
-    assert Acceptance(0.9).gain() == pytest.approx(WIDTH_GAIN)
-    real = ranked(0.57, 0.27)
-    assert real.gain() == pytest.approx(math.log(0.57 / 0.27) / math.log(8), abs=0.03)
-    # Trees of eight rows miss .27 of the tokens: so one row is known to miss more without having been tried.
-    for number in range(1000):
-        real.count(1, number % 100 < 27, 8)
-    assert real.rates(False).token[0] == pytest.approx(0.27 * 8 ** (ROWS_FALLS.rows * real.gain()), abs=0.03)
-    assert ranked(0.5, 0.5).gain() == pytest.approx(0.0, abs=0.02)
-    real.fade(0.0)
-    assert real.gain() == pytest.approx(WIDTH_GAIN)
-
-
 H200_CHAT = LatencyModel(
     through(4e-9, at_1=0.40, at_16=0.42, at_32=0.44, at_64=0.54, at_128=0.68, at_256=0.96),
     through(36e-9, at_6=4.05, at_24=4.23, at_48=4.55, at_96=5.08, at_192=6.03, at_384=9.18, at_768=15.84),
@@ -443,38 +385,6 @@ def test_a_crowd_runs_at_once_where_each_could_have_all_slots():
     assert all(found[name].tokens == one.tokens for name, one in answers(engine, plain).items())
 
 
-@pytest.mark.parametrize(("lookahead", "redrafted"), [(True, 0), (True, 1), (True, 3), (False, 0)])
-def test_tokens_a_round_are_those_of_the_chain_of_hits_and_misses(lookahead, redrafted):
-    """Compared with a simulation of 10,000 dependent rounds: the formula must be within ten standard errors of as many
-    independent rounds."""
-    rng, falls = np.random.default_rng(1), FALLS[lookahead]
-    for token, part, rows, branches, block in ((0.3, 0.9, 1, 1, 5), (0.3, 0.5, 4, 2, 5), (2.0, 0.7, 8, 4, 3)):
-        given = MissRates((token,), restart=0.4, whole=0.2, part=part, again=(0.5,))
-        rates = dict(zip(Miss, (token, 0.5, 0.4, 0.2, part)))
-
-        def missed(miss: Miss, size: int) -> float:
-            return min(rates[miss] * falls[miss].share(given.gain, rows, branches, size), 1.0)  # noqa: B023
-
-        found, after_miss = [], []
-        restarts = False
-        for _ in range(10_000):
-            of_round, size = (Miss.AGAIN, redrafted + 1) if restarts else (Miss.TOKEN, block)
-            right = rng.random(size) > missed(of_round, size)
-            accepted = size if right.all() else int(right.argmin())
-            if not lookahead:
-                found.append(accepted + 1)
-                continue
-            confirmed = min(accepted + 1, size)
-            kind = Miss.RESTART if size == 1 else Miss.WHOLE if confirmed == size else Miss.PART
-            after_miss.append(restarts)
-            restarts = bool(rng.random() < missed(kind, size))
-            found.append(confirmed)
-        forecast = tokens_a_round([given], np.array([[rows]]), branches, block, lookahead, (redrafted,))
-        assert forecast.tokens[0, 0, -1, 0] == pytest.approx(np.mean(found), abs=5 * np.std(found) / 50 + 1e-3)
-        if lookahead:
-            assert forecast.restarts[0, 0, -1, 0] == pytest.approx(np.mean(after_miss), abs=0.05)
-
-
 def test_drafting_again_is_chosen_by_costs():
     """For one request, and for several if they often miss; not for many, of which some has missed in every round, nor
     where it seldom helps, or takes long even if it is not needed."""
@@ -493,17 +403,6 @@ def test_drafting_again_is_chosen_by_costs():
     assert redrafted(seldom, 4, config=replace(config, redrafting="always")) == 4
 
 
-def test_miss_rates_are_estimated_for_any_tree_size():
-    """A miss rate of 0.2 is estimated from rounds of trees of 1 to 8 rows."""
-    rng, acceptance = random.Random(2), Acceptance(0.999)
-    assert acceptance.rates(False).token == (PRIOR_MISS_RATE,)
-    for _ in range(4000):
-        rows = rng.choice((1, 2, 8))
-        first = next((i for i in range(6) if rng.random() < 0.2 / rows**WIDTH_GAIN), 6)
-        acceptance.count(min(first + 1, 6), first < 6, rows)
-    assert acceptance.rates(False).token == pytest.approx([0.2] * 6, rel=0.2)
-
-
 @pytest.mark.parametrize("block", [2, 5, 12])
 @pytest.mark.parametrize("requests", [1, 16])
 def test_a_draft_that_never_finds_what_follows_a_miss_is_left_out(block, requests):
@@ -518,18 +417,6 @@ def test_a_draft_that_never_finds_what_follows_a_miss_is_left_out(block, request
     confirmed = tokens_a_round([found], np.array([[rows]]), 4, block, True).tokens[0, 0, -1, 0]
     assert confirmed < 1.3
     assert LatencyTreePolicy(config).change(trees, [], NOBODY, H200) == [0] * requests
-
-
-def test_rates_of_outcomes_are_estimated_for_any_tree_and_block():
-    rng, falls, acceptance = random.Random(3), FALLS[True], Acceptance(0.999)
-    given = {Miss.RESTART: 0.5, Miss.WHOLE: 0.1, Miss.PART: 0.8}
-    for _ in range(9000):
-        kind, rows, branches = rng.choice(list(given)), rng.choice((1, 4)), rng.choice((1, 2, 8))
-        block = BLOCK if kind is Miss.RESTART else rng.choice((2, 4, 7))
-        missed = rng.random() < given[kind] * falls[kind].share(WIDTH_GAIN, rows, branches, block)
-        acceptance.count(0, False, rows, branches, block, outcome=(kind, missed))
-    found = acceptance.rates(True)
-    assert {kind: getattr(found, kind) for kind in given} == pytest.approx(given, rel=0.15)
 
 
 @pytest.mark.parametrize("form", one_of("lookahead", "lockstep"))
@@ -574,13 +461,13 @@ def test_a_draft_that_is_of_no_use_is_soon_left_out(form):
     assert answer.statistics.alone_rounds >= answer.statistics.rounds - 4
 
 
-@pytest.mark.slow
 def miss_always(acceptance: Acceptance, again: bool = False) -> None:
     """Count many rounds in which even large trees missed."""
     for _ in range(1500):
         acceptance.count(1, True, 64, 64, again=again)
 
 
+@pytest.mark.slow
 def test_a_draft_that_was_hopeless_is_tried_again(monkeypatch):
     """Acceptance counts decay while nothing is drafted (faster than usual in this test). Otherwise the draft would
     never be tried again."""
