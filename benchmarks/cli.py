@@ -137,6 +137,7 @@ class EvalOptions:
     regex: options.Regex = None
     constraint_scope: Annotated[str | None, options.option_of(SamplingParams, "constraint_scope")] = None
     concurrency: Annotated[int, options.option(options.ENGINE, "Number of requests in flight.", metavar="COUNT")] = 8
+    numerics: options.NumericsOrder = None
     max_rows: Annotated[
         int | None,
         options.option(
@@ -224,7 +225,7 @@ def _one_temperature(temperatures: list[float] | None) -> list[float]:
     return temperatures or [1.0]
 
 
-OF_OWN_PROBLEMS = ("max_tokens", "alpha", "regex", "constraint_scope", "max_rows", "time_limit")
+OF_OWN_PROBLEMS = ("max_tokens", "alpha", "regex", "constraint_scope", "max_rows", "time_limit", "numerics")
 """Options that have no effect without problems or a pair of one's own."""
 OF_THE_DEMO_PAIR = ("load", "speed_problems", "accuracy_from")
 """Options that have an effect only without them."""
@@ -238,6 +239,7 @@ def _evaluate_own(arguments: EvalOptions) -> int:
     from benchmarks.own_record import OwnRecord
     from benchmarks.quality import machine
     from benchmarks.reports import own
+    from smc.api.engine_config import EngineConfig
     from smc.api.sampling_params import Method
     from smc.loading import load_pair, pair_directories, require_directories, use_threads
     from smc.model.files import fingerprint
@@ -259,7 +261,9 @@ def _evaluate_own(arguments: EvalOptions) -> int:
         alpha=arguments.alpha,
         regex=arguments.regex,
         constraint_scope=arguments.constraint_scope,
+        numerics=arguments.numerics or EngineConfig().numerics,
     )
+    EngineConfig(numerics=plan.numerics).check_numerics(arguments.device, arguments.dtype)
     for name in ("alpha", "constraint_scope"):
         if (value := getattr(arguments, name)) is not None and not any(each.population for each in plan.settings):
             raise ValueError(f"--{name.replace('_', '-')} {value} has no effect without settings of SMC; leave it out")

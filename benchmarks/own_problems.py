@@ -32,6 +32,7 @@ from smc.demo.problems import generate
 from smc.local_engine import ModelPair, fitted_config, local_engine
 from smc.scheduler.engine import Engine
 from smc.terminal import err, print_error, print_warning, progress_bar
+from smc.types import Numerics
 
 TARGET = DecodingSetting.plain("target")
 """Always measured: all other settings are compared with it."""
@@ -93,6 +94,8 @@ class OwnPlan:
     """What every answer matches."""
     constraint_scope: str | None = None
     """SMC only."""
+    numerics: str = Numerics.FASTEST
+    """Order of sums on GPUs. With `invariant` the target's answers are the same in every record."""
 
     def terms(self, temperature: float) -> Terms:
         constraint = None if self.regex is None else Constraint.of({"regex": self.regex}, "--regex")
@@ -138,6 +141,7 @@ class OwnPlan:
             "seed": self.seed,
             "ess_threshold": self.ess_threshold,
             "max_tokens": self.max_tokens,
+            "numerics": str(self.numerics),
             "problems": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
         }
 
@@ -281,7 +285,7 @@ class _Measurement:
         both = next((each for each in self._plan.settings if each.form), setting)
         config = setting.engine if setting.form else both.engine
         # Raw log-probabilities would keep the logits of every token of a round with each recorded graph.
-        return replace(config, logprobs_mode="processed")
+        return replace(config, logprobs_mode="processed", numerics=self._plan.numerics)
 
     def _fitting(self, problem: FileProblem) -> tuple[int, ...]:
         tokens, longest = tuple(problem.tokens(self._pair.tokenizer, raw=False)), self._plan.max_tokens

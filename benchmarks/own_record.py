@@ -191,16 +191,41 @@ class OwnRecord:
         if not resume:
             raise ValueError(f"{path} exists already; use --resume to continue it, or another file")
         found = OwnRecord.read(path)
-        before, now = dict(found.conditions), dict(conditions)
+        if different := found._differences(conditions):
+            words = "; ".join(f"{name} was {before!r} and is now {now!r}" for name, before, now in different)
+            raise ValueError(f"{path} cannot be resumed: {words}")
+        found.conditions["problems"] |= conditions["problems"]
+        return found
+
+    @staticmethod
+    def joined(paths: Sequence[Path]) -> OwnRecord:
+        """Return the rows of several files as one record without a file; of rows with the same key, those of the first
+        file. Raises ValueError unless all conditions but the names of `problems` are equal, or if the target's answers
+        differ, with which other rows are compared."""
+        records = [OwnRecord.read(path) for path in paths]
+        joined = OwnRecord(None, records[0].conditions, list(records[0].rows.values()))
+        for path, record in zip(paths[1:], records[1:]):
+            if different := joined._differences(record.conditions):
+                words = "; ".join(f"{name} {now!r} instead of {before!r}" for name, before, now in different)
+                raise ValueError(f"{path} cannot be joined to {paths[0]}: it has {words}")
+            joined.conditions["problems"] = joined.conditions["problems"] | record.conditions["problems"]
+            for key, row in record.rows.items():
+                known = joined.rows.setdefault(key, row)
+                if row.decoding == TARGET and row.same_as(known) < 1:
+                    raise ValueError(
+                        f"{path} cannot be joined to {paths[0]}: the target's answers to {row.problems} differ; "
+                        "measure with --numerics invariant"
+                    )
+        return joined
+
+    def _differences(self, conditions: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """Return name, own and other value of each condition that differs. Problems of other names do not."""
+        before, now = dict(self.conditions), dict(conditions)
         files, more = before.pop("problems"), now.pop("problems")
         before |= {f"problems {name}": value for name, value in files.items() if name in more}
         now |= {f"problems {name}": value for name, value in more.items() if name in files}
-        different = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
-        if different:
-            words = "; ".join(f"{name} was {before.get(name)!r} and is now {now.get(name)!r}" for name in different)
-            raise ValueError(f"{path} cannot be resumed: {words}")
-        found.conditions["problems"] = files | more
-        return found
+        names = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
+        return [(name, before.get(name), now.get(name)) for name in names]
 
     @staticmethod
     def read(path: Path) -> OwnRecord:

@@ -1,7 +1,7 @@
 """Tables and picture of `smcserve eval` over a pair and problems of one's own.
 
-`python -m benchmarks.reports.own FILE [--markdown OUT] [--picture OUT]` prints the tables of a record. Knows records;
-knows nothing about engines."""
+`python -m benchmarks.reports.own FILE .. [--markdown OUT] [--picture OUT]` prints the tables of a record, or of
+several that were measured at the same time with `--numerics invariant`. Knows records; knows nothing about engines."""
 
 from __future__ import annotations
 
@@ -212,11 +212,13 @@ def draw(record: OwnRecord, path: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, help="file of smcserve eval --problems FILE --json")
+    parser.add_argument(
+        "records", type=Path, nargs="+", help="files of smcserve eval --problems FILE --json, measured alike"
+    )
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     parser.add_argument("--picture", type=Path, help="draw the shares solved to this PNG file")
     given = parser.parse_args(arguments)
-    record = OwnRecord.read(given.record)
+    record = OwnRecord.joined(given.records)
     print_report(record, list(dict.fromkeys(row.decoding.split()[0] for row in record.rows.values())))
     if given.markdown:
         given.markdown.write_text(markdown(record), encoding="utf-8")

@@ -17,6 +17,7 @@ from benchmarks import own_problems
 from benchmarks.load import ClosedLoop
 from benchmarks.own_record import OwnAnswer, OwnRecord, OwnRow
 from benchmarks.problem_file import FileProblem, read_problems
+from benchmarks.reports import own
 from benchmarks.reports.own import draw, finding, markdown, parts
 from smc import demo
 from smc.model.tokenizer import Tokenizer
@@ -179,6 +180,29 @@ def test_power_and_constraint_have_rows_of_their_own(run_eval, file):
     assert all(re.fullmatch("[0-9]{2}", row["answers"][0]["text"]) for row in constrained)
     ran, _ = run_eval(*given, "--regex", "[a-z]", "--resume")
     assert "problems matching [a-z]: 1 problems" in ran.out and "problems matching [a-z], T = 1" in ran.err
+
+
+def test_records_measured_at_the_same_time_are_joined(run_eval, file, tmp_path, capsys):
+    paths = []
+    for only, lines in (("draft", [OURS, GSM8K]), ("exact lockstep", [OURS, GSM8K]), ("draft", [OURS])):
+        ran, _ = run_eval("--problems", file(*lines), *SIZES, "--only", only)
+        assert ran.code == 0
+        paths.append((tmp_path / "found.json").rename(tmp_path / f"{len(paths)}.json"))
+    own.main([str(path) for path in paths[:2]])
+    printed = capsys.readouterr().out
+    assert "target alone" in printed and "draft alone" in printed and "exact lockstep N=2 K=4" in printed
+    with pytest.raises(ValueError, match=r"2\.json cannot be joined to .*0\.json: it has problems problems"):
+        OwnRecord.joined([paths[0], paths[2]])
+    changed = json.loads(paths[1].read_text())
+    changed["rows"][0]["answers"][1]["tokens_sha256"] = "0"
+    paths[1].write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="the target's answers to problems differ"):
+        OwnRecord.joined(paths[:2])
+
+
+def test_an_order_of_sums_that_has_no_effect_is_refused(run_eval, file):
+    ran, _ = run_eval("--problems", file(OURS), *SIZES, "--numerics", "invariant")
+    assert ran.code == 2 and "numerics='invariant' has no effect with device='cpu'" in ran.err
 
 
 def test_an_own_run_resumes(run_eval, file):
