@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
-from smc.kernels.linear import choose, gate_up_silu, linear, room_of_product, store_tile, with_bias
+from smc.kernels.linear import APART, choose, gate_up_silu, linear, room_of_product, store_tile, with_bias
 from smc.kernels.norm import gated as gated_product
 from smc.model.linear import QuantisedRows
 
@@ -210,12 +210,13 @@ def _part(
     t, n = t0 + tl.arange(0, BLOCK_T), tl.minimum(first + tl.arange(0, ROWS), outputs - 1)
     sum_OT, up_OT = tl.zeros((ROWS, BLOCK_T), tl.float32), tl.zeros((ROWS, BLOCK_T), tl.float32)
     start = part * (STEPS * BLOCK_K)
+    KIND: tl.constexpr = APART if scale is None else None
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = start + step * BLOCK_K
         x_IT = tl.trans(x_tiles.load([t0, at]))
-        sum_OT = tl.dot(tiles.load([first, at]), x_IT, sum_OT)
+        sum_OT = tl.dot(tiles.load([first, at]), x_IT, sum_OT, max_num_imprecise_acc=KIND)
         if GATED:
-            up_OT = tl.dot(tiles.load([outputs + first, at]), x_IT, up_OT)
+            up_OT = tl.dot(tiles.load([outputs + first, at]), x_IT, up_OT, max_num_imprecise_acc=KIND)
     if scale is not None:
         x_scale_1T = tl.load(x_scale + t, mask=t < tokens, other=0.0)[None, :]
         sum_OT *= tl.load(scale + n)[:, None] * x_scale_1T

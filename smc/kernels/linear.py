@@ -36,6 +36,10 @@ PROGRAMS = 120
 _ROOM, _MODEST_ROOM, SHARED_ROOM = 216 * 1024, 128 * 1024, 110 * 1024
 """Bytes of shared memory for loads in flight: of a program that has a multiprocessor to itself, of one that leaves some
 to the next kernel, and of one of two programs on a multiprocessor."""
+APART = tl.constexpr(1)
+"""Value of `max_num_imprecise_acc` with which the compiler keeps a product of 16-bit numbers apart from an addition
+after it. Otherwise it makes one instruction of both where a part has a single step, which begins with the bias, and so
+rounds otherwise than parts of several steps. Only FP8 products have imprecise sums, which scales keep apart."""
 FP8_CAPABILITIES = (9, 10)
 """Major compute capabilities of GPUs for whose tensor cores and shared memory FP8 products are tiled."""
 
@@ -271,7 +275,7 @@ def _linear(
     for _ in tl.range(0, STEPS, num_stages=STAGES):
         weight_OI = tl.load(weight_at, eviction_policy="evict_first")
         x_TI = tl.load(x_at, mask=(t < tokens)[:, None], other=0.0, eviction_policy="evict_last")
-        sum_OT = tl.dot(weight_OI, tl.trans(x_TI), sum_OT)
+        sum_OT = tl.dot(weight_OI, tl.trans(x_TI), sum_OT, max_num_imprecise_acc=APART)
         weight_at += BLOCK_K
         x_at += BLOCK_K
     if PDL:

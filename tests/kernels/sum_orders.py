@@ -1,7 +1,7 @@
 """Compiles kernels for an H100, on a machine without one, and prints as JSON in which order they add: for each kernel
 and each kind of its inputs, the register layouts of the sums whose order depends on which thread holds which number,
-"permuted" if a product takes its inputs in another order than most do, and "fused" if the compiler may fuse
-multiplications with additions.
+"permuted" if a product takes its inputs in another order than most do, "begun" if it does not begin with zero, and
+"fused" if the compiler may fuse multiplications with additions.
 
 The compiler chooses the layout of a block by the type that it is loaded as. So two variants of a kernel may add the
 same numbers in different orders, which the interpreter cannot show. A sum of two numbers has one order. An instruction
@@ -54,6 +54,20 @@ PERMUTED = re.compile(r"x(?:bf16|f16), #ttg\.dot_op<\{[^}]*kWidth = (?!2\D)\d+\}
 """An operand of a product of numbers of two bytes that are not taken two by two."""
 
 
+PRODUCT = re.compile(r"= (?:ttng\.warp_group_dot|tt\.dot) %[\w#]+, %[\w#]+, (%[\w#]+)")
+"""A product, and the numbers to which it is added."""
+
+
+def is_begun(module: str) -> bool:
+    """Return whether a product is added to other numbers than zeros or its own sums: the compiler makes one instruction
+    of a product of a single step and an addition after it, which rounds otherwise."""
+    for begin in PRODUCT.findall(module):
+        made = re.search(rf"^ *{re.escape(begin)}(?::\d+)? = (.*)$", module, re.MULTILINE)
+        if made and not re.match(r"arith\.constant dense<0\.0|ttng\.warp_group_dot|tt\.dot|scf\.for", made[1]):
+            return True
+    return False
+
+
 def sums(module: str) -> Iterator[str]:
     """Yield shape, axis and layout of each sum of more than two float32 numbers of a compiled kernel, and what else
     decides on the order of sums."""
@@ -63,6 +77,8 @@ def sums(module: str) -> Iterator[str]:
             yield f"{shape} axis {axis} {layouts[layout]}"
     if PERMUTED.search(module):
         yield "permuted"
+    if is_begun(module):
+        yield "begun"
     if module.endswith(FUSED):
         yield "fused"
 
@@ -116,6 +132,10 @@ def products(tokens: int) -> None:
     x_TI, weight_OI = torch.zeros(tokens, 256, dtype=torch.bfloat16), torch.zeros(256, 256, dtype=torch.bfloat16)
     linear_fixed(x_TI, weight_OI)
     gate_up_fixed(x_TI, weight_OI)
+    # Of several parts of one step each, one of which adds a bias.
+    bias_O = torch.zeros(8192, dtype=torch.bfloat16)
+    linear_fixed(x_TI, torch.zeros(1024, 256, dtype=torch.bfloat16), bias_O=bias_O[:1024])
+    linear_fixed(x_TI[:, :128].contiguous(), torch.zeros(8192, 128, dtype=torch.bfloat16), 2, bias_O)
     for group, zeros in product((32, 64, 128), (False, True)):
         held, matrix = Int4Format(group, zeros, "BF16"), Linear(256, 256)
         matrix.to_int4(held)

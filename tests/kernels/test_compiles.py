@@ -27,12 +27,13 @@ def compiled(module: str, cache: Path) -> str:
 
 def test_sums_have_one_order(tmp_path):
     """The sums of a row have one order beside rows whose logits have another type, and after products of few and of
-    many tokens, which have other types. No multiplication is fused with an addition."""
+    many tokens, which have other types. No multiplication is fused with an addition, and no product with one."""
     found = json.loads(compiled("tests.kernels.sum_orders", tmp_path))
     assert {"_find", "_measure", "_race", "_finish_race", "_finish_mass", "_add_norm", "_choose"} <= set(found)
     for name, orders in found.items():
         one, *others = orders.values()
         assert all(one == other for other in others), name
+        assert "begun" not in one, "a product of one step may round otherwise than one of several"
         assert "fused" not in one, "a variant of a kernel may fuse what another does not"
 
 
