@@ -66,7 +66,7 @@ class Coupling(NamedTuple):
     seed_A: Tensor
     """int64 seed of the request."""
     ids_M: Tensor | None = None
-    """int64 token of each column; None: column v is token v."""
+    """int64 token of each column, ascending; None: column v is token v."""
 
     def apply(self, logq_RV: Tensor, position_R: Tensor) -> Tensor:
         """Apply `coupled_logp`. `position`: that of the token to be drawn."""

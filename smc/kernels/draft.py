@@ -1,11 +1,14 @@
 """The draft stage of a round, apart from running the model: the Triton form of `smc.executor.draft`.
 
 `begin_draft` and `pack_rows` have a program for every few rows; the first row of a batch index also does the work of
-that batch index. `observe_draws` has a program for every batch index. `reparent` has a program for every few rows:
-every row continues a row of the previous step with one more token. The host reads nothing, and grids follow from shapes
-alone, so all launches can be captured in a CUDA graph.
+that batch index. `observe_draws` has a program for every part of the columns after every root, and a second launch adds
+up the parts in their order. `reparent` has a program for every few rows: every row continues a row of the previous step
+with one more token. The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a
+CUDA graph.
 
-The constant P is the number of pending tokens for which `begin_pages_AQ` has pages."""
+The constant P is the number of pending tokens for which `begin_pages_AQ` has pages.
+
+Local axes: P parts of the columns."""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ ROWS = 16
 """Rows of a program of `begin_draft` or `pack_rows`."""
 TREE_ROWS = 4
 """Rows of a program of `reparent`: a program waits for the longest token among its rows."""
-_SLACK = tl.constexpr(SLACK)
+FAN = 64
+"""Number of runs into which one step of the search for a token's column divides the columns."""
+UNSEEN, SEEN, RANKED = (tl.constexpr(kind) for kind in range(3))
+_SLACK, _FAN = tl.constexpr(SLACK), tl.constexpr(FAN)
 _FACTOR, _BELOW = tl.constexpr(RANK_FACTOR), tl.constexpr(RANKED_BELOW)
 _HALF, _MOST = tl.constexpr(RANK_BITS // 2), tl.constexpr((1 << RANK_BITS) - 1)
 
@@ -364,15 +370,57 @@ def observe_draws(
     selection: RoundSelection[Tensor],
     kept_RV: Tensor,
     coupling: Coupling,
+    block: int | None = None,
+    warps: int = 8,
 ) -> ObservedDraws[Tensor]:
     """See `smc.executor.draft.observe_draws`."""
     batch_size, columns, room = plan.kind.batch_size, kept_RV.shape[1], Room(kept_RV.device)
+    block = block or min(4096, triton.next_power_of_2(columns))
+    splits = triton.cdiv(columns, block)
+    seen = SeenDraws(room.ints(batch_size), room.floats(batch_size), room.floats(batch_size))
+    parts = ObservedParts(*(room.floats(batch_size, splits) for _ in ObservedParts._fields))
     out = ObservedDraws(room.floats(batch_size), room.floats(batch_size), room.floats(batch_size))
-    _observe[(batch_size,)](
+    _observe[(splits, batch_size)](
         plan.arrays, state, tree.tokens_XK, tree.tokens_XK.stride(0), selection, kept_RV, len(kept_RV), columns,
-        coupling, out, BLOCK=min(4096, triton.next_power_of_2(columns)), num_warps=8,
+        coupling, seen, parts, BLOCK=block, LEVELS=_levels(columns),
+        # The score of the drawn token is computed once alone and once beside others, and must have the same bits.
+        enable_fp_fusion=False, num_warps=warps,
     )  # fmt: skip
+    _finish_observation[(batch_size,)](
+        seen, parts, out, columns, splits, SPLITS=triton.next_power_of_2(splits), enable_fp_fusion=False, num_warps=1
+    )
     return out
+
+
+class SeenDraws(NamedTuple):
+    """The target's draw after the root of each batch index."""
+
+    kind_A: Tensor
+    """int32: UNSEEN, SEEN, or RANKED: seen at a position where ranks are computed."""
+    logq_A: Tensor
+    """float32 log q of the drawn token; -inf if the draft cannot draw it."""
+    score_A: Tensor
+    """float32 score of the drawn token; -inf as above."""
+
+
+class ObservedParts(NamedTuple):
+    """float32 sums over each part of the columns after a root."""
+
+    top_AP: Tensor
+    """The largest score."""
+    total_AP: Tensor
+    """Sum of exp(score) relative to it."""
+    first_AP: Tensor
+    """Sum of log q with these weights."""
+    second_AP: Tensor
+    """Sum of the square of log q with these weights."""
+    above_AP: Tensor
+    """Number of columns with a higher score than the drawn token."""
+
+
+def _levels(columns: int) -> int:
+    """Return the number of steps of a search among columns."""
+    return next(i for i in range(1, 5) if columns <= FAN**i)
 
 
 @triton.jit
@@ -383,24 +431,27 @@ def _hash(position):
 
 
 @triton.jit
-def _part(begin, columns, kept_RV, root, position, token, coupling, BLOCK: tl.constexpr):
-    """Return, for a block of columns after a root: whether each exists, its log q, its score, and whether it is the
-    drawn token."""
-    column_V = begin + tl.arange(0, BLOCK)
-    inside_V = column_V < columns
-    logq_V = tl.load(kept_RV + root * columns + column_V, mask=inside_V, other=-float("inf"))
-    score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling)
-    token_V = column_V.to(tl.int64)
-    if coupling.ids_M is not None:
-        token_V = tl.load(coupling.ids_M + column_V, mask=inside_V, other=-1)
-    return inside_V, logq_V, score_V, inside_V & (token_V == token)
+def _column_of(token, ids_M, columns, FAN: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the column of a token; -1 if it has none."""
+    if ids_M is None:
+        return tl.where(token < columns, token, -1).to(tl.int32)
+    else:
+        # Each step divides what remains of the ascending tokens into FAN runs.
+        column, f = tl.full((), 0, tl.int32), tl.arange(0, FAN)
+        for level in tl.static_range(LEVELS):
+            begin_F = column + f * FAN ** (LEVELS - 1 - level)
+            is_upto_F = (begin_F < columns) & (tl.load(ids_M + begin_F, mask=begin_F < columns, other=0) <= token)
+            column += tl.maximum(tl.sum(is_upto_F.to(tl.int32), 0) - 1, 0) * FAN ** (LEVELS - 1 - level)
+        return tl.where(tl.load(ids_M + column) == token, column, -1)
 
 
 @one_variant("kept_RV")
 def _observe(
-    plan, slots, tokens_XK, stride, selection, kept_RV, kept, columns, coupling, out, BLOCK: tl.constexpr,
+    plan, slots, tokens_XK, stride, selection, kept_RV, kept, columns, coupling, seen, parts,
+    BLOCK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0)
+    """Sum one part of the columns after the root of one batch index, if the target's draw there is seen."""
+    split, index, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     root, row = tl.load(selection.particles.ancestor_A + index), tl.load(selection.particles.row_A + index)
     taken, cut, bonus = (
         tl.load(selection.taken_A + index),
@@ -408,44 +459,67 @@ def _observe(
         tl.load(selection.bonus_A + index),
     )
     is_alive = tl.load(selection.particles.alive_A + index) != 0
-    slot = tl.load(plan.slot_A + root)
+    slot, exponent = tl.load(plan.slot_A + root), tl.load(coupling.exponent_A + root)
     token = tl.where(taken > 0, tl.load(tokens_XK + row * stride).to(tl.int64), bonus)
     is_seen = is_alive & (tl.load(slots.ended_S + slot) == 0) & (cut == 0) & (token >= 0) & (root < kept)
-    is_seen = is_seen & (tl.load(coupling.exponent_A + root) > 0)
-    score, information, rank = float("nan"), float("nan"), float("nan")
-    if is_seen:
-        position = tl.load(slots.end_S + slot)
-        # Sums of exp(score), and of log q and its square with these weights, relative to the largest score so far.
-        top, total, first, second = -float("inf"), 0.0, 0.0, 0.0
-        drawn_logq, drawn_score = -float("inf"), -float("inf")
-        for begin in range(0, columns, BLOCK):
-            _, logq_V, score_V, is_drawn_V = _part(begin, columns, kept_RV, root, position, token, coupling, BLOCK)
-            drawn_logq = tl.maximum(drawn_logq, tl.max(tl.where(is_drawn_V, logq_V, -float("inf")), 0))
-            drawn_score = tl.maximum(drawn_score, tl.max(tl.where(is_drawn_V, score_V, -float("inf")), 0))
-            higher = tl.maximum(top, tl.max(score_V, 0))
-            scale, weight_V = tl.exp(top - finite(higher)), tl.exp(score_V - finite(higher))
-            value_V = tl.where(weight_V > 0, logq_V, 0.0)
-            total = total * scale + tl.sum(weight_V, 0)
-            first = first * scale + tl.sum(weight_V * value_V, 0)
-            second = second * scale + tl.sum(weight_V * value_V * value_V, 0)
-            top = higher
-        mean = first / total
-        win = tl.exp(drawn_score - top) / total
-        weight = win / (win + _SLACK)
-        if drawn_logq > -float("inf"):
-            score = weight * (drawn_logq - mean)
-            information = 0.5 * weight * tl.maximum(second / total - mean * mean, 0.0)
-        if _hash(position) < _BELOW:
-            # A token that the draft cannot draw, or that its head lacks, ranks after all columns.
-            rank = columns * 1.0
-            if drawn_score > -float("inf"):
-                rank = 0.0
-                for begin in range(0, columns, BLOCK):
-                    inside_V, _, score_V, is_drawn_V = _part(
-                        begin, columns, kept_RV, root, position, token, coupling, BLOCK
-                    )
-                    is_above_V = inside_V & (score_V > drawn_score) & (is_drawn_V == 0)
-                    rank += tl.sum(is_above_V.to(tl.float32), 0)
-    tl.store(out.score_A + index, score)
-    tl.store(out.information_A + index, information)
-    tl.store(out.rank_A + index, rank)
+    if is_seen & (exponent > 0):
+        position, kept_V = tl.load(slots.end_S + slot), kept_RV + root * columns
+        drawn, zero_1 = _column_of(token, coupling.ids_M, columns, _FAN, LEVELS), tl.zeros((1,), tl.int32)
+        drawn_1 = drawn + zero_1
+        drawn_logq_1 = tl.load(kept_V + drawn_1, mask=drawn_1 >= 0, other=-float("inf"))
+        drawn_score_1 = coupled_score(drawn_logq_1, drawn_1, drawn_1 >= 0, root, position, coupling)
+        drawn_score = tl.max(drawn_score_1, 0)
+        column_V = split * BLOCK + tl.arange(0, BLOCK)
+        inside_V = column_V < columns
+        logq_V = tl.load(kept_V + column_V, mask=inside_V, other=-float("inf"))
+        score_V = coupled_score(logq_V, column_V, inside_V, root, position, coupling)
+        top = tl.max(score_V, 0)
+        weight_V = tl.exp(score_V - finite(top))
+        value_V = tl.where(weight_V > 0, logq_V, 0.0)
+        is_above_V = inside_V & (score_V > drawn_score) & (column_V != drawn)
+        at = index * splits + split
+        tl.store(parts.top_AP + at, top)
+        tl.store(parts.total_AP + at, tl.sum(weight_V, 0))
+        tl.store(parts.first_AP + at, tl.sum(weight_V * value_V, 0))
+        tl.store(parts.second_AP + at, tl.sum(weight_V * value_V * value_V, 0))
+        tl.store(parts.above_AP + at, tl.sum(is_above_V.to(tl.int32), 0).to(tl.float32))
+        if split == 0:
+            tl.store(seen.kind_A + index, tl.where(_hash(position) < _BELOW, RANKED, SEEN))
+            tl.store(seen.logq_A + index + zero_1, drawn_logq_1)
+            tl.store(seen.score_A + index, drawn_score)
+    elif split == 0:
+        tl.store(seen.kind_A + index, UNSEEN)
+
+
+@one_variant()
+def _finish_observation(seen, parts, out, columns, splits, SPLITS: tl.constexpr):
+    """Add up the parts of one batch index."""
+    index, split = tl.program_id(0), tl.arange(0, SPLITS)
+    kind, nan = tl.load(seen.kind_A + index), float("nan")
+    if kind == UNSEEN:
+        tl.store(out.score_A + index, nan)
+        tl.store(out.information_A + index, nan)
+        tl.store(out.rank_A + index, nan)
+        return
+    is_part = split < splits
+    at = index * splits + split
+    top_P = tl.load(parts.top_AP + at, mask=is_part, other=-float("inf"))
+    total_P = tl.load(parts.total_AP + at, mask=is_part, other=0.0)
+    first_P = tl.load(parts.first_AP + at, mask=is_part, other=0.0)
+    second_P = tl.load(parts.second_AP + at, mask=is_part, other=0.0)
+    above_P = tl.load(parts.above_AP + at, mask=is_part, other=0.0)
+    drawn_logq, drawn_score = tl.load(seen.logq_A + index), tl.load(seen.score_A + index)
+    top = tl.max(top_P, 0)
+    scale_P = tl.exp(top_P - finite(top))
+    total = tl.sum(total_P * scale_P, 0)
+    first, second = tl.sum(first_P * scale_P, 0), tl.sum(second_P * scale_P, 0)
+    mean = first / total
+    win = tl.exp(drawn_score - top) / total
+    weight = win / (win + _SLACK)
+    can_draw = drawn_logq > -float("inf")
+    tl.store(out.score_A + index, tl.where(can_draw, weight * (drawn_logq - mean), nan))
+    information = 0.5 * weight * tl.maximum(second / total - mean * mean, 0.0)
+    tl.store(out.information_A + index, tl.where(can_draw, information, nan))
+    # A token that the draft cannot draw, or that its head lacks, ranks after all columns.
+    rank = tl.where(drawn_score > -float("inf"), tl.sum(above_P, 0), columns * 1.0)
+    tl.store(out.rank_A + index, tl.where(kind == RANKED, rank, nan))

@@ -55,6 +55,7 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_verify",
         "_survey",
         "_observe",
+        "_finish_observation",
         "_expand",
         "_store_inner_nodes",
         "_with_inner_nodes",

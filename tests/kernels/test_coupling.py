@@ -17,6 +17,7 @@ from smc.executor.draft import observe_draws
 from smc.executor.ops import RoundOps
 from smc.executor.sampling import HeadSampling
 from smc.executor.triton_ops import TritonOps
+from smc.kernels import draft
 from smc.model.draft_vocab import DraftVocab
 from smc.philox import DrawKeys, Purpose
 from smc.types import Decoding
@@ -123,6 +124,35 @@ def test_draw_statistics_equal_torch(lookahead, has_head):
         seen += int(torch.isfinite(found[0][:2]).all(0).sum())
         ranked += int(torch.isfinite(found[0][2]).sum())
     assert seen > 2 and ranked
+
+
+@pytest.mark.parametrize("columns", [1, 16, 37, 301])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_draw_statistics_of_several_parts_equal_torch(columns, has_head):
+    """Parts that end within a run of columns; equal scores; rows in which all columns, all but one, or all of a part
+    are forbidden; tokens that the head lacks."""
+    counts = {"scored": 0, "ranked": 0, "cannot": 0}
+    for seed in range(6):
+        found = []
+        for device, observe in ((CPU, observe_draws), (DEVICE, partial(draft.observe_draws, block=16))):
+            made = DraftRound(seed, frozenset({Decoding.WALK}), False, device, largest=6)
+            tree, selection, rng = made.tree(), selection_of(made), made.rng
+            tokens = 2 * columns if has_head else columns
+            tree.tokens_XK[:] = made.here(rng.integers(0, tokens, tree.tokens_XK.shape))
+            selection.bonus_A[:] = made.here(rng.integers(-1, tokens, made.places))
+            selection.cut_A[:] = 0
+            kept_RV = made.here(rng.normal(size=(made.places, columns)).astype(np.float32).round(1))
+            kept_RV[0], kept_RV[1, 1:], kept_RV[2, :16], kept_RV[3, ::2] = (-torch.inf,) * 4
+            ids_M = torch.arange(0, tokens, 2, device=device) if has_head else None
+            temperature_A = torch.where(made.here(rng.random(made.places) < 0.5), 0.0, 0.7)
+            coupling = Coupling(made.plan.arrays.exponent_A, temperature_A, made.plan.arrays.seed_A, ids_M)
+            found.append(torch.stack(observe(made.state, made.plan, tree, selection, kept_RV, coupling)).cpu())
+        torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4, equal_nan=True)
+        assert torch.equal(found[1][2].nan_to_num(-1.0), found[0][2].nan_to_num(-1.0)), "ranks are whole numbers"
+        counts["scored"] += int(torch.isfinite(found[0][:2]).all(0).sum())
+        counts["ranked"] += int(torch.isfinite(found[0][2]).sum())
+        counts["cannot"] += int((found[0][2] == columns).sum())
+    assert min(counts.values()), counts
 
 
 def test_ranked_positions_for_all_round_lengths():
