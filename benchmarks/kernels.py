@@ -23,19 +23,24 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from smc import distributions
+from smc.algorithm.coupling import Coupling
 from smc.algorithm.expansion import SourceRows
 from smc.algorithm.expansion import expand as torch_expand
 from smc.algorithm.resampling import Bounds, Spans
 from smc.algorithm.selection import select as torch_select
 from smc.distributions import DistributionSpec
 from smc.executor import masks
+from smc.executor.draft import observe_draws as torch_observe
 from smc.kernels.candidate_tokens import propose_candidates
+from smc.kernels.draft import observe_draws
 from smc.kernels.expansion import expand
 from smc.kernels.linear import ProductTiling, choose, gate_up_silu, linear, reduce, token_block_of
 from smc.kernels.norm import add_norm, round_rows, silu_mul
@@ -44,6 +49,7 @@ from smc.kernels.select import select
 from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.model.linear import FP8, QuantisedRows, quantise
 from smc.philox import DrawKeys, Purpose, RoundKeys, exponentials
+from smc.round.slot_state import RoundSelection
 from smc.types import Decoding
 
 BANDWIDTH = 4.26e12
@@ -320,6 +326,57 @@ def bench_expansion(groups: int, rows: int, kind: Decoding, vocab: int = 128256)
         note(f"expand {kind.name} {groups}x{rows} chunk {chunk} warps {w}", us, candidates.share_RC.numel() * 4)
 
 
+class DrawnSlots(NamedTuple):
+    """What `observe_draws` reads of slots."""
+
+    end_S: Tensor
+    ended_S: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.end_S.device
+
+
+class DrawnArrays(NamedTuple):
+    """What `observe_draws` reads of a plan's arrays."""
+
+    slot_A: Tensor
+    exponent_A: Tensor
+
+
+def bench_observation(rows: int, has_head: bool, vocab: int = 151936) -> None:
+    """Time the statistics of the target's draws after so many roots, of which each is seen."""
+    device = torch.device("cuda")
+    index_A, ones_A = torch.arange(rows, device=device), torch.ones(rows, device=device)
+    ids_M = torch.arange(0, vocab, 2, device=device) if has_head else None
+    kept = copies(random(rows, vocab if ids_M is None else len(ids_M), dtype=torch.float32, scale=3.0).log_softmax(-1))
+    arrays = DrawnArrays(index_A, ones_A * 1.25)
+    plan: Any = SimpleNamespace(arrays=arrays, kind=SimpleNamespace(batch_size=rows))
+    state: Any = DrawnSlots(index_A + 100, index_A < 0)
+    tree: Any = SimpleNamespace(tokens_XK=torch.randint(0, vocab, (rows, 5), device=device))
+    selection = RoundSelection.memory(rows).allocate(device).fields
+    particles = selection.particles._replace(ancestor_A=index_A, row_A=index_A, alive_A=index_A >= 0)
+    zero_A = index_A * 0
+    selection = selection._replace(particles=particles, taken_A=zero_A + 1, cut_A=zero_A, bonus_A=zero_A - 1)
+    given = (state, plan, tree, selection)
+    coupling = Coupling(arrays.exponent_A, ones_A * 0.7, index_A * 0 + 7, ids_M)
+    made, expected = observe_draws(*given, kept[0], coupling), torch_observe(*given, kept[0], coupling)
+    for ours, theirs in zip(made[:2], expected[:2]):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4, equal_nan=True)
+    # Logarithms that differ in their last bit may change the order of two scores.
+    assert (made.rank_A.isnan() == expected.rank_A.isnan()).all()
+    assert ((made.rank_A - expected.rank_A).nan_to_num(0.0).abs() <= 2).all()
+    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16), (8192, 8), (8192, 16)):
+        us = microseconds(lambda x, b=block, w=warps: observe_draws(*given, x, coupling, block=b, warps=w), kept)
+        note(f"observe {rows}{' head' * has_head} block {block} warps {warps}", us, kept[0].numel() * 4)
+
+
+def bench_observations() -> None:
+    for rows in (1, 8, 40):
+        bench_observation(rows, False)
+    bench_observation(8, True)
+
+
 def bench_sampling() -> None:
     for rows, draws in ((8, 4), (32, 1), (64, 1)):
         bench_draw(rows, draws)
@@ -483,6 +540,7 @@ PARTS = {
     "norms": bench_norms,
     "selections": bench_selections,
     "expansions": bench_expansions,
+    "observations": bench_observations,
 }
 
 
