@@ -129,7 +129,9 @@ def _survey(
     write these scores to `scores_RV`, and the logits after the cut to `kept`."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
-    raw, column = load_block(logits, stride, row, vocab, BLOCK)
+    # A thread stores four scores at once. If it loaded eight logits, the compiler would compute all scores twice: in
+    # the threads that loaded the logits, and in those that store the scores.
+    raw, column = load_block(logits, stride, row, vocab, BLOCK, RUN=4 if scores_RV is not None else 0)
     logit = cut_logit(raw, column, row, inverse, cut)
     # Triton 3.6 cannot compare a tuple that has a None in it, as `coupling` without a head, with None.
     if scores_RV is not None:

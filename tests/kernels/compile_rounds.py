@@ -101,7 +101,17 @@ def check_pairs(module: Any) -> Any:
             assert layout and NEIGHBOURS.search(layout[1]), f"{line[-300:]}: {layout and layout[1]}"
             assert not (moved := THROUGH_MEMORY.search(text)), f"widened weights leave the registers: {moved}"
             CHECKED.append(words[1])
+    check_scores(module)
     return module
+
+
+def check_scores(module: Any) -> None:
+    """Assert that a kernel computes the scores of coupled drafting once, not in the threads of each register layout."""
+    text = str(module)
+    if "@_survey(" in text:
+        logarithms = text.count("math.log ")
+        assert logarithms <= 1, f"scores are computed {logarithms} times"
+        SCORED.append(logarithms)
 
 
 THROUGH_MEMORY = re.compile(
@@ -110,6 +120,8 @@ THROUGH_MEMORY = re.compile(
 """Matches code that moves widened weights through shared memory. Groups of 32 are not matched: they have too few words
 for the register layout of tensor cores."""
 NEIGHBOURS = re.compile(r"register = \[\[0, 1\]|sizePerThread = \[\d+, (2|4|8|16)\].*order = \[1, 0\]")
+SCORED: list[int] = []
+"""How often the variants of `_survey` compute scores."""
 CHECKED: list[str] = []
 """Word shapes whose layouts have been checked."""
 
@@ -216,7 +228,8 @@ def draft_rows(kinds: frozenset[Decoding], lookahead: bool) -> None:
 
 
 def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
-    made, vocab = DraftRound(1, frozenset({Decoding.WALK}), True, CPU), 5000
+    # Rows at multiples of 16 bytes, as those of real vocabularies: a thread loads as much at once as it can.
+    made, vocab = DraftRound(1, frozenset({Decoding.WALK}), True, CPU), 5008
     plan, places = made.plan, len(made.plan.arrays.slot_A)
     ids_M = torch.arange(vocab) * 2 if has_head else None
     coupling = Coupling(plan.arrays.exponent_A, plan.target_distribution.temperature_R, plan.arrays.seed_A, ids_M)
@@ -322,5 +335,5 @@ if __name__ == "__main__":
     for family in ("mistral", "olmo2", "gemma3_text", "qwen3_moe"):
         passes(family)
     int4_passes()
-    assert CHECKED
+    assert CHECKED and 1 in SCORED
     print(json.dumps(sorted(names)))
