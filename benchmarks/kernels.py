@@ -313,6 +313,16 @@ def bench_expansion(groups: int, rows: int, kind: Decoding, vocab: int = 128256)
             lambda x, b=block, w=warps: propose_candidates(x, vocab, ones_R, keys, block=b, warps=w), logits
         )
         note(f"candidates {groups}x{rows} block {block} warps {warps}", us, floor)
+    group_A, none_A = torch.arange(total, device=device) // rows, torch.zeros(total, device=device)
+    coupling = Coupling(none_A + 1.25, none_A + 0.7, group_A + 7)
+    for block, warps in ((2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16)):
+        us = microseconds(
+            lambda x, b=block, w=warps: propose_candidates(
+                x, vocab, ones_R, keys, has_rest=False, coupling=coupling, block=b, warps=w
+            ),
+            logits,
+        )
+        note(f"coupled {groups}x{rows} block {block} warps {warps}", us, floor)
     first_G, size_G = torch.arange(groups, device=device) * rows, torch.full((groups,), rows, device=device)
     decoding_G, seed_G = torch.full_like(size_G, int(kind)), torch.arange(groups, device=device)
     mass_R, there_R = torch.randn(total, device=device, dtype=torch.float64), ones_R > 0
