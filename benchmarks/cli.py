@@ -17,6 +17,7 @@ from smc.api.sampling_params import SamplingParams
 from smc.terminal import check_drawing, err, out, progress_bar
 
 if TYPE_CHECKING:
+    from benchmarks.own_problems import OwnPlan
     from benchmarks.problem_file import FileProblem
     from benchmarks.quality import DecodingSetting
     from benchmarks.reports.quality import QualityPlan
@@ -235,12 +236,10 @@ def _evaluate_own(arguments: EvalOptions) -> int:
     """Run `smcserve eval` with problems or a pair of the user's own. Return the exit code: 1 if something could not be
     measured."""
     began = time.monotonic()
-    from benchmarks.own_problems import MAX_TOKENS, USUAL, OwnPlan, evaluate_own
+    from benchmarks.own_problems import evaluate_own
     from benchmarks.own_record import OwnRecord
     from benchmarks.quality import machine
     from benchmarks.reports import own
-    from smc.api.engine_config import EngineConfig
-    from smc.api.sampling_params import Method
     from smc.loading import load_pair, pair_directories, require_directories, use_threads
     from smc.model.files import fingerprint
 
@@ -248,6 +247,36 @@ def _evaluate_own(arguments: EvalOptions) -> int:
         if (value := getattr(arguments, name)) != EvalOptions.__dataclass_fields__[name].default:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} {value} has no effect with problems or a pair of your own; leave it out")
+    plan = _own_plan(arguments, began)
+    _check_writable(arguments.json, arguments.markdown, arguments.picture)
+    if arguments.picture is not None:
+        check_drawing()
+    directories = pair_directories(
+        *(None if each is None else Path(each) for each in (arguments.target, arguments.draft))
+    )
+    require_directories(directories)
+    use_threads(arguments.threads, directories)
+    target, draft = directories
+    models = {"target": target.name, "draft": draft.name}
+    models |= {"target_weights": fingerprint(target), "draft_weights": fingerprint(draft)}
+    conditions = plan.conditions() | models | {"dtype": arguments.dtype, **own_options(arguments)}
+    record = OwnRecord.open(arguments.json, conditions | machine(arguments.device), arguments.resume)
+    pair = load_pair(directories, arguments.device, arguments.dtype, **own_options(arguments))
+    complete = evaluate_own(pair, plan, record)
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(own.markdown(record), encoding="utf-8")
+    if arguments.picture is not None:
+        own.draw(record, arguments.picture)
+    return 0 if complete else 1
+
+
+def _own_plan(arguments: EvalOptions, began: float) -> OwnPlan:
+    """Return what is measured. `began`: time, by `time.monotonic`, from which --time-limit counts. Raises ValueError
+    for invalid options and for those without effect."""
+    from benchmarks.own_problems import MAX_TOKENS, USUAL, OwnPlan
+    from smc.api.engine_config import EngineConfig
+    from smc.api.sampling_params import Method
+
     plan = OwnPlan(
         problems=_own_problems(arguments),
         temperatures=list(dict.fromkeys(arguments.temperature or [1.0])),
@@ -274,26 +303,7 @@ def _evaluate_own(arguments: EvalOptions) -> int:
             raise ValueError(f"--{name.replace('_', '-')} {value}; allowed: >= 1")
     if arguments.time_limit is not None and not arguments.time_limit > 0:
         raise ValueError(f"--time-limit {arguments.time_limit:g}; allowed: > 0")
-    _check_writable(arguments.json, arguments.markdown, arguments.picture)
-    if arguments.picture is not None:
-        check_drawing()
-    directories = pair_directories(
-        *(None if each is None else Path(each) for each in (arguments.target, arguments.draft))
-    )
-    require_directories(directories)
-    use_threads(arguments.threads, directories)
-    target, draft = directories
-    models = {"target": target.name, "draft": draft.name}
-    models |= {"target_weights": fingerprint(target), "draft_weights": fingerprint(draft)}
-    conditions = plan.conditions() | models | {"dtype": arguments.dtype, **own_options(arguments)}
-    record = OwnRecord.open(arguments.json, conditions | machine(arguments.device), arguments.resume)
-    pair = load_pair(directories, arguments.device, arguments.dtype, **own_options(arguments))
-    complete = evaluate_own(pair, plan, record)
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(own.markdown(record), encoding="utf-8")
-    if arguments.picture is not None:
-        own.draw(record, arguments.picture)
-    return 0 if complete else 1
+    return plan
 
 
 def _own_problems(arguments: EvalOptions) -> dict[str, Sequence[FileProblem]]:

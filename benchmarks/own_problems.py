@@ -32,7 +32,6 @@ from smc.demo.problems import generate
 from smc.local_engine import ModelPair, fitted_config, local_engine
 from smc.scheduler.engine import Engine
 from smc.terminal import err, print_error, print_warning, progress_bar
-from smc.types import Numerics
 
 TARGET = DecodingSetting.plain("target")
 """Always measured: all other settings are compared with it."""
@@ -94,7 +93,7 @@ class OwnPlan:
     """What every answer matches."""
     constraint_scope: str | None = None
     """SMC only."""
-    numerics: str = Numerics.FASTEST
+    numerics: str = EngineConfig().numerics
     """Order of sums on GPUs. With `invariant` the target's answers are the same in every record."""
 
     def terms(self, temperature: float) -> Terms:
@@ -141,7 +140,7 @@ class OwnPlan:
             "seed": self.seed,
             "ess_threshold": self.ess_threshold,
             "max_tokens": self.max_tokens,
-            "numerics": str(self.numerics),
+            "numerics": self.numerics,
             "problems": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
         }
 

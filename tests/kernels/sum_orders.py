@@ -52,8 +52,6 @@ REDUCTION = re.compile(
 
 PERMUTED = re.compile(r"x(?:bf16|f16), #ttg\.dot_op<\{[^}]*kWidth = (?!2\D)\d+\}>")
 """An operand of a product of numbers of two bytes that are not taken two by two."""
-
-
 PRODUCT = re.compile(r"= (?:ttng\.warp_group_dot|tt\.dot) %[\w#]+, %[\w#]+, (%[\w#]+)")
 """A product, and the numbers to which it is added."""
 
@@ -61,7 +59,9 @@ PRODUCT = re.compile(r"= (?:ttng\.warp_group_dot|tt\.dot) %[\w#]+, %[\w#]+, (%[\
 def is_begun(module: str) -> bool:
     """Return whether a product is added to other numbers than zeros or its own sums: the compiler makes one instruction
     of a product of a single step and an addition after it, which rounds otherwise."""
-    for begin in PRODUCT.findall(module):
+    begins = PRODUCT.findall(module)
+    assert begins or not re.search(r"tt\.dot |warp_group_dot ", module), "the compiler writes products in another form"
+    for begin in begins:
         made = re.search(rf"^ *{re.escape(begin)}(?::\d+)? = (.*)$", module, re.MULTILINE)
         if made and not re.match(r"arith\.constant dense<0\.0|ttng\.warp_group_dot|tt\.dot|scf\.for", made[1]):
             return True
