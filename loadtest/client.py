@@ -18,7 +18,8 @@ from services.client import Client, ModelInfo, Prompt, ServerInfo, ServiceError
 from services.client.client import channel_credentials, set_prompt
 from services.pb import generation_pb2 as pb
 from services.pb import generation_pb2_grpc as pb_grpc
-from services.protobuf.generation import FINISH_REASONS, name_of, sampling_message
+from services.protobuf.generation import FINISH_REASONS, data_of, name_of, sampling_message
+from smc.api.request import Statistics
 
 ABORT_TIMEOUT = 10.0
 WAIT_EVERY = 0.5
@@ -67,11 +68,8 @@ class RequestRecord:
     finish_reason: str = ""
     prompt_tokens: int = 0
     """Number of prompt tokens, which the service counts; 0 without an answer."""
-    particles: int = 0
-    rounds: int = 0
-    resamples: int = 0
-    collapses: int = 0
-    mean_ess: float = 0.0
+    statistics: Statistics | None = None
+    """None: there is no answer, or one of plain decoding."""
 
     @property
     def answered(self) -> bool:
@@ -276,13 +274,7 @@ def _finish(record: RequestRecord, finish: pb.Finish) -> None:
     record.finish_reason = name_of(FINISH_REASONS, finish.reason, "finish.reason")
     record.prompt_tokens = finish.usage.prompt_tokens
     if finish.HasField("statistics"):
-        statistics = finish.statistics
-        record.particles, record.rounds, record.resamples = (
-            statistics.particles,
-            statistics.rounds,
-            statistics.resamples,
-        )
-        record.collapses, record.mean_ess = statistics.collapses, statistics.mean_ess
+        record.statistics = data_of(Statistics, finish.statistics)
 
 
 def _message(planned: PlannedRequest, request_id: str) -> pb.GenerateRequest:

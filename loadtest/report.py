@@ -23,6 +23,7 @@ from loadtest.client import RequestRecord
 from loadtest.monitor import ServerSample
 from loadtest.runner import CapacityFound, CapacityProbe, LoadRun, LoadRunner
 from loadtest.summary import PERCENTILES, LatencySpread, RunSummary
+from smc.api.request import Statistics
 from smc.terminal import err, out, print_warning
 
 LINE_EVERY = 10.0
@@ -318,7 +319,7 @@ def _ours(run: LoadRun, records: list[RequestRecord]) -> dict[str, Any]:
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:
-    sampling = record.planned.sampling
+    sampling, statistics = record.planned.sampling, record.statistics or Statistics(particles=0)
     return {
         "index": record.planned.index,
         "planned_at": _rounded(record.planned.at),
@@ -330,9 +331,7 @@ def _request(record: RequestRecord) -> dict[str, Any]:
         "slow_reader": bool(record.planned.pause),
         **{name: sampling.get(name) for name in ("method", "particles", "seed", "max_tokens")},
         "message_tokens": record.message_tokens,
-        "rounds": record.rounds,
-        "resamples": record.resamples,
-        "mean_ess": record.mean_ess,
+        **{name: getattr(statistics, name) for name in ("rounds", "resamples", "mean_ess")},
     }
 
 

@@ -129,7 +129,7 @@ def summarise(records: Sequence[RequestRecord], objective: LatencyObjective | No
     answered = [record for record in counted if record.answered]
     ordinary = [record for record in counted if record.planned.ordinary]
     timed = [record for record in ordinary if record.answered and record.message_times]
-    by_smc = [record for record in answered if record.particles]
+    by_smc = [record.statistics for record in answered if record.statistics is not None]
     return RunSummary(
         sent=len(counted),
         completed=len(answered),
@@ -149,10 +149,10 @@ def summarise(records: Sequence[RequestRecord], objective: LatencyObjective | No
         lateness=LatencySpread.of(record.lateness for record in counted),
         codes=dict(Counter(record.code for record in counted).most_common()),
         finish_reasons=dict(Counter(record.finish_reason for record in answered).most_common()),
-        rounds=_mean(record.rounds for record in by_smc),
-        resamples=_mean(record.resamples for record in by_smc),
-        collapses=sum(record.collapses for record in by_smc),
-        ess_share=_mean(record.mean_ess / record.particles for record in by_smc),
+        rounds=_mean(each.rounds for each in by_smc),
+        resamples=_mean(each.resamples for each in by_smc),
+        collapses=sum(each.collapses for each in by_smc),
+        ess_share=_mean(each.mean_ess / each.particles for each in by_smc),
         peak_concurrent=max((count for _, count in in_flight(records)), default=0),
     )
 

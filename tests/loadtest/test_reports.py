@@ -10,6 +10,7 @@ import pytest
 from loadtest import report
 from loadtest.monitor import ProcessUsage, ServerSample
 from loadtest.runner import CapacityProbe, search
+from smc.api.request import Statistics
 from smc.terminal import finite
 from tests.loadtest.made import QUIET, made_run, record
 
@@ -25,7 +26,7 @@ SAMPLES = [
 ]
 RECORDS = [
     record(0.0, (0.5,), (1,), counted=False),
-    record(2.0, (2.2, 2.5), (3, 4), index=2, prompt_tokens=9, particles=8, rounds=3, mean_ess=6.0),
+    record(2.0, (2.2, 2.5), (3, 4), index=2, prompt_tokens=9, statistics=Statistics(8, rounds=3, mean_ess=6.0)),
     record(1.0, (1.1, 1.9), (2, 1), index=1, prompt_tokens=7),
     record(3.0, code="RESOURCE_EXHAUSTED", index=3),
     record(4.0, (4.1,), (2,), 5.0, code="CANCELLED", cancelled=True, index=4),

@@ -6,15 +6,25 @@ import pytest
 
 from loadtest.slo import LatencyObjective
 from loadtest.summary import LatencySpread, summarise
+from smc.api.request import Statistics
 from tests.loadtest.made import record
 
 A = record(
-    1.0, (1.2, 1.5, 2.2), (1, 3, 2), 2.2, index=1, prompt_tokens=10, particles=8, rounds=4, resamples=1, mean_ess=4.0
+    *(1.0, (1.2, 1.5, 2.2), (1, 3, 2), 2.2),
+    index=1,
+    prompt_tokens=10,
+    statistics=Statistics(8, rounds=4, resamples=1, mean_ess=4.0),
 )
 B = record(2.0, (2.4,), (1,), 2.5, index=2, prompt_tokens=20)
 REFUSED = record(2.5, code="RESOURCE_EXHAUSTED", end=2.6, index=3)
 CANCELLED = record(2.0, (2.1,), (4,), 3.0, code="CANCELLED", cancelled=True, index=4)
-SLOW = record(1.5, (1.6, 9.0), (1, 1), 9.0, pause=1.0, index=5, prompt_tokens=5, particles=4, rounds=2, mean_ess=4.0)
+SLOW = record(
+    *(1.5, (1.6, 9.0), (1, 1), 9.0),
+    pause=1.0,
+    index=5,
+    prompt_tokens=5,
+    statistics=Statistics(4, rounds=2, mean_ess=4.0),
+)
 WARM_UP = record(0.0, (5.0,), (50,), 5.0, counted=False)
 ALL = [A, B, REFUSED, CANCELLED, SLOW, WARM_UP]
 
