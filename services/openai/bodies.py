@@ -411,9 +411,10 @@ class NamedTool(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    """A last event has the usage. Without effect on responses, whose last event always has it."""
     include_obfuscation: Annotated[Any, neutral(False)] = False
     continuous_usage_stats: bool = False
-    """vLLM's: every event has the usage so far."""
+    """vLLM's: every event has the usage so far. Without effect on responses, whose events have no field for it."""
 
 
 class Schema(Strict):
@@ -445,23 +446,27 @@ class CallFields(Strict):
     """Ours: seconds from arrival, after which the call is dropped."""
 
 
-class Body(CallFields):
-    """Fields that chats and completions have in common. The settings of `smc.api.sampling_params` are further fields
-    with the same names."""
+class OpenAIFields(CallFields):
+    """Fields that the bodies of OpenAI's APIs have in common. The settings of `smc.api.sampling_params` are further
+    fields with the same names."""
 
-    n: Annotated[int, Field(ge=1)] = 1
     stream_options: StreamOptions | None = None
-    negative_prompt: Any = None
-    """Ours: a string, a list of token ids, or a list of messages; with `guidance_scale`."""
 
     # These describe the caller and do not concern decoding.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
+
+
+class Body(OpenAIFields):
+    """Fields that chats and completions have in common."""
+
+    n: Annotated[int, Field(ge=1)] = 1
+    negative_prompt: Any = None
+    """Ours: a string, a list of token ids, or a list of messages; with `guidance_scale`."""
 
     best_of: Annotated[Any, neutral(1)] = 1
     store: Annotated[Any, neutral(False)] = False

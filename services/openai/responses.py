@@ -12,8 +12,10 @@ from pydantic_core import PydanticCustomError
 
 from services.openai.bodies import (
     KIND,
-    CallFields,
     FieldNames,
+    Function,
+    OpenAIFields,
+    Schema,
     Strict,
     in_form,
     joined,
@@ -125,12 +127,8 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Strict):
+class FunctionTool(Function):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class NamedFunction(Strict):
@@ -141,13 +139,8 @@ class NamedFunction(Strict):
 TOOL_CHOICES = '\'auto\', \'none\', \'required\', or {"type": "function", "name": "NAME"}'
 
 
-class TextFormat(Strict):
+class TextFormat(Schema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str = ""
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
-    """Without effect: answers are constrained in any case."""
 
 
 class TextSettings(Strict):
@@ -161,16 +154,8 @@ class ReasoningSettings(Strict):
     generate_summary: Annotated[Any, neutral(None)] = None
 
 
-class StreamSettings(Strict):
-    include_obfuscation: Annotated[Any, neutral(False)] = False
-    include_usage: bool = False
-    """Of chats; without effect: the last event always has the usage."""
-    continuous_usage_stats: bool = False
-    """vLLM's; without effect: events of this API have no field for it."""
-
-
-class ResponsesBody(CallFields):
-    """The fields of a body. The settings of `smc.api.sampling_params` are further fields with the same names."""
+class ResponsesBody(OpenAIFields):
+    """The fields of a body."""
 
     input: Annotated[
         list[InputItem],
@@ -179,7 +164,6 @@ class ResponsesBody(CallFields):
     ]
     """A string, or a list of items."""
     instructions: str | None = None
-    stream_options: StreamSettings | None = None
     max_output_tokens: Any = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True), tools_of("function")] = Field(default_factory=list)
     tool_choice: Annotated[Literal["auto", "none", "required"] | NamedFunction, in_form(TOOL_CHOICES)] = "auto"
@@ -189,14 +173,6 @@ class ResponsesBody(CallFields):
     reasoning: ReasoningSettings | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    # These describe the caller and do not concern decoding.
-    user: str | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
 
     store: Annotated[Any, neutral(False, why=NOT_STORED)] = False
     previous_response_id: Annotated[Any, neutral(None, why=NOT_STORED)] = None
@@ -306,7 +282,7 @@ class ResponsesWriter(AnswerWriter):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
-            "metadata": body.metadata,
+            "metadata": body.metadata or {},
             "parallel_tool_calls": choice in ("auto", "none")
             if body.parallel_tool_calls is None
             else body.parallel_tool_calls,
