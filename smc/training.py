@@ -14,17 +14,26 @@ from torch import Tensor, nn
 BETAS = (0.9, 0.98)
 
 
-@dataclass(frozen=True)
-class LearningRate:
-    """A linear warm-up, then a cosine to zero at the end of the run."""
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Hyperparameters of an optimiser. The learning rate rises linearly in a warm-up, then follows a cosine to zero at
+    the end of the run. Raises ValueError naming the field."""
 
-    peak: float
+    peak_rate: float = 1e-3
     warmup: int
     """Number of steps of the warm-up."""
+    weight_decay: float
+    clip: float = 1.0
+    """Maximum norm of all gradients together."""
 
-    def at(self, step: int, progress: float) -> float:
+    def __post_init__(self) -> None:
+        for name in ("warmup", "peak_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}; allowed: above 0")
+
+    def rate(self, step: int, progress: float) -> float:
         """Return the learning rate of a step; `progress`: the completed fraction of the run."""
-        return self.peak * min(1, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.peak_rate * min(1, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 class Optimizer:
@@ -32,12 +41,12 @@ class Optimizer:
 
     Weights in bfloat16 have float32 masters: the optimiser changes these, and the model holds them rounded."""
 
-    def __init__(self, weights: Iterable[nn.Parameter], rate: LearningRate, weight_decay: float, clip: float) -> None:
-        """`clip`: maximum norm of all gradients together. Raises ValueError if no weight is trainable."""
+    def __init__(self, weights: Iterable[nn.Parameter], settings: OptimizerSettings) -> None:
+        """Raises ValueError if no weight is trainable."""
         self.weights = [weight for weight in weights if weight.requires_grad]
         if not self.weights:
             raise ValueError("the model has no trainable weights")
-        self._rate, self._clip = rate, clip
+        self._settings = settings
         self.masters = [
             weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())
             for weight in self.weights
@@ -47,10 +56,10 @@ class Optimizer:
         )
         self._rounded = [pair for pair in zip(self.weights, self.masters) if pair[0] is not pair[1]]
         """Weights that are rounded copies of their masters."""
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=rate.peak,
+            lr=settings.peak_rate,
             betas=BETAS,
             fused=self.weights[0].is_cuda,
         )
@@ -76,10 +85,10 @@ class Optimizer:
     def step(self, step: int, progress: float) -> None:
         """Update the weights by their gradients; `progress`: the completed fraction of the run."""
         for group in self._adam.param_groups:
-            group["lr"] = self._rate.at(step, progress)
+            group["lr"] = self._settings.rate(step, progress)
         for weight, master in self._rounded:
             master.grad = None if weight.grad is None else weight.grad.float()
-        torch.nn.utils.clip_grad_norm_(self.masters, self._clip)
+        torch.nn.utils.clip_grad_norm_(self.masters, self._settings.clip)
         self._adam.step()
         self._round()
 

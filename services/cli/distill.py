@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -176,7 +176,7 @@ def distill(given: DistillOptions) -> int:
     from smc.distill.conversations import TEMPERATURES, TalkSettings
     from smc.distill.run import DistillConfig, distill
     from smc.distill.student import StudentSpec
-    from smc.distill.trainer import TrainingSettings
+    from smc.distill.trainer import OPTIMIZER, TrainingSettings
     from smc.loading import DEMO, DEVICES, use_threads
     from smc.model.source import find_model
 
@@ -194,7 +194,11 @@ def distill(given: DistillOptions) -> int:
         tokens=given.tokens,
         student=StudentSpec(given.layers, given.shape, draft, given.own_embedding),
         talk=TalkSettings(served or TEMPERATURES, width=given.width, turns=given.turns, seed=given.seed),
-        training=TrainingSettings(loss=given.loss, peak_rate=given.rate, batch=given.batch or size.batch),
+        training=TrainingSettings(
+            loss=given.loss,
+            batch=given.batch or size.batch,
+            optimizer=replace(OPTIMIZER, peak_rate=given.rate),
+        ),
         temperatures=tuple(sorted({each for each in served if each > 0} or {1.0, 0.7}, reverse=True)),
         prompts=texts,
         mixed=not (directory == demo.TARGET and given.prompts is None and given.from_log is None),

@@ -28,7 +28,7 @@ from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, RopeTable, hidden_states
 from smc.model.files import write_json
 from smc.model.loader import initial_model, save_model
-from smc.training import LearningRate, Optimizer
+from smc.training import Optimizer, OptimizerSettings
 
 StopCondition = Callable[[int, Decoder], bool]
 """(step, model) -> whether to stop. Called after every step."""
@@ -54,6 +54,7 @@ TARGET_CONFIG = ModelConfig(
     qk_norm=False,
 )
 DRAFT_CONFIG = replace(TARGET_CONFIG, hidden_size=128, num_layers=2, num_heads=2, intermediate_size=256)
+OPTIMIZER = OptimizerSettings(warmup=200, weight_decay=0.1)
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,7 @@ class Recipe:
     """Number of steps; None if `minutes` is given."""
     minutes: float | None
     """Duration of the run; None if `steps` is given."""
-    peak_rate: float = 1e-3
-    warmup: int = 200
-    """Steps of linear learning-rate warm-up. The rate then follows a cosine to zero at the end of the run."""
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    """Maximum gradient norm."""
+    optimizer: OptimizerSettings = OPTIMIZER
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
@@ -88,10 +84,6 @@ class Recipe:
             return step / self.steps
         assert self.minutes is not None
         return seconds / (60 * self.minutes)
-
-    @property
-    def rate(self) -> LearningRate:
-        return LearningRate(self.peak_rate, self.warmup)
 
 
 def answer_loss(model: Decoder, rope_LD: Tensor, tokens_RL: Tensor, labels_RL: Tensor) -> Tensor:
@@ -109,7 +101,7 @@ class DemoTrainer:
         self.rope_LD = RopeTable(recipe.config, recipe.config.max_context, device).table
         self.loss = torch.compile(answer_loss, dynamic=False) if compile_loss else answer_loss
         self.generator = torch.Generator(device).manual_seed(recipe.seed)
-        self.optimizer = Optimizer(self.model.parameters(), recipe.rate, recipe.weight_decay, recipe.clip)
+        self.optimizer = Optimizer(self.model.parameters(), recipe.optimizer)
 
     def run(self, stop: StopCondition | None = None) -> int:
         """Train to the end, or until `stop` returns True. Returns the number of steps done."""

@@ -441,7 +441,7 @@ class Distillation:
         if not self.trainer.optimizer.is_finite:
             raise ValueError(
                 f"after step {self.state.step} the draft's weights are not finite; start again in another --out with a "
-                f"lower --rate than {self.config.training.peak_rate:g}"
+                f"lower --rate than {self.config.training.optimizer.peak_rate:g}"
             )
         available = self.ranks.gather(self.state.available)
         if self.ranks.is_first:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smc.model.decoder import Decoder, RopeTable, hidden_states
-from smc.training import LearningRate, Optimizer
+from smc.training import Optimizer, OptimizerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ TIMEOUT = timedelta(minutes=30)
 """Maximum time that a process waits for another one, which may be writing or measuring."""
 ALIGNMENT = 64
 """Widths of rows are multiples of this."""
+OPTIMIZER = OptimizerSettings(warmup=30, weight_decay=0.01)
 PART_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 12}
 """Maximum number of tokens that run at the same time, padding included, by device."""
 
@@ -256,19 +257,13 @@ class TrainingSettings:
     """Fraction of the run over which the loss replaces KL."""
     batch: int = 64
     """Number of conversations of a step, over all processes."""
-    peak_rate: float = 1e-3
-    warmup: int = 30
-    """Number of steps of linear learning-rate warm-up."""
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    """Maximum norm of all gradients together."""
+    optimizer: OptimizerSettings = OPTIMIZER
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"loss={self.loss!r}; allowed: {', '.join(LOSSES)}")
-        for name in ("batch", "warmup", "peak_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}; allowed: above 0")
+        if not self.batch > 0:
+            raise ValueError(f"batch={self.batch}; allowed: above 0")
         if not 0 <= self.kl_until <= 1:
             raise ValueError(f"kl_until={self.kl_until}; allowed: 0 to 1")
 
@@ -294,12 +289,7 @@ class Trainer:
         self._device = target.embed.weight.device
         width = -(-width // ALIGNMENT) * ALIGNMENT
         self._p_rope, self._q_rope = (RopeTable(model.config, width, self._device).table for model in (target, draft))
-        self.optimizer = Optimizer(
-            draft.parameters(),
-            LearningRate(settings.peak_rate, settings.warmup),
-            settings.weight_decay,
-            settings.clip,
-        )
+        self.optimizer = Optimizer(draft.parameters(), settings.optimizer)
 
     def step(self, rows_Z: np.ndarray, step: int, progress: float) -> StepResult:
         """Learn from this process's share of a batch; `progress`: the completed fraction of the run."""

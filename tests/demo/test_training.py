@@ -12,13 +12,15 @@ from smc.demo.problems import generate
 from smc.demo.train import TARGET_CONFIG
 from smc.model.decoder import RopeTable
 from smc.model.loader import initial_model
+from smc.training import OptimizerSettings
 
 # What they learn from is made once, and torch's compiler is imported once, by the optimisers and by transformers.
 pytestmark = pytest.mark.xdist_group("transformers")
 TINY = replace(
     TARGET_CONFIG, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16
 )
-RECIPE = train.Recipe(TINY, seed=1, batch=6, steps=3, minutes=None, peak_rate=1e-2, warmup=1)
+OPTIMIZER = OptimizerSettings(peak_rate=1e-2, warmup=1, weight_decay=0.1)
+RECIPE = train.Recipe(TINY, seed=1, batch=6, steps=3, minutes=None, optimizer=OPTIMIZER)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +69,9 @@ def test_wrong_recipes_are_refused(changes, message):
 
 
 def test_rate_rises_then_falls_to_zero():
-    recipe = replace(RECIPE, warmup=10, steps=100)
-    assert recipe.rate.at(0, 0.0) == pytest.approx(recipe.peak_rate / 10)
-    assert recipe.rate.at(100, 1.0) == pytest.approx(0)
+    settings = replace(OPTIMIZER, warmup=10)
+    assert settings.rate(0, 0.0) == pytest.approx(settings.peak_rate / 10)
+    assert settings.rate(100, 1.0) == pytest.approx(0)
     assert replace(RECIPE, steps=None, minutes=2.0).progress(5, 60.0) == 0.5
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -16,11 +17,12 @@ import torch
 from smc.distill.conversations import TalkSettings
 from smc.distill.run import DistillConfig, distill
 from smc.distill.student import StudentSpec, cut
-from smc.distill.trainer import Ranks, Trainer, TrainingSettings
+from smc.distill.trainer import OPTIMIZER, Ranks, Trainer, TrainingSettings
 from smc.model.decoder import Decoder
 from tests.model.tiny import random_decoder, tiny_config
 
 VOCAB = 40
+AT_ONCE = replace(OPTIMIZER, warmup=1)
 CONFIG = tiny_config(vocab_size=VOCAB, num_layers=3, rope_scaling=None)
 
 
@@ -57,7 +59,7 @@ def config_of(folder: Path, out: str) -> DistillConfig:
         tokens=1500,
         student=StudentSpec(layers=1),
         talk=TalkSettings(width=32, answer_tokens=24, turns=1),
-        training=TrainingSettings(batch=4, warmup=1),
+        training=TrainingSettings(batch=4, optimizer=AT_ONCE),
         rounds=2,
         slots=16,
         held_out=4,

@@ -30,6 +30,7 @@ from smc.model.draft_vocab import load_counts
 from smc.model.loader import load_model, save_model
 from smc.model.tokenizer import Tokenizer
 from tests.distill.running import (
+    AT_ONCE,
     CONFIG,
     VOCAB,
     children,
@@ -90,7 +91,9 @@ def test_the_overlap_rises_as_computed(tmp_path, loss):
     """The overlap of training steps and the measured one equal the definition; training raises the overlap."""
     target, rows = tiny_target(), random_rows(tmp_path, 8)
     draft = student(target)
-    trainer = Trainer(target, draft, VOCAB, 24, TrainingSettings(loss, batch=8, peak_rate=1e-2, warmup=1), Ranks())
+    trainer = Trainer(
+        target, draft, VOCAB, 24, TrainingSettings(loss, batch=8, optimizer=replace(AT_ONCE, peak_rate=1e-2)), Ranks()
+    )
     held_out = HeldOut(rows, (1.0,), contexts=8, seed=0)
     when = {"seconds": 0.0, "step": 0, "trained_tokens": 0, "written_tokens": 0}
     overlaps = []
@@ -239,7 +242,9 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path, byte_target):
 def test_weights_that_are_not_finite_end_the_run(tmp_path, byte_target):
     """Such weights are not saved, because no command would accept the draft."""
     config = replace(config_of(byte_target.parent, "draft"), out=tmp_path / "draft")
-    config = replace(config, training=replace(config.training, peak_rate=1e30), times_models=False)
+    config = replace(
+        config, training=replace(config.training, optimizer=replace(AT_ONCE, peak_rate=1e30)), times_models=False
+    )
     with pytest.raises(ValueError, match=r"not finite; start again in another --out with a lower --rate than 1e\+30"):
         distill(config, lambda line: None)
     assert not (tmp_path / "draft" / "config.json").exists()
@@ -359,7 +364,7 @@ def test_a_new_shape_learns_its_own_embedding(tmp_path):
     assert made.model.config == replace(made.model.config, hidden_size=16, num_layers=2)
     assert made.model.embed.weight.requires_grad and made.model.lm_head.weight is made.model.embed.weight
     rows = random_rows(tmp_path / "rows", 8)
-    trainer = Trainer(target, made.model, VOCAB, 24, TrainingSettings(batch=8, warmup=1), Ranks())
+    trainer = Trainer(target, made.model, VOCAB, 24, TrainingSettings(batch=8, optimizer=AT_ONCE), Ranks())
     before = made.model.embed.weight.detach().clone()
     first, last = (trainer.step(rows, step, 0.1).overlap.item() for step in range(2))
     assert last > first and not torch.equal(before, made.model.embed.weight)
