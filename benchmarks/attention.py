@@ -29,7 +29,8 @@ from torch import Tensor
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import step_attention
 from smc.kernels.launch import supports_pdl
-from smc.kernels.packed_rows import Groups, RowSpans, Tables, store_kv
+from smc.kernels.packed_rows import store_kv
+from smc.round.tensors import RowGroups, RowSpans, RowTables
 
 HEADS, OWN, BANDWIDTH = (
     (32, 8),
@@ -110,21 +111,21 @@ class Inputs:
     def floor_us(self) -> float:
         return (self.keys[0].numel() - self.keys[0, 0].numel()) * 4 / BANDWIDTH * 1e6
 
-    def tables(self, tails: bool = False) -> Tables:
+    def tables(self, tails: bool = False) -> RowTables:
         """Return block tables with a slot for every row; with `tails`, the pages of its new tokens are passed
         separately."""
         table_SL = torch.cat((self.prefix_RL, self.own_RB), 1)
         slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
         if not tails:
-            return Tables(table_SL, slot_R)
-        return Tables(table_SL, slot_R, self.own_RB[:, OWN:].contiguous(), full(self.rows, self.context + OWN))
+            return RowTables(table_SL, slot_R)
+        return RowTables(table_SL, slot_R, self.own_RB[:, OWN:].contiguous(), full(self.rows, self.context + OWN))
 
-    def groups(self) -> Groups:
+    def groups(self) -> RowGroups:
         count = len(self.prefix_GL)
         size = self.rows // count
         first_G = torch.arange(0, self.rows, size, dtype=torch.int32, device="cuda")
         group_R = torch.arange(count, dtype=torch.int32, device="cuda").repeat_interleave(size)
-        return Groups(group_R, first_G, full(count, size), full(count, self.context))
+        return RowGroups(group_R, first_G, full(count, size), full(count, self.context))
 
     def spans(self) -> RowSpans:
         """Return start and count of every row's new tokens."""
@@ -234,7 +235,7 @@ def step(inputs: Inputs) -> Call:
     rope = torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda")
     out_THD = torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda")
     return lambda layer: step_attention(
-        inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, tables, *spans, out_THD
+        inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, tables, spans, out_THD
     )
 
 

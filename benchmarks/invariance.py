@@ -42,7 +42,7 @@ from smc.model.linear import DTYPES, QuantisedRows
 from smc.model.loader import load_model, random_model
 from smc.model.presets import NoText, preset
 from smc.round.plan import Contexts
-from smc.round.tensors import Rows
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 from smc.stops import TokenBytes
 from smc.types import ModelRole, Numerics
 
@@ -423,10 +423,12 @@ class Placed:
         first_G[:groups], size_G[:groups] = np.arange(groups) * size, size
         shared_G[:groups] = length - queries if grouped else start_R
         rows = Rows(
-            there(table_SL), there(np.arange(count)), there(tail_RB), there(start_R), there(start_R),
-            there(np.full(count, queries)), there(np.arange(count) // size),
-            there(first_G), there(size_G), there(shared_G), queries, contexts,
-        )  # fmt: skip
+            RowTables(there(table_SL), there(np.arange(count)), there(tail_RB), there(start_R)),
+            RowSpans(there(start_R), there(np.full(count, queries))),
+            RowGroups(there(np.arange(count) // size), there(first_G), there(size_G), there(shared_G)),
+            queries,
+            contexts,
+        )
         return torch.from_numpy(tokens_RQ.flatten()).to(device), rows
 
     def logits_of(self, count: int, queries: int, *, grouped: bool, contexts: Contexts | None = None) -> Tensor:

@@ -52,7 +52,7 @@ from smc.model.linear import DTYPES
 from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
 from smc.round.plan import Contexts
-from smc.round.tensors import Rows
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 from smc.stops import TokenBytes
 from smc.types import ModelRole, Numerics
 
@@ -124,11 +124,13 @@ class DecodePass:
         slot_R = torch.arange(self.rows, dtype=torch.int32, device="cuda")
         group_R, first_G, size_G, shared_G = slot_R // size, *(torch.zeros_like(slot_R[: self.room]) for _ in range(3))
         first_G[: self.groups], size_G[: self.groups], shared_G[: self.groups] = slot_R[::size], size, self.context
-        bounds, contexts = (
-            (full_column(self.rows, self.context + OWN), full_column(self.rows, self.queries)),
+        return Rows(
+            RowTables(table_SL, slot_R),
+            RowSpans(full_column(self.rows, self.context + OWN), full_column(self.rows, self.queries)),
+            RowGroups(group_R, first_G, size_G, shared_G),
+            self.queries,
             Contexts.of(self.context + own, self.room or self.rows, self.groups),
         )
-        return Rows(table_SL, slot_R, None, None, *bounds, group_R, first_G, size_G, shared_G, self.queries, contexts)
 
 
 @lru_cache(2)

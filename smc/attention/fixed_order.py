@@ -39,18 +39,17 @@ from smc.kernels.norm import pair_sum
 from smc.kernels.packed_rows import (
     FAR,
     CacheTensors,
-    Groups,
     PieceShape,
     Prepared,
-    RowSpans,
-    Tables,
     launch_prepare,
     page_at,
     place_tokens,
     row_tables,
     shared_by_groups,
+    table_arguments,
 )
 from smc.memory.kv_cache import KVPool
+from smc.round.tensors import RowGroups, RowSpans, RowTables
 
 UNIT = 256
 """Positions of the first splits. Later splits are longer, so that long contexts have few."""
@@ -499,7 +498,7 @@ class FixedOrderAttention:
     def workspace_bytes(self) -> int:
         return self._work.nbytes
 
-    def prepare(self, tables: Tables, spans: RowSpans, groups: Groups) -> Prepared:
+    def prepare(self, tables: RowTables, spans: RowSpans, groups: RowGroups) -> Prepared:
         """Compute everything that does not depend on the layer, in one launch. Indices are int32."""
         assert len(spans.start_R) == self.rows and len(groups.first_G) <= self.groups
         return launch_prepare(
@@ -519,7 +518,7 @@ class FixedOrderAttention:
         (h, j), tune, cache = self.heads, self.tiling, CacheTensors(keys, values)
         assert q_THD.shape == (self.rows * self.queries, h, self.head_dim) and q_THD.stride()[1:] == (self.head_dim, 1)
         assert keys.is_contiguous() and values.is_contiguous() and out_THD.is_contiguous() and keys.shape[1] == j
-        tables, pages = prepared.tables.arguments()
+        tables, pages = table_arguments(prepared.tables)
         options = {**self._constants, "WINDOW": window or 0, **self._launch}
         layout, y = prepared.layout, self.queries * h // j
         _prefix_kernel[(j, len(layout.pieces.slot_P))](
@@ -554,7 +553,7 @@ class _PromptPass(AttentionPass):
         table_RL, slot_R, start_R, count_R, self._first_R = (
             to_device(array.astype(np.int32), device) for array in arrays
         )
-        self._tables, self._spans = Tables(table_RL, slot_R).arguments(), RowSpans(start_R, count_R)
+        self._tables, self._spans = table_arguments(RowTables(table_RL, slot_R)), RowSpans(start_R, count_R)
 
     def read(self, layer: int, q_THD: Tensor) -> Tensor:
         cache = CacheTensors(self.pool.keys[layer], self.pool.values[layer])

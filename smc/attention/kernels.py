@@ -29,15 +29,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.packed_rows import (
     CacheTensors,
-    Groups,
     PieceShape,
     Prepared,
-    RowSpans,
-    Tables,
     page_at,
     prepare,
     row_tables,
+    table_arguments,
 )
+from smc.round.tensors import RowGroups, RowSpans, RowTables
 
 PAIRED = 512
 """Maximum number of queries of a group and key/value head for which programs of 64 queries, two on a multiprocessor,
@@ -336,7 +335,7 @@ class SharedPrefixAttention:
     def workspace_bytes(self) -> int:
         return self.part_JUD.nbytes + self.lse_JU.nbytes
 
-    def prepare(self, tables: Tables, spans: RowSpans, groups: Groups) -> Prepared:
+    def prepare(self, tables: RowTables, spans: RowSpans, groups: RowGroups) -> Prepared:
         """Compute everything that does not depend on the layer, in one launch. Indices are int32."""
         assert len(spans.start_R) == self.rows and len(groups.first_G) <= self.groups
         return prepare(tables, spans, self.queries, groups, self.pieces)
@@ -372,7 +371,7 @@ class SharedPrefixAttention:
         else:
             self.prefix_kernel[grid](*read, **self._specialized_options, **keywords)
         _own_kernel[(triton.cdiv(self.queries * h // j, tune.own_y), j, self.rows)](
-            q_THD, CacheTensors(keys, values), *prepared.tables.arguments(), prepared.spans,
+            q_THD, CacheTensors(keys, values), *table_arguments(prepared.tables), prepared.spans,
             layout.splits, self.part_JUD, self.lse_JU, out_THD, q_THD.stride(0), entries,
             Q=self.queries, BLOCK_M=tune.own_y, BLOCK_O=tune.block_o, BLOCK_S=tune.block_s, WINDOW=window or 0,
             num_warps=tune.own_warps, **self._constants,

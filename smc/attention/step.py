@@ -21,7 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smc.attention.kernels import LOG2_E, LOWEST, floor_rows, take_in
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.norm import pair_sum, sum_parts
-from smc.kernels.packed_rows import CacheTensors, RowSpans, Tables, page_at, row_tables
+from smc.kernels.packed_rows import CacheTensors, page_at, row_tables, table_arguments
+from smc.round.tensors import RowSpans, RowTables
 
 LEAST_Y = 16
 """Minimum number of queries of a program: what tensor cores take."""
@@ -76,9 +77,8 @@ def step_attention(
     keys: Tensor,
     values: Tensor,
     rope: Tensor,
-    tables: Tables,
-    start_R: Tensor,
-    count_R: Tensor,
+    tables: RowTables,
+    spans: RowSpans,
     out_THD: Tensor,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -92,17 +92,17 @@ def step_attention(
     """Compute the attention into contiguous `out_THD`. Tokens past a row's count get zeros and store nothing.
 
     qkv [T, (H + 2J) * D], or partial sums of it [parts, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope
-    [positions, D] float32 as made by `RopeTable`. The first count_R of a row's Q tokens are at positions from start_R
-    on. `tables` name the pages of these tokens and of all tokens before them, none of which may be a new token of
-    another row, except with `path`: then Q is 1, and row r's own positions, from its tail's first on, are those of rows
-    path_RB[r, 0], path_RB[r, 1], .. up to itself. Indices are int32; q_norm, k_norm [D] or neither. `window`: number
-    of positions that a token sees, itself included; None: all."""
+    [positions, D] float32 as made by `RopeTable`. `tables` name the pages of the tokens of `spans` and of all tokens
+    before them, none of which may be a new token of another row, except with `path`: then Q is 1, and row r's own
+    positions, from its tail's first on, are those of rows path_RB[r, 0], path_RB[r, 1], .. up to itself. Indices are
+    int32; q_norm, k_norm [D] or neither. `window`: number of positions that a token sees, itself included; None:
+    all."""
     norm = HeadNorms(q_norm, k_norm, eps) if q_norm is not None and k_norm is not None else None
-    (_, h, d), j, rows = out_THD.shape, keys.shape[1], len(start_R)
+    (_, h, d), j, rows = out_THD.shape, keys.shape[1], len(spans.start_R)
     queries = len(out_THD) // rows
     y = queries * h // j
     tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
-    cache, spans = CacheTensors(keys, values), RowSpans(start_R, count_R)
+    cache = CacheTensors(keys, values)
     arguments, constants = step_arguments(qkv, cache, rope, tables, spans, out_THD, norm, path_RB)
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
         *arguments, **constants, BLOCK_Y=tiling.block_y, BLOCK_P=tiling.block_p, STAGES=tiling.stages,
@@ -114,7 +114,7 @@ def step_arguments(
     qkv: Tensor,
     cache: CacheTensors,
     rope: Tensor,
-    tables: Tables,
+    tables: RowTables,
     spans: RowSpans,
     out_THD: Tensor,
     norm: HeadNorms | None,
@@ -129,7 +129,7 @@ def step_arguments(
     assert path_RB is None or (queries == 1 and path_RB.is_contiguous() and tables.tail_R is not None)
     paths = None if path_RB is None else RowPaths(path_RB, path_RB.shape[1])
     new = queries if paths is None else paths.width
-    arguments = (qkv, cache, rope, *tables.arguments(), spans, paths, out_THD, norm, qkv.shape[-1] * tokens)
+    arguments = (qkv, cache, rope, *table_arguments(tables), spans, paths, out_THD, norm, qkv.shape[-1] * tokens)
     splits, block = len(qkv) if qkv.dim() == 3 else 1, max(LEAST_Y, triton.next_power_of_2(new))
     return arguments, {"Q": queries, "H": h, "J": j, "D": d, "SPLITS": splits, "BLOCK_Q": block}
 

@@ -60,7 +60,10 @@ from smc.round.tensors import (
     LastTokens,
     ObservedDraws,
     OwnDraws,
+    RowGroups,
     Rows,
+    RowSpans,
+    RowTables,
     TokenTree,
 )
 from smc.stops import grow
@@ -133,16 +136,9 @@ class DraftStage:
         """Return logits [X, V] after the last tokens of rows."""
         tree, last = grown.tree, grown.last
         rows = Rows(
-            table_SL=self.state.table_SL,
-            slot_R=last.slot_X,
-            tail_RB=tree.tail_XB,
-            tail_R=last.tail_X,
-            start_R=last.start_X,
-            count_R=last.count_X,
-            group_R=inputs.later.group_R,
-            first_G=inputs.later.rows.first_G,
-            size_G=inputs.later.rows.size_G,
-            shared_G=plan.arrays.shared_G,
+            RowTables(self.state.table_SL, last.slot_X, tree.tail_XB, last.tail_X),
+            RowSpans(last.start_X, last.count_X),
+            RowGroups(inputs.later.group_R, *inputs.later.rows, plan.arrays.shared_G),
             queries=1,
             contexts=plan.kind.contexts,
         )
@@ -297,16 +293,9 @@ def begin_draft(
         state.stops, state.entry_S[slot_A], state.text_S[slot_A], tokens_AQ, pending_A, state.least_S[slot_A] - held_A
     ).text_A
     rows = Rows(
-        table_SL=state.table_SL,
-        slot_R=slot_A.int(),
-        tail_RB=None,
-        tail_R=None,
-        start_R=held_A.int(),
-        count_R=torch.where(ended_A, 0, pending_A).int(),
-        group_R=plan.arrays.group_A.int(),
-        first_G=plan.arrays.first_G,
-        size_G=plan.arrays.size_G,
-        shared_G=plan.arrays.shared_G,
+        RowTables(state.table_SL, slot_A.int()),
+        RowSpans(held_A.int(), torch.where(ended_A, 0, pending_A).int()),
+        RowGroups(plan.arrays.group_A.int(), *plan.arrays.groups, plan.arrays.shared_G),
         queries=queries,
         contexts=plan.kind.contexts,
     )

@@ -18,7 +18,7 @@ from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.linear import Linear
-from smc.round.tensors import Rows
+from smc.round.tensors import Rows, RowTables
 from smc.types import ModelRole, Numerics
 
 
@@ -55,7 +55,7 @@ class StaticForward:
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
         """Run the tokens of rows and store their keys and values. Returns hidden states [T, E], zero where there is no
         token."""
-        live_R = np.flatnonzero(to_host(rows.count_R))
+        live_R = np.flatnonzero(to_host(rows.spans.count_R))
         hidden_TE = tokens_T.new_zeros(
             len(tokens_T), self.model.config.hidden_size, dtype=self.model.embed.weight.dtype
         )
@@ -92,31 +92,31 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: 
 
 def _without_padding(rows: Rows, live_Y: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:
     """Return the rows that have tokens, and the indices of these tokens among all."""
-    counts_Y, starts_Y = to_host(rows.count_R)[live_Y], to_host(rows.start_R)[live_Y]
-    table_YL = _tables(rows, live_Y, int((starts_Y + counts_Y).max()))
+    counts_Y, starts_Y = to_host(rows.spans.count_R)[live_Y], to_host(rows.spans.start_R)[live_Y]
+    table_YL = _tables(rows.tables, live_Y, int((starts_Y + counts_Y).max()))
     row_T = np.repeat(np.arange(len(live_Y)), counts_Y)
     offset_T = offsets(counts_Y)
     position_T = starts_Y[row_T] + offset_T
     pages_T = table_YL[row_T, position_T]
-    group_Y = to_host(rows.group_R)[live_Y]
+    group_Y = to_host(rows.groups.group_R)[live_Y]
     first_U = np.flatnonzero(np.diff(group_Y, prepend=-1))
-    reach_Y = starts_Y if rows.tail_R is None else np.minimum(starts_Y, to_host(rows.tail_R)[live_Y])
-    shared_U = np.minimum(to_host(rows.shared_G)[group_Y[first_U]], np.minimum.reduceat(reach_Y, first_U))
+    reach_Y = starts_Y if rows.tables.tail_R is None else np.minimum(starts_Y, to_host(rows.tables.tail_R)[live_Y])
+    shared_U = np.minimum(to_host(rows.groups.shared_G)[group_Y[first_U]], np.minimum.reduceat(reach_Y, first_U))
     batch = ForwardBatch(
         table_YL, starts_Y, counts_Y, pages_T, position_T, np.append(first_U, len(live_Y)), np.maximum(shared_U, 0)
     )
     return batch, live_Y[row_T] * rows.queries + offset_T
 
 
-def _tables(rows: Rows, live_Y: np.ndarray, end: int) -> np.ndarray:
+def _tables(tables: RowTables, live_Y: np.ndarray, end: int) -> np.ndarray:
     """Return the pages [X, end] of the leading positions of the rows `live`."""
-    index_Y = to_device(live_Y, rows.slot_R.device)
-    known = min(end, rows.table_SL.shape[1])
+    index_Y = to_device(live_Y, tables.slot_R.device)
+    known = min(end, tables.table_SL.shape[1])
     table_YL = np.full((len(live_Y), end), DUMMY_PAGE, dtype=np.int32)
-    table_YL[:, :known] = to_host(rows.table_SL[rows.slot_R[index_Y], :known])
-    if rows.tail_RB is None or rows.tail_R is None:
+    table_YL[:, :known] = to_host(tables.table_SL[tables.slot_R[index_Y], :known])
+    if tables.tail_RB is None or tables.tail_R is None:
         return table_YL
-    tail_YB, offset_YL = to_host(rows.tail_RB[index_Y]), np.arange(end) - to_host(rows.tail_R[index_Y])[:, None]
+    tail_YB, offset_YL = to_host(tables.tail_RB[index_Y]), np.arange(end) - to_host(tables.tail_R[index_Y])[:, None]
     own_YL = np.take_along_axis(tail_YB, offset_YL.clip(0, tail_YB.shape[1] - 1), axis=1)
     own_YL[offset_YL >= tail_YB.shape[1]] = DUMMY_PAGE
     return np.where(offset_YL < 0, table_YL, own_YL)

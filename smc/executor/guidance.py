@@ -22,7 +22,7 @@ from smc.executor.forward import StaticForward
 from smc.executor.logit_changes import PageTokens
 from smc.round.plan import RoundPlan, UnconditionalRows
 from smc.round.slot_state import SlotState
-from smc.round.tensors import Rows
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 from smc.types import ModelRole
 
 
@@ -97,7 +97,7 @@ class GuidedPass:
             hidden_TE = self.forward(tokens_T, rows)
             logits_TV = self.logits(hidden_TE if output_R is None else hidden_TE[output_R])
             return logits_TV, logits_TV
-        width = len(rows.slot_R) // len(plan.arrays.slot_A)
+        width = len(rows.tables.slot_R) // len(plan.arrays.slot_A)
         row_Y = _rows(unconditional.index_U, width)
         theirs_YQ = tokens_T.view(-1, q)[row_Y]
         hidden_TE = self.forward(
@@ -143,22 +143,25 @@ class GuidedPass:
         slot_Y = unconditional.slot_U.repeat_interleave(width)
         if root_R is not None:
             slot_Y = _slots_of(unconditional, root_R[row_Y], slot_Y)
-        tail_RB, tail_R = rows.tail_RB, rows.tail_R
+        tables, spans, groups = rows.tables, rows.spans, rows.groups
+        tail_RB, tail_R = tables.tail_RB, tables.tail_R
         if tail_RB is not None and tail_R is not None:
             tail_RB = torch.cat((tail_RB, self.beside_B[tail_RB[row_Y].long()]))
             tail_R = torch.cat((tail_R, (tail_R[row_Y] + shift_Y).int()))
         return rows._replace(
-            slot_R=torch.cat((rows.slot_R, slot_Y.int())),
-            tail_RB=tail_RB,
-            tail_R=tail_R,
-            start_R=torch.cat((rows.start_R, (rows.start_R[row_Y] + shift_Y).int())),
-            count_R=torch.cat((rows.count_R, torch.where(exist_Y, rows.count_R[row_Y], 0))).int(),
-            group_R=torch.cat(
-                (rows.group_R, (unconditional.group_U.repeat_interleave(width) + len(rows.first_G)).int())
+            tables=RowTables(tables.table_SL, torch.cat((tables.slot_R, slot_Y.int())), tail_RB, tail_R),
+            spans=RowSpans(
+                start_R=torch.cat((spans.start_R, (spans.start_R[row_Y] + shift_Y).int())),
+                count_R=torch.cat((spans.count_R, torch.where(exist_Y, spans.count_R[row_Y], 0))).int(),
             ),
-            first_G=torch.cat((rows.first_G, unconditional.first_U * width + len(rows.slot_R))),
-            size_G=torch.cat((rows.size_G, unconditional.size_U * width)),
-            shared_G=torch.cat((rows.shared_G, unconditional.shared_U)),
+            groups=RowGroups(
+                group_R=torch.cat(
+                    (groups.group_R, (unconditional.group_U.repeat_interleave(width) + len(groups.first_G)).int())
+                ),
+                first_G=torch.cat((groups.first_G, unconditional.first_U * width + len(tables.slot_R))),
+                size_G=torch.cat((groups.size_G, unconditional.size_U * width)),
+                shared_G=torch.cat((groups.shared_G, unconditional.shared_U)),
+            ),
         )
 
 

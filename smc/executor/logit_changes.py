@@ -28,7 +28,7 @@ from smc.arrays import to_device
 from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import Penalties
 from smc.round.slot_state import BiasTables
-from smc.round.tensors import Rows
+from smc.round.tensors import Rows, RowTables
 from smc.stops import StopMachine
 
 MAX_EOS = 64
@@ -120,8 +120,8 @@ class PageTokens:
     def store(self, tokens_T: Tensor, rows: Rows) -> None:
         """Store the tokens that rows run."""
         column_Q = torch.arange(rows.queries, device=tokens_T.device)
-        page_RQ = _pages(rows, rows.start_R[:, None].long() + column_Q)
-        page_RQ = torch.where(column_Q < rows.count_R[:, None], page_RQ, DUMMY_PAGE)
+        page_RQ = _pages(rows.tables, rows.spans.start_R[:, None].long() + column_Q)
+        page_RQ = torch.where(column_Q < rows.spans.count_R[:, None], page_RQ, DUMMY_PAGE)
         self.token_B[page_RQ.flatten()] = tokens_T.int()
 
     def penalise(
@@ -129,17 +129,17 @@ class PageTokens:
     ) -> Tensor:
         """Return the penalised logits after all tokens [T, V], or after one token of each row [R, V], the `output`-th
         of the T."""
-        q, device = rows.queries, tokens_T.device
-        index_R = torch.arange(len(rows.slot_R), device=device) // (len(rows.slot_R) // len(penalties.prompt_A))
-        prompt_R1, start_R1 = penalties.prompt_A[index_R, None], rows.start_R[:, None].long()
-        position_L = torch.arange(rows.table_SL.shape[1], device=device)
-        token_RL = self.token_B[_pages(rows, position_L.expand(len(index_R), -1))].long()
+        q, device, count = rows.queries, tokens_T.device, len(rows.spans.start_R)
+        index_R = torch.arange(count, device=device) // (count // len(penalties.prompt_A))
+        prompt_R1, start_R1 = penalties.prompt_A[index_R, None], rows.spans.start_R[:, None].long()
+        position_L = torch.arange(rows.tables.table_SL.shape[1], device=device)
+        token_RL = self.token_B[_pages(rows.tables, position_L.expand(len(index_R), -1))].long()
         before_RL = position_L < start_R1
         in_answer_RV, in_prompt_RV = torch.zeros(2, len(index_R), self.vocab, device=device)
         in_answer_RV.scatter_add_(1, token_RL, (before_RL & (position_L >= prompt_R1)).float())
         in_prompt_RV.scatter_add_(1, token_RL, (before_RL & (position_L < prompt_R1)).float())
         column_Q = torch.arange(q, device=device)
-        counts_RQ = (column_Q < rows.count_R[:, None]) & (start_R1 + column_Q >= prompt_R1)
+        counts_RQ = (column_Q < rows.spans.count_R[:, None]) & (start_R1 + column_Q >= prompt_R1)
         if output_R is not None:
             counts_RQ = counts_RQ & (column_Q <= (output_R % q)[:, None])
         counts = []
@@ -168,12 +168,12 @@ def repeated(logits: Tensor, seen: Tensor, repetition: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
 
 
-def _pages(rows: Rows, position_RL: Tensor) -> Tensor:
+def _pages(tables: RowTables, position_RL: Tensor) -> Tensor:
     """Return the int64 pages [R, X] of rows at positions; past the end of a row, any pages."""
-    held_RL = position_RL.clamp(max=rows.table_SL.shape[1] - 1)
-    page_RL = rows.table_SL[rows.slot_R[:, None].long(), held_RL]
-    if rows.tail_RB is not None and rows.tail_R is not None and rows.tail_RB.shape[1]:
-        offset_RL = position_RL - rows.tail_R[:, None]
-        tail_RL = rows.tail_RB.gather(1, offset_RL.clamp(0, rows.tail_RB.shape[1] - 1))
+    held_RL = position_RL.clamp(max=tables.table_SL.shape[1] - 1)
+    page_RL = tables.table_SL[tables.slot_R[:, None].long(), held_RL]
+    if tables.tail_RB is not None and tables.tail_R is not None and tables.tail_RB.shape[1]:
+        offset_RL = position_RL - tables.tail_R[:, None]
+        tail_RL = tables.tail_RB.gather(1, offset_RL.clamp(0, tables.tail_RB.shape[1] - 1))
         page_RL = torch.where(offset_RL >= 0, tail_RL, page_RL)
     return page_RL.long()

@@ -26,12 +26,12 @@ from smc.kernels.int4 import gate_up_int4, linear_int4, multiply_widened
 from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
 from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows, silu_mul, square_sums, whole_norm
-from smc.kernels.packed_rows import Groups, Prepared, RowSpans, Tables, store_kv
+from smc.kernels.packed_rows import Prepared, store_kv
 from smc.model.config import ModelConfig
 from smc.model.decoder import Activations, Addend, AttendLayer, Experts, Layer, LayerOps, run_layers
 from smc.model.linear import Linear, QuantisedRows
 from smc.round.plan import Contexts
-from smc.round.tensors import Rows
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 
 FEW_ROWS, FEW_WIDE_ROWS = 64, 32
 """Up to these numbers of rows, our own products read weights at least as fast as the library's; the second is for wide
@@ -49,7 +49,7 @@ class RowAttention(Protocol):
     @property
     def workspace_bytes(self) -> int: ...
 
-    def prepare(self, tables: Tables, spans: RowSpans, groups: Groups) -> Prepared: ...
+    def prepare(self, tables: RowTables, spans: RowSpans, groups: RowGroups) -> Prepared: ...
 
     def run(
         self,
@@ -96,11 +96,11 @@ class TritonForward(StaticForward, LayerOps):
         return self.model.hide_foreign(logits_RV) if head is None else logits_RV
 
     def _in_one_launch(self, rows: Rows) -> AttendLayer:
-        tables, out_THD = _tables(rows), self._heads_of(rows)
+        out_THD = self._heads_of(rows)
 
         def attend(layer: Layer, qkv: Tensor, output_T: Tensor | None) -> Tensor:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
-            where = (self.rope.of(layer), tables, rows.start_R, rows.count_R)
+            where = (self.rope.of(layer), rows.tables, rows.spans)
             norms, window = self._head_norms[layer.index], self.pool.windows[layer.index]
             given = (qkv, keys, values, *where, out_THD, *norms, self.model.config.rms_eps)
             self.step_attention(*given, window=window, path_RB=rows.path_RB, pdl=self._pdl)
@@ -111,14 +111,13 @@ class TritonForward(StaticForward, LayerOps):
     def _heads_of(self, rows: Rows) -> Tensor:
         """Allocate a row of query heads for each token [T, H, D]."""
         config, weight = self.model.config, self.model.embed.weight
-        return weight.new_empty(len(rows.start_R) * rows.queries, config.num_heads, config.head_dim)
+        return weight.new_empty(len(rows.spans.start_R) * rows.queries, config.num_heads, config.head_dim)
 
     def _stored_first(self, rows: Rows) -> AttendLayer:
         config, attention = self.model.config, self._attention_for(rows)
         heads = (config.num_heads, config.num_kv_heads)
         q_THD, out_THD = self._heads_of(rows), self._heads_of(rows)
-        groups = Groups(rows.group_R, rows.first_G, rows.size_G, rows.shared_G)
-        prepared = attention.prepare(_tables(rows), RowSpans(rows.start_R, rows.count_R), groups)
+        prepared = attention.prepare(rows.tables, rows.spans, rows.groups)
 
         def attend(layer: Layer, qkv: Tensor, output_T: Tensor | None) -> Tensor:
             keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
@@ -203,7 +202,7 @@ class TritonForward(StaticForward, LayerOps):
         return len(x) <= few and x.dtype != torch.float32
 
     def _attention_for(self, rows: Rows) -> RowAttention:
-        config, groups, count = self.model.config, len(rows.first_G), len(rows.start_R)
+        config, groups, count = self.model.config, len(rows.groups.first_G), len(rows.spans.start_R)
         # Every batch index has equally many rows, and the number of groups is padded to that of batch indices, so this
         # is the number of rows of a batch index. Some groups may have more than one batch index.
         together = count // groups if rows.contexts is Contexts.SINGLE else count
@@ -214,10 +213,6 @@ class TritonForward(StaticForward, LayerOps):
                 *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, self._pdl
             )
         return self._attentions[shape]
-
-
-def _tables(rows: Rows) -> Tables:
-    return Tables(rows.table_SL, rows.slot_R, rows.tail_RB, rows.tail_R)
 
 
 @torch.inference_mode()

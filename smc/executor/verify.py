@@ -33,7 +33,18 @@ from smc.round.slot_state import (
     advance,
     remap_block_table,
 )
-from smc.round.tensors import Blocks, DraftedRows, NodeLayout, Rows, TargetDraws, VerifyInputs, VerifyOutputs
+from smc.round.tensors import (
+    Blocks,
+    DraftedRows,
+    NodeLayout,
+    RowGroups,
+    Rows,
+    RowSpans,
+    RowTables,
+    TargetDraws,
+    VerifyInputs,
+    VerifyOutputs,
+)
 from smc.types import Decoding
 
 
@@ -86,7 +97,7 @@ class VerifyStage:
                 self.state.entry_S,
                 self.state.least_S,
                 logits_TV.float(),
-                inputs.rows.slot_R,
+                inputs.rows.tables.slot_R,
                 inputs.keys.position_R,
                 plan.kind.biased,
             )
@@ -162,16 +173,9 @@ def lay_out_blocks(
         rank_A=index_A - plan.arrays.first_G[plan.arrays.group_A],
     )
     rows = Rows(
-        table_SL=state.table_SL,
-        slot_R=slot_A.int(),
-        tail_RB=plan.arrays.target_pages_AQ,
-        tail_R=held_A.int(),
-        start_R=held_A.int(),
-        count_R=blocks.run_A.int(),
-        group_R=plan.arrays.group_A.int(),
-        first_G=plan.arrays.first_G,
-        size_G=plan.arrays.size_G,
-        shared_G=plan.arrays.shared_G,
+        RowTables(state.table_SL, slot_A.int(), plan.arrays.target_pages_AQ, held_A.int()),
+        RowSpans(held_A.int(), blocks.run_A.int()),
+        RowGroups(plan.arrays.group_A.int(), *plan.arrays.groups, plan.arrays.shared_G),
         queries=q,
         contexts=plan.kind.contexts,
     )
@@ -250,19 +254,20 @@ def lay_out_nodes(plan: RoundPlan[Tensor], inputs: VerifyInputs) -> VerifyInputs
     tokens_AQ, pages_AQ = blocks.tokens_AQ, plan.arrays.target_pages_AQ
     (batch_size, q), device = tokens_AQ.shape, tokens_AQ.device
     column_Q, index_A = torch.arange(q, device=device), torch.arange(batch_size, device=device)
-    runs_AQ, group_A = column_Q < blocks.run_A[:, None], rows.group_R.long()
+    runs_AQ, group_A = column_Q < blocks.run_A[:, None], rows.groups.group_R.long()
     # Two blocks have a token in common if all tokens up to it are the same. The first block holds it.
-    is_equal_AA = (group_A == group_A[:, None]) & (rows.start_R == rows.start_R[:, None])
+    is_equal_AA = (group_A == group_A[:, None]) & (rows.spans.start_R == rows.spans.start_R[:, None])
     is_same_AAQ = (tokens_AQ == tokens_AQ[:, None]).long().cumprod(-1).bool() & is_equal_AA[..., None] & runs_AQ
     holder_AQ = is_same_AAQ.long().argmax(1)
     is_first_AQ = runs_AQ & (holder_AQ == index_A[:, None])
     # Nodes are numbered within their group. Along a block numbers grow, so the tokens that have a node come first.
     number_AQ = is_first_AQ.flatten().cumsum(0).view_as(is_first_AQ)
-    before_G = torch.zeros_like(rows.first_G, dtype=torch.int64).index_add(0, group_A, is_first_AQ.sum(-1)).cumsum(0)
+    zero_G = torch.zeros_like(rows.groups.first_G, dtype=torch.int64)
+    before_G = zero_G.index_add(0, group_A, is_first_AQ.sum(-1)).cumsum(0)
     number_AQ = number_AQ[holder_AQ, column_Q] - 1 - torch.cat((before_G[:1] * 0, before_G[:-1]))[group_A][:, None]
     has_node_AQ = runs_AQ & (number_AQ < plan.arrays.nodes_G[group_A][:, None])
     is_node_AQ = is_first_AQ & has_node_AQ
-    count_G = torch.zeros_like(before_G).index_add(0, group_A, is_node_AQ.sum(-1))
+    count_G = zero_G.index_add(0, group_A, is_node_AQ.sum(-1))
     first_G = count_G.cumsum(0) - count_G
     node_AQ = torch.where(has_node_AQ, first_G[group_A][:, None] + number_AQ, 0)
     token_T = torch.zeros(most, dtype=torch.int64, device=device)
@@ -279,14 +284,16 @@ def lay_out_nodes(plan: RoundPlan[Tensor], inputs: VerifyInputs) -> VerifyInputs
     return inputs._replace(
         blocks=blocks._replace(run_A=run_A),
         rows=rows._replace(
-            slot_R=rows.slot_R[index_T],
-            tail_RB=pages_AQ[index_T],
-            tail_R=rows.start_R[index_T],
-            start_R=(rows.start_R[index_T] + depth_T).int(),
-            count_R=(torch.arange(most, device=device) < count_G.sum()).int(),
-            group_R=rows.group_R[index_T],
-            first_G=first_G.int(),
-            size_G=count_G.int(),
+            tables=rows.tables._replace(
+                slot_R=rows.tables.slot_R[index_T], tail_RB=pages_AQ[index_T], tail_R=rows.spans.start_R[index_T]
+            ),
+            spans=RowSpans(
+                start_R=(rows.spans.start_R[index_T] + depth_T).int(),
+                count_R=(torch.arange(most, device=device) < count_G.sum()).int(),
+            ),
+            groups=rows.groups._replace(
+                group_R=rows.groups.group_R[index_T], first_G=first_G.int(), size_G=count_G.int()
+            ),
             queries=1,
             path_RB=_path(node_AQ, index_T, depth_T),
         ),

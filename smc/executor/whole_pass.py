@@ -16,7 +16,7 @@ from smc.executor.triton_forward import TritonForward
 from smc.kernels.megakernel import MOST_TOKENS, Megakernel, obstacle, tiles_of
 from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import Contexts
-from smc.round.tensors import Rows
+from smc.round.tensors import Rows, RowSpans, RowTables
 
 POSITIONS = {Contexts.SHORT: 256, Contexts.SINGLE: 2048, Contexts.SHARED: 2048}
 """Positions before each row when the two ways are timed."""
@@ -75,7 +75,8 @@ class WholePassForward(TritonForward):
         whole, launches = self._whole, super().__call__
         start = max(0, min(POSITIONS[kind.contexts], self._longest - kind.queries))
         rows = rows_at(start, like, pages=self.pool.keys.shape[1] - 1)
-        tokens_T = torch.zeros(len(like.start_R) * kind.queries, dtype=torch.int64, device=like.start_R.device)
+        start_R = like.spans.start_R
+        tokens_T = torch.zeros(len(start_R) * kind.queries, dtype=torch.int64, device=start_R.device)
         one = milliseconds(lambda: whole(tokens_T, rows))
         many = milliseconds(lambda: launches(tokens_T, rows))
         logger.info(
@@ -89,16 +90,12 @@ def rows_at(start: int, like: Rows, pages: int) -> Rows:
     """Return rows like these behind `start` positions, which they share. Each of these has a page of its own, as far as
     there are `pages`: kernels are slower at a page that all of them read at once. The pass's own positions have the
     dummy page, so that it stores nothing."""
-    position_L = torch.arange(start + like.queries, device=like.table_SL.device)
+    position_L = torch.arange(start + like.queries, device=like.tables.table_SL.device)
     table_L = torch.where(position_L < start, position_L % pages + 1, DUMMY_PAGE)
     return like._replace(
-        table_SL=table_L.to(like.table_SL.dtype)[None],
-        slot_R=torch.zeros_like(like.slot_R),
-        tail_RB=None,
-        tail_R=None,
-        start_R=torch.full_like(like.start_R, start),
-        count_R=torch.full_like(like.count_R, like.queries),
-        shared_G=torch.full_like(like.shared_G, start),
+        tables=RowTables(table_L.to(like.tables.table_SL.dtype)[None], torch.zeros_like(like.tables.slot_R)),
+        spans=RowSpans(torch.full_like(like.spans.start_R, start), torch.full_like(like.spans.count_R, like.queries)),
+        groups=like.groups._replace(shared_G=torch.full_like(like.groups.shared_G, start)),
     )
 
 

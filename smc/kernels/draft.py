@@ -38,7 +38,10 @@ from smc.round.tensors import (
     DraftInputs,
     LastTokens,
     ObservedDraws,
+    RowGroups,
     Rows,
+    RowSpans,
+    RowTables,
     TokenTree,
 )
 
@@ -94,16 +97,9 @@ def begin_draft(
     out = DraftInputs(
         tokens_AQ=room.longs(batch_size, queries),
         rows=Rows(
-            table_SL=state.table_SL,
-            slot_R=room.ints(batch_size),
-            tail_RB=None,
-            tail_R=None,
-            start_R=room.ints(batch_size),
-            count_R=room.ints(batch_size),
-            group_R=group_R,
-            first_G=arrays.first_G,
-            size_G=arrays.size_G,
-            shared_G=arrays.shared_G,
+            RowTables(state.table_SL, room.ints(batch_size)),
+            RowSpans(room.ints(batch_size), room.ints(batch_size)),
+            RowGroups(group_R, *arrays.groups, arrays.shared_G),
             queries=queries,
             contexts=plan.kind.contexts,
         ),
@@ -218,10 +214,10 @@ def _begin(
     tl.store(out.tree.alive_X + index, tl.load(slots.alive_S + slot, mask=own, other=0) != 0, mask=own)
     tl.store(out.tree.ended_X + index, ended, mask=own)
     tl.store(out.tree.mass_X + index, tl.load(slots.logw_S + slot, mask=own, other=0.0), mask=own)
-    tl.store(out.rows.slot_R + index, slot.to(tl.int32), mask=own)
-    tl.store(out.rows.start_R + index, held.to(tl.int32), mask=own)
-    tl.store(out.rows.count_R + index, tl.where(ended, 0, pending).to(tl.int32), mask=own)
-    tl.store(out.rows.group_R + index, group.to(tl.int32), mask=own)
+    tl.store(out.rows.tables.slot_R + index, slot.to(tl.int32), mask=own)
+    tl.store(out.rows.spans.start_R + index, held.to(tl.int32), mask=own)
+    tl.store(out.rows.spans.count_R + index, tl.where(ended, 0, pending).to(tl.int32), mask=own)
+    tl.store(out.rows.groups.group_R + index, group.to(tl.int32), mask=own)
     p = tl.arange(0, BLOCK_P)[None, :]
     exists, to = own[:, None] & (p < P), index[:, None] * P + p
     token = tl.load(slots.pending_SQ + slot[:, None] * pending_stride + p, mask=exists, other=0)

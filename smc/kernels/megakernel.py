@@ -188,8 +188,8 @@ class Megakernel:
     def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
         """Run the tokens of rows, int64 [T] with T = R * Q of at most `MOST_TOKENS`, and store their keys and values.
         Returns hidden states after the last norm [T, E], zero where there is no token."""
-        tokens, table, tail = len(tokens_T), rows.table_SL, rows.tail_RB
-        assert tokens == len(rows.start_R) * rows.queries <= MOST_TOKENS and tokens_T.dtype == torch.int64
+        tokens, table, tail = len(tokens_T), rows.tables.table_SL, rows.tables.tail_RB
+        assert tokens == len(rows.spans.start_R) * rows.queries <= MOST_TOKENS and tokens_T.dtype == torch.int64
         assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1) and tokens_T.is_contiguous()
         hidden_TE = self.model.embed.weight.new_empty(tokens, self.model.config.hidden_size)
         params = _Params(
@@ -200,17 +200,17 @@ class Megakernel:
             table=table.data_ptr(),
             table_stride=table.stride(0),
             table_width=table.shape[1],
-            slot=rows.slot_R.data_ptr(),
-            start=rows.start_R.data_ptr(),
-            count=rows.count_R.data_ptr(),
-            rows=len(rows.start_R),
+            slot=rows.tables.slot_R.data_ptr(),
+            start=rows.spans.start_R.data_ptr(),
+            count=rows.spans.count_R.data_ptr(),
+            rows=len(rows.spans.start_R),
             queries=rows.queries,
             failure=self._failure.data_ptr(),
             limit_ns=int(LIMIT_SECONDS * 1e9),
             **{name: tensor.data_ptr() for name, tensor in self._room._asdict().items()},
         )
-        if tail is not None and rows.tail_R is not None:
-            params.tail, params.tail_start = tail.data_ptr(), rows.tail_R.data_ptr()
+        if tail is not None and rows.tables.tail_R is not None:
+            params.tail, params.tail_start = tail.data_ptr(), rows.tables.tail_R.data_ptr()
             params.tail_stride, params.tail_width = tail.stride(0), tail.shape[1]
         self._launch(tiles_of(tokens))(params)
         return hidden_TE

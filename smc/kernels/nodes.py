@@ -18,7 +18,7 @@ from smc.kernels.launch import GROUPS, one_variant, own_indices, programs
 from smc.kernels.truncation import copy_distribution
 from smc.philox import DrawKeys
 from smc.round.plan import RoundPlan
-from smc.round.tensors import NodeLayout, VerifyInputs
+from smc.round.tensors import NodeLayout, RowSpans, VerifyInputs
 
 
 class Numbers(NamedTuple):
@@ -41,14 +41,9 @@ def lay_out_nodes(plan: RoundPlan[Tensor], inputs: VerifyInputs) -> VerifyInputs
     out = VerifyInputs(
         blocks=blocks._replace(run_A=room.longs(batch_size)),
         rows=rows._replace(
-            slot_R=room.ints(most),
-            tail_RB=room.ints(most, q),
-            tail_R=room.ints(most),
-            start_R=room.ints(most),
-            count_R=room.ints(most),
-            group_R=room.ints(most),
-            first_G=room.ints(groups),
-            size_G=room.ints(groups),
+            tables=rows.tables._replace(slot_R=room.ints(most), tail_RB=room.ints(most, q), tail_R=room.ints(most)),
+            spans=RowSpans(room.ints(most), room.ints(most)),
+            groups=rows.groups._replace(group_R=room.ints(most), first_G=room.ints(groups), size_G=room.ints(groups)),
             queries=1,
             path_RB=room.ints(most, q),
         ),
@@ -65,7 +60,8 @@ def lay_out_nodes(plan: RoundPlan[Tensor], inputs: VerifyInputs) -> VerifyInputs
     )
     grid, given = (programs(batch_size, groups),), contiguous(inputs)
     sizes = {"Q": q, "BLOCK_N": MAX_PARTICLES, "BLOCK_Q": triton.next_power_of_2(q)}
-    _find_nodes[grid](arrays, given.blocks, given.rows.start_R, numbers, out, groups, batch_size, **sizes, num_warps=4)
+    start_R = given.rows.spans.start_R
+    _find_nodes[grid](arrays, given.blocks, start_R, numbers, out, groups, batch_size, **sizes, num_warps=4)
     _write_nodes[grid](arrays, given, numbers, out, groups, batch_size, most, **sizes, num_warps=4)
     return out
 
@@ -128,8 +124,8 @@ def _write_nodes(
         g = begin + tl.arange(0, GROUPS)
         before += tl.sum(tl.load(numbers.count_G + g, mask=g < until, other=0), 0)
     if is_group:
-        tl.store(out.rows.first_G + group, before)
-        tl.store(out.rows.size_G + group, tl.load(numbers.count_G + group))
+        tl.store(out.rows.groups.first_G + group, before)
+        tl.store(out.rows.groups.size_G + group, tl.load(numbers.count_G + group))
     q = tl.arange(0, BLOCK_Q)[None, :]
     at, inside = index[:, None] * Q + q, exists[:, None] & (q < Q)
     holder = tl.load(numbers.holder_AQ + at, mask=inside, other=-1)
@@ -138,10 +134,10 @@ def _write_nodes(
     is_first = inside & (holder == index[:, None])
     one = index[:, None] + q * 0
     _write_node(node, is_first, at, one, q, given, out)
-    tl.store(out.rows.count_R + node, q * 0 + 1 + index[:, None] * 0, mask=is_first)
+    tl.store(out.rows.spans.count_R + node, q * 0 + 1 + index[:, None] * 0, mask=is_first)
     for b in tl.static_range(Q):
         page = tl.load(out.nodes.pages_AQ + index * Q + b, mask=exists, other=0)
-        tl.store(out.rows.tail_RB + node * Q + b, page[:, None] + q * 0, mask=is_first)
+        tl.store(out.rows.tables.tail_RB + node * Q + b, page[:, None] + q * 0, mask=is_first)
         ancestor = tl.load(numbers.number_AQ + index * Q + b, mask=exists, other=0) + before
         tl.store(out.rows.path_RB + node * Q + b, tl.where(b <= q, ancestor[:, None], 0), mask=is_first)
     if not is_group:
@@ -158,10 +154,10 @@ def _write_unused(first, most, stride, given, out, Q: tl.constexpr, BLOCK_N: tl.
         node = begin + n
         is_unused = node < most
         _write_node(node, is_unused, zero, zero, zero, given, out)
-        tl.store(out.rows.count_R + node, zero, mask=is_unused)
+        tl.store(out.rows.spans.count_R + node, zero, mask=is_unused)
         for b in tl.static_range(Q):
             page_of_first = tl.load(out.nodes.pages_AQ + b)
-            tl.store(out.rows.tail_RB + node * Q + b, zero + page_of_first, mask=is_unused)
+            tl.store(out.rows.tables.tail_RB + node * Q + b, zero + page_of_first, mask=is_unused)
             tl.store(out.rows.path_RB + node * Q + b, zero, mask=is_unused)
 
 
@@ -169,12 +165,12 @@ def _write_unused(first, most, stride, given, out, Q: tl.constexpr, BLOCK_N: tl.
 def _write_node(node, mask, token, index, depth, given, out):
     """Write the fields of nodes that have the same shape for all: of the token `token` of batch index `index`, the
     `depth`-th of its block."""
-    start = tl.load(given.rows.start_R + index, mask=mask, other=0)
+    start = tl.load(given.rows.spans.start_R + index, mask=mask, other=0)
     tl.store(out.nodes.token_T + node, token.to(tl.int64), mask=mask)
-    tl.store(out.rows.slot_R + node, tl.load(given.rows.slot_R + index, mask=mask, other=0), mask=mask)
-    tl.store(out.rows.group_R + node, tl.load(given.rows.group_R + index, mask=mask, other=0), mask=mask)
-    tl.store(out.rows.tail_R + node, start, mask=mask)
-    tl.store(out.rows.start_R + node, start + depth, mask=mask)
+    tl.store(out.rows.tables.slot_R + node, tl.load(given.rows.tables.slot_R + index, mask=mask, other=0), mask=mask)
+    tl.store(out.rows.groups.group_R + node, tl.load(given.rows.groups.group_R + index, mask=mask, other=0), mask=mask)
+    tl.store(out.rows.tables.tail_R + node, start, mask=mask)
+    tl.store(out.rows.spans.start_R + node, start + depth, mask=mask)
     tl.store(out.label_T + node, tl.load(given.label_T + token, mask=mask, other=-1), mask=mask)
     copy_distribution(out.distribution_T, node, given.distribution_T, token, mask)
     tl.store(out.keys.seed_R + node, tl.load(given.keys.seed_R + token, mask=mask, other=0), mask=mask)

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smc.arrays import Room
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.norm import pair_sum, sum_parts
+from smc.round.tensors import RowGroups, RowSpans, RowTables
 
 FAR = tl.constexpr(2**30)  # Beyond every position and row.
 BLOCK_T = 128
@@ -27,27 +28,8 @@ LANES = (64, 256, 1024)
 """Sizes of a program that handles all rows: few, since each is compiled."""
 
 
-class Tables(NamedTuple):
-    """The page of every position of R rows. Position p of row r has page tail_RB[r, p - tail_R[r]] from tail_R[r] on,
-    and table_SL[slot_R[r], p] before it. Past the width of either there is no page."""
-
-    table_SL: Tensor
-    slot_R: Tensor
-    tail_RB: Tensor | None = None
-    tail_R: Tensor | None = None
-
-    def arguments(self) -> tuple[BlockTables, RowPages]:
-        """Return the tables as arguments of a kernel."""
-        table, tail = self.table_SL, self.tail_RB
-        assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1), "pages of a row are contiguous"
-        assert (tail is None) == (self.tail_R is None) and self.slot_R.is_contiguous()
-        stride, width = (0, 0) if tail is None else (tail.stride(0), tail.shape[1])
-        tables = BlockTables(table, table.stride(0), table.shape[1])
-        return tables, RowPages(self.slot_R, tail, stride, width, self.tail_R)
-
-
 class BlockTables(NamedTuple):
-    """Block tables of slots."""
+    """Block tables of slots, as an argument of a kernel."""
 
     table_SL: Tensor
     stride: int
@@ -55,7 +37,8 @@ class BlockTables(NamedTuple):
 
 
 class RowPages(NamedTuple):
-    """The slot whose block table each row reads, and the pages that the row has for itself."""
+    """The slot whose block table each row reads, and the pages that the row has for itself, as an argument of a
+    kernel."""
 
     slot_R: Tensor
     tail_RB: Tensor | None
@@ -64,27 +47,20 @@ class RowPages(NamedTuple):
     tail_R: Tensor | None
 
 
+def table_arguments(rows: RowTables) -> tuple[BlockTables, RowPages]:
+    """Return the tables of rows as arguments of a kernel."""
+    table, tail = rows.table_SL, rows.tail_RB
+    assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1), "pages of a row are contiguous"
+    assert (tail is None) == (rows.tail_R is None) and rows.slot_R.is_contiguous()
+    stride, width = (0, 0) if tail is None else (tail.stride(0), tail.shape[1])
+    return BlockTables(table, table.stride(0), table.shape[1]), RowPages(rows.slot_R, tail, stride, width, rows.tail_R)
+
+
 class CacheTensors(NamedTuple):
     """Keys and values of one layer, of B pages, the dummy page included."""
 
     k_BJD: Tensor
     v_BJD: Tensor
-
-
-class RowSpans(NamedTuple):
-    """Position of each row's first token, and its number of tokens."""
-
-    start_R: Tensor
-    count_R: Tensor
-
-
-class Groups(NamedTuple):
-    """The rows of each group, as in `smc.round.tensors.Rows`."""
-
-    group_R: Tensor
-    first_G: Tensor
-    size_G: Tensor
-    shared_G: Tensor
 
 
 class PieceShape(NamedTuple):
@@ -170,7 +146,7 @@ class PassLayout(NamedTuple):
 class Prepared:
     """Results of `prepare`, which hold for all layers of a pass."""
 
-    tables: Tables
+    tables: RowTables
     spans: RowSpans
     layout: PassLayout
 
@@ -183,7 +159,7 @@ class PassSizes(NamedTuple):
     queries: int
 
 
-def prepare(tables: Tables, spans: RowSpans, queries: int, groups: Groups, shape: PieceShape) -> Prepared:
+def prepare(tables: RowTables, spans: RowSpans, queries: int, groups: RowGroups, shape: PieceShape) -> Prepared:
     """Compute everything of a pass that does not depend on the layer. Indices are int32.
 
     `queries` is Q. Tokens of a row are at positions from `start` on; those past its `count` go to the dummy page. A
@@ -194,10 +170,10 @@ def prepare(tables: Tables, spans: RowSpans, queries: int, groups: Groups, shape
 
 def launch_prepare(
     kernel: Any,
-    tables: Tables,
+    tables: RowTables,
     spans: RowSpans,
     queries: int,
-    groups: Groups,
+    groups: RowGroups,
     shape: PieceShape,
     cut: PieceShape | tuple,
     **constants: int,
@@ -215,7 +191,7 @@ def launch_prepare(
     # One program handles all rows to cut prefixes.
     block_r = next((lanes for lanes in LANES if lanes >= rows), triton.next_power_of_2(rows))
     kernel[(triton.cdiv(rows * queries, BLOCK_T) + 1,)](
-        *tables.arguments(), spans, groups, out, PassSizes(rows, rows * queries, queries), cut,
+        *table_arguments(tables), spans, groups, out, PassSizes(rows, rows * queries, queries), cut,
         BLOCK_T=BLOCK_T, BLOCK_R=block_r, num_warps=min(16, max(4, block_r // 128)), **constants,
     )  # fmt: skip
     return Prepared(tables, spans, out)

@@ -29,7 +29,17 @@ from smc.kernels.truncation import copy_distribution
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
 from smc.round.plan import RoundPlan
 from smc.round.slot_state import SlotState
-from smc.round.tensors import Blocks, DraftedRows, Rows, TargetDraws, VerifyInputs, VerifyOutputs
+from smc.round.tensors import (
+    Blocks,
+    DraftedRows,
+    RowGroups,
+    Rows,
+    RowSpans,
+    RowTables,
+    TargetDraws,
+    VerifyInputs,
+    VerifyOutputs,
+)
 
 NONE = tl.constexpr(-float("inf"))
 NOTHING = tl.constexpr(-1)
@@ -64,16 +74,9 @@ def lay_out_blocks(
     out = VerifyInputs(
         blocks=blocks,
         rows=Rows(
-            table_SL=state.table_SL,
-            slot_R=room.ints(batch_size),
-            tail_RB=arrays.target_pages_AQ,
-            tail_R=held_R,
-            start_R=held_R,
-            count_R=room.ints(batch_size),
-            group_R=room.ints(batch_size),
-            first_G=arrays.first_G,
-            size_G=arrays.size_G,
-            shared_G=arrays.shared_G,
+            RowTables(state.table_SL, room.ints(batch_size), arrays.target_pages_AQ, held_R),
+            RowSpans(held_R, room.ints(batch_size)),
+            RowGroups(room.ints(batch_size), *arrays.groups, arrays.shared_G),
             queries=q,
             contexts=plan.kind.contexts,
         ),
@@ -198,10 +201,10 @@ def _lay_out(
     tl.store(blocks.stream_A + index, stream, mask=exists)
     tl.store(blocks.rank_A + index, (index - tl.load(plan.first_G + group)).to(tl.int64), mask=exists)
     tl.store(out.last_A + index, index * Q + count - 1, mask=exists)
-    tl.store(of_rows.slot_R + index, slot.to(tl.int32), mask=exists)
-    tl.store(of_rows.start_R + index, held.to(tl.int32), mask=exists)
-    tl.store(of_rows.count_R + index, run.to(tl.int32), mask=exists)
-    tl.store(of_rows.group_R + index, group.to(tl.int32), mask=exists)
+    tl.store(of_rows.tables.slot_R + index, slot.to(tl.int32), mask=exists)
+    tl.store(of_rows.spans.start_R + index, held.to(tl.int32), mask=exists)
+    tl.store(of_rows.spans.count_R + index, run.to(tl.int32), mask=exists)
+    tl.store(of_rows.groups.group_R + index, group.to(tl.int32), mask=exists)
     q = tl.arange(0, BLOCK_Q)[None, :]
     inside, at = exists[:, None] & (q < Q), index[:, None] * Q + q
     token, logq = _block_tokens(

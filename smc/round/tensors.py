@@ -25,26 +25,33 @@ from smc.round.slot_state import Lineage, RoundSelection, SlotState
 from smc.types import Array
 
 
-# A pass through a model.
-class Rows(NamedTuple):
-    """R rows of Q tokens each; the rows of a group are adjacent. A row of count 0 is padding or has ended, and writes
-    nothing.
-
-    The page of a row's position p is tail_RB[r, p - tail_R[r]] from tail_R[r] on, and table_SL[slot_R[r], p] before it.
-    Tensors are int32, on the model's device."""
+# A pass through a model. Tensors are int32, on the model's device.
+class RowTables(NamedTuple):
+    """The page of every position of rows: of position p of row r, tail_RB[r, p - tail_R[r]] from tail_R[r] on, and
+    table_SL[slot_R[r], p] before it. Past the width of either there is no page."""
 
     table_SL: Tensor
     """Block tables of slots."""
     slot_R: Tensor
     """Slot whose block table the row reads."""
-    tail_RB: Tensor | None
+    tail_RB: Tensor | None = None
     """The row's own pages; None: all its pages are in the table."""
-    tail_R: Tensor | None
+    tail_R: Tensor | None = None
     """Position of the first of the row's own pages."""
+
+
+class RowSpans(NamedTuple):
+    """The positions of a row's tokens."""
+
     start_R: Tensor
     """Position of a row's first token."""
     count_R: Tensor
     """Number of tokens that exist, 0..Q."""
+
+
+class RowGroups(NamedTuple):
+    """The groups of rows; the rows of a group are adjacent."""
+
     group_R: Tensor
     """Group of every row; any group for padding."""
     first_G: Tensor
@@ -53,6 +60,14 @@ class Rows(NamedTuple):
     """Number of rows of each group, ended ones included; 0 for a padding group."""
     shared_G: Tensor
     """Upper bound of the number of leading positions that all live rows of a group have in common."""
+
+
+class Rows(NamedTuple):
+    """R rows of Q tokens each. A row of count 0 is padding or has ended, and writes nothing."""
+
+    tables: RowTables
+    spans: RowSpans
+    groups: RowGroups
     queries: int
     """Q: tokens of a row."""
     contexts: Contexts
@@ -62,7 +77,7 @@ class Rows(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """A pass over the last tokens of rows; int32, named as in `Rows`."""
+    """A pass over the last tokens of rows; int32, named as in `RowTables` and `RowSpans`."""
 
     slot_X: Tensor
     tail_X: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import StepTiling, step_attention
-from smc.kernels.packed_rows import Groups, RowSpans, Tables
+from smc.round.tensors import RowGroups, RowSpans, RowTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {
@@ -129,15 +129,15 @@ class Built:
         position_RQ = self.start_R[:, None] + torch.arange(self.case.queries, dtype=torch.int32)
         return torch.where(self.exists_T, position_RQ.flatten(), 0)
 
-    def tables(self) -> Tables:
+    def tables(self) -> RowTables:
         tails = (None, None) if self.case.tail is None else (self.tail_RB.to(DEVICE), self.tail_R.to(DEVICE))
-        return Tables(self.table_SL.to(DEVICE), self.slot_R.to(DEVICE), *tails)
+        return RowTables(self.table_SL.to(DEVICE), self.slot_R.to(DEVICE), *tails)
 
     def spans(self) -> RowSpans:
         return RowSpans(self.start_R.to(DEVICE), self.count_R.to(DEVICE))
 
-    def groups(self) -> Groups:
-        return Groups(*(x.to(DEVICE) for x in (self.group_R, self.first_G, self.size_G, self.shared_G)))
+    def groups(self) -> RowGroups:
+        return RowGroups(*(x.to(DEVICE) for x in (self.group_R, self.first_G, self.size_G, self.shared_G)))
 
     def reference(self) -> Tensor:
         """Expected output; zeros for padding queries."""
@@ -179,8 +179,7 @@ class Built:
             store[self.page_T[self.exists_T].long()] = torch.nan
         rope = torch.cat((torch.ones(2000, d // 2), torch.zeros(2000, d // 2)), 1).to(DEVICE)
         out_THD = torch.full(self.q_THD.shape, torch.nan, dtype=self.case.dtype, device=DEVICE)
-        bounds = (self.start_R.to(DEVICE), self.count_R.to(DEVICE))
-        step_attention(qkv, keys, values, rope, self.tables(), *bounds, out_THD, tiling=tiling)
+        step_attention(qkv, keys, values, rope, self.tables(), self.spans(), out_THD, tiling=tiling)
         for store, expected in ((keys, self.keys), (values, self.values)):
             assert torch.equal(store.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)), (
                 "new keys and values are stored, and nothing else"

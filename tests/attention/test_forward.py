@@ -56,21 +56,13 @@ def forward(kernels: bool, built: Built, family: str = "llama") -> StaticForward
 
 
 def rows_of(built: Built, contexts: Contexts) -> Rows:
-    tables, groups = built.tables(), built.groups()
-    return Rows(
-        *tables,
-        built.start_R.to(DEVICE),
-        built.count_R.to(DEVICE),
-        *groups,
-        queries=built.case.queries,
-        contexts=contexts,
-    )
+    return Rows(built.tables(), built.spans(), built.groups(), queries=built.case.queries, contexts=contexts)
 
 
 def run(made: StaticForward, built: Built, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Return the hidden states of tokens that exist, and all keys and values of the pool."""
     tokens_T = torch.randint(
-        0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
+        0, 300, (len(rows.spans.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
     ).to(DEVICE)
     hidden_TE = made(tokens_T, rows)
     assert hidden_TE.shape == (len(tokens_T), 32)
@@ -137,7 +129,7 @@ def test_a_row_among_others_is_as_it_is_alone(kernels, name):
     for r in built.pages:
         alone = forward(False, built)
         only_R = torch.arange(built.rows, device=DEVICE) == r
-        run(alone, built, rows._replace(count_R=torch.where(only_R, rows.count_R, 0)))
+        run(alone, built, rows._replace(spans=rows.spans._replace(count_R=torch.where(only_R, rows.spans.count_R, 0))))
         page_X = built.pages[r][-int(built.count_R[r]) :].long()
         torch.testing.assert_close(alone.pool.keys[:, page_X], keys[:, page_X], atol=2e-4, rtol=2e-4)
         torch.testing.assert_close(alone.pool.values[:, page_X], values[:, page_X], atol=2e-4, rtol=2e-4)

@@ -18,8 +18,9 @@ from smc.attention.fixed_order import FixedTiling
 from smc.attention.fixed_step import step_attention_fixed
 from smc.attention.kernels import SharedPrefixAttention, Tuning, floor_rows
 from smc.attention.step import StepTiling, step_attention
-from smc.kernels.packed_rows import Tables, store_kv
+from smc.kernels.packed_rows import store_kv
 from smc.round.plan import SHORT, SHORT_SINGLE
+from smc.round.tensors import RowSpans, RowTables
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
 from tests.kernels.sizes import SLOTS, possible, warm_up_sizes
 from tests.pairwise import one_of
@@ -302,7 +303,6 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
     def on_device(*tensors: Tensor | None) -> list[Tensor | None]:
         return [x if x is None else x.to(DEVICE).clone() for x in tensors]
 
-    start_R, count_R = on_device(built.start_R, built.count_R)
     expected = on_device(parts, q_THD, built.keys, built.values, rope)
     norms = on_device(*norms)
     attention = built.attention()
@@ -311,7 +311,7 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
     out_THD = attention.run(*expected[1:4], prepared, torch.empty_like(expected[1]))
 
     found = on_device(parts, built.keys, built.values, rope, torch.full_like(q_THD, torch.nan))
-    step_attention(*found[:4], built.tables(), start_R, count_R, found[4], *norms, eps=1e-6)
+    step_attention(*found[:4], built.tables(), built.spans(), found[4], *norms, eps=1e-6)
     # The kernel sums a norm in two halves.
     tolerance = {"atol": 1e-5, "rtol": 8e-3} if norm else {"atol": 0, "rtol": 0}
     torch.testing.assert_close(found[1], expected[2], **tolerance, equal_nan=True)
@@ -341,17 +341,17 @@ def test_rows_of_one_token_read_tokens_that_other_rows_run(name, window, step):
     qkv[~built.exists_T] = torch.nan
     rope = torch.randn(300, d, generator=generator).to(DEVICE)
 
-    def run(qkv: Tensor, tables: Tables, start_R: Tensor, count_R: Tensor, path_RB: Tensor | None = None) -> list:
+    def run(qkv: Tensor, tables: RowTables, spans: RowSpans, path_RB: Tensor | None = None) -> list:
         given = [x.to(DEVICE, copy=True) for x in (qkv, built.keys, built.values)]
         out_THD = torch.full((len(qkv), h, d), torch.nan, dtype=case.dtype, device=DEVICE)
-        bounds = (start_R.int().to(DEVICE), count_R.int().to(DEVICE))
-        step(*given, rope, tables, *bounds, out_THD, window=window, path_RB=path_RB)
+        step(*given, rope, tables, spans, out_THD, window=window, path_RB=path_RB)
         return [out_THD.cpu(), *(x.cpu() for x in given[1:])]
 
-    expected = run(qkv, built.tables(), built.start_R, built.count_R)
+    expected = run(qkv, built.tables(), built.spans())
     on_device = [x.to(DEVICE) for x in (built.slot_R[index_T], tail_RB, built.start_R[index_T], path_RB.int())]
-    tables = Tables(built.tables().table_SL, *on_device[:3])
-    found = run(qkv[order_T], tables, built.start_R[index_T] + depth_T, exists_T, on_device[3])
+    tables = RowTables(built.tables().table_SL, *on_device[:3])
+    spans = RowSpans((built.start_R[index_T] + depth_T).int().to(DEVICE), exists_T.int().to(DEVICE))
+    found = run(qkv[order_T], tables, spans, on_device[3])
     assert error(found[0], expected[0][order_T].double()) < TOLERANCE[case.dtype]
     if step is FIXED_STEP:
         torch.testing.assert_close(found[0], expected[0][order_T], atol=0, rtol=0)

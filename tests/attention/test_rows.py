@@ -13,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from smc.kernels.packed_rows import Groups, PassLayout, PieceShape, RowSpans, Tables, prepare
+from smc.kernels.packed_rows import PassLayout, PieceShape, prepare
+from smc.round.tensors import RowGroups, RowSpans, RowTables
 from tests.attention.packed import DEVICE, Built, Case
 
 group = st.tuples(st.integers(0, 90), st.lists(st.integers(0, 2), max_size=6))
@@ -89,8 +90,8 @@ def splits(shared: list[int], sizes: list[int], pieces: int = 16, block_p: int =
     """Return the number of splits of each group. Rows have 32 queries each, a tile has 64."""
     rows = sum(sizes)
     first = np.cumsum([0, *sizes[:-1]])
-    tables = Tables(torch.zeros(1, 20000, dtype=torch.int32, device=DEVICE), int32(*[0] * rows))
-    groups = Groups(int32(*np.repeat(np.arange(len(sizes)), sizes)), int32(*first), int32(*sizes), int32(*shared))
+    tables = RowTables(torch.zeros(1, 20000, dtype=torch.int32, device=DEVICE), int32(*[0] * rows))
+    groups = RowGroups(int32(*np.repeat(np.arange(len(sizes)), sizes)), int32(*first), int32(*sizes), int32(*shared))
     starts = int32(*np.repeat(shared, sizes))
     shape = PieceShape(32, 64, block_p, pieces, min_tiles, 20000)
     return prepare(tables, RowSpans(starts, int32(*[1] * rows)), 1, groups, shape).layout.splits.count_R[first].tolist()
@@ -126,6 +127,6 @@ def test_no_page_is_read_beyond_a_table_or_a_tail(tail, pages):
     """The entries after the end of a table or a tail name pages of other requests."""
     table_SL, tail_RB = int32(3, 4, 5, 6, 77, 78)[None, :4], int32(9, 8, 77, 77)[None, :2]
     tails = (None, None) if tail is None else (tail_RB, int32(tail))
-    groups, shape = Groups(int32(0), int32(0), int32(1), int32(0)), PieceShape(1, 16, 8, 1, 1, 100)
-    prepared = prepare(Tables(table_SL, int32(0), *tails), RowSpans(int32(2), int32(3)), 3, groups, shape)
+    groups, shape = RowGroups(int32(0), int32(0), int32(1), int32(0)), PieceShape(1, 16, 8, 1, 1, 100)
+    prepared = prepare(RowTables(table_SL, int32(0), *tails), RowSpans(int32(2), int32(3)), 3, groups, shape)
     assert prepared.layout.page_T.tolist() == pages

@@ -52,7 +52,7 @@ def outputs(kernels: bool, model: Decoder, reduce: object = None) -> tuple[Tenso
     made = TritonForward(worker) if kernels else StaticForward(model, worker.pool, worker.rope)
     rows = rows_of(built, Contexts.SHARED)
     tokens_T = torch.randint(
-        0, 300, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
+        0, 300, (len(rows.spans.start_R) * rows.queries,), generator=torch.Generator().manual_seed(6)
     ).to(DEVICE)
     hidden_TE = made(tokens_T, rows)[built.exists_T.to(DEVICE)]
     return hidden_TE, made.logits(hidden_TE)

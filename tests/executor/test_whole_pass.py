@@ -14,7 +14,7 @@ from smc.executor.worker import ModelWorker
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.presets import NoText
 from smc.round.plan import Contexts
-from smc.round.tensors import Rows
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 from tests.model.tiny import random_decoder, tiny_config
@@ -34,7 +34,8 @@ def test_the_leader_decides_for_all_ranks_that_have_the_whole_model(leader, monk
     monkeypatch.setattr(forward, "_whole", object())
     monkeypatch.setattr(forward, "_measure", lambda kind, rows: (measured.append(kind), not leader)[1])
     zero_R = torch.zeros(3, dtype=torch.int32)
-    rows = Rows(zero_R[None], zero_R, None, None, *[zero_R] * 6, queries=1, contexts=Contexts.SHORT)
+    tables, spans, groups = RowTables(zero_R[None], zero_R), RowSpans(*[zero_R] * 2), RowGroups(*[zero_R] * 4)
+    rows = Rows(tables, spans, groups, queries=1, contexts=Contexts.SHORT)
     assert [forward._runs_whole(zero_R.long(), rows) for _ in range(2)] == [leader] * 2
     assert len(measured) == 1
 
@@ -42,11 +43,18 @@ def test_the_leader_decides_for_all_ranks_that_have_the_whole_model(leader, monk
 def test_timed_rows_read_pages_of_their_own_and_store_in_the_dummy_page():
     table_SL, three_R, one_G = torch.zeros(4, 9, dtype=torch.int32), torch.arange(3), torch.zeros(1, dtype=torch.int64)
     like = Rows(
-        table_SL, three_R.int(), table_SL, three_R, three_R, three_R, three_R, one_G, one_G, one_G,
-        queries=2, contexts=Contexts.SHORT,
-    )  # fmt: skip
+        RowTables(table_SL, three_R.int(), table_SL, three_R),
+        RowSpans(three_R, three_R),
+        RowGroups(three_R, one_G, one_G, one_G),
+        queries=2,
+        contexts=Contexts.SHORT,
+    )
     rows = rows_at(5, like, pages=20)
-    assert rows.table_SL.tolist() == [[1, 2, 3, 4, 5, DUMMY_PAGE, DUMMY_PAGE]] and rows.table_SL.dtype == torch.int32
-    assert rows.start_R.tolist() == [5, 5, 5] and rows.count_R.tolist() == [2, 2, 2] and rows.shared_G.tolist() == [5]
-    assert rows.slot_R.tolist() == [0, 0, 0] and rows.tail_RB is None and rows.queries == 2
-    assert rows_at(5, like, pages=3).table_SL.tolist() == [[1, 2, 3, 1, 2, DUMMY_PAGE, DUMMY_PAGE]]
+    tables, spans = rows.tables, rows.spans
+    assert (
+        tables.table_SL.tolist() == [[1, 2, 3, 4, 5, DUMMY_PAGE, DUMMY_PAGE]] and tables.table_SL.dtype == torch.int32
+    )
+    assert spans.start_R.tolist() == [5, 5, 5] and spans.count_R.tolist() == [2, 2, 2]
+    assert rows.groups.shared_G.tolist() == [5]
+    assert tables.slot_R.tolist() == [0, 0, 0] and tables.tail_RB is None and rows.queries == 2
+    assert rows_at(5, like, pages=3).tables.table_SL.tolist() == [[1, 2, 3, 1, 2, DUMMY_PAGE, DUMMY_PAGE]]

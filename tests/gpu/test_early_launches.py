@@ -23,7 +23,7 @@ class Moving:
     def __init__(self, one: DecodePass) -> None:
         self.one, self.stores = one, (one.worker.pool.keys, one.worker.pool.values)
         self.rows, self.tokens_T = one.random_rows(), one.tokens()
-        self.written = (self.tokens_T, self.rows.table_SL, self.rows.start_R)
+        self.written = (self.tokens_T, self.rows.tables.table_SL, self.rows.spans.start_R)
         self.given = [tensor.clone() for tensor in self.written]
         self.held = [store.clone() for store in self.stores]
 
@@ -41,7 +41,7 @@ class Moving:
         """Draw new inputs. Some rows are shorter than others, so that the pages of new tokens differ as well."""
         rows: Rows = self.one.random_rows()
         shorter_R = torch.randint(0, 20, (self.one.rows,), device="cuda", dtype=torch.int32)
-        for given, value in zip(self.given, (self.one.tokens(), rows.table_SL, rows.start_R - shorter_R)):
+        for given, value in zip(self.given, (self.one.tokens(), rows.tables.table_SL, rows.spans.start_R - shorter_R)):
             given.copy_(value)
 
     def restore(self) -> None:

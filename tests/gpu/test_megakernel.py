@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smc.arrays import map_tensors
 from smc.executor.triton_forward import TritonForward
 from smc.executor.whole_pass import WholePassForward
 from smc.executor.worker import ModelWorker
@@ -18,7 +19,7 @@ from smc.model.linear import DTYPES
 from smc.model.loader import random_model
 from smc.model.presets import NoText
 from smc.round.plan import Contexts
-from smc.round.tensors import Rows
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 from smc.stops import TokenBytes
 from smc.types import ModelRole
 
@@ -103,13 +104,17 @@ def some_rows(rows: int, queries: int, tails: bool = False) -> Rows:
     zero_R = torch.zeros(rows, dtype=torch.int32)
     group_R, one_R = torch.arange(rows, dtype=torch.int32), torch.ones_like(zero_R)
     slot_R = torch.arange(rows, dtype=torch.int32)
-    made = (table_SL, slot_R, tail_RB, tail_R, start_R, count_R, group_R, group_R, one_R, zero_R)
-    return Rows(*(None if each is None else each.cuda() for each in made), queries, Contexts.SHORT)
+    made = (
+        RowTables(table_SL, slot_R, tail_RB, tail_R),
+        RowSpans(start_R, count_R),
+        RowGroups(group_R, group_R, one_R, zero_R),
+    )
+    return Rows(*map_tensors(Tensor.cuda, made), queries, Contexts.SHORT)
 
 
 def tokens_of(rows: Rows) -> Tensor:
     return torch.randint(
-        0, VOCAB, (len(rows.start_R) * rows.queries,), generator=torch.Generator().manual_seed(1)
+        0, VOCAB, (len(rows.spans.start_R) * rows.queries,), generator=torch.Generator().manual_seed(1)
     ).cuda()
 
 
@@ -133,7 +138,7 @@ def test_hidden_states_keys_and_values(name, dtype):
         other.pool.keys.copy_(one.pool.keys), other.pool.values.copy_(one.pool.values)
         widen(other)
         expected_TE = TritonForward(other)(tokens_T, asked)
-        is_there_T = (torch.arange(queries, device="cuda") < asked.count_R[:, None]).flatten()
+        is_there_T = (torch.arange(queries, device="cuda") < asked.spans.count_R[:, None]).flatten()
         assert not found_TE[~is_there_T].any()
         error_T = (found_TE.float() - expected_TE.float()).norm(dim=1) / expected_TE.float().norm(dim=1).clamp(min=1e-3)
         assert error_T[is_there_T].max() < 0.03, (rows, queries)
@@ -153,15 +158,18 @@ def test_a_row_s_bits_do_not_depend_on_its_company(given, dtype):
     """For every kernel of 8 to 64 tokens, at any place among the rows."""
     one = worker(given, dtype)
     whole, asked = made_by(one), some_rows(60, 1)
-    asked = asked._replace(count_R=torch.ones_like(asked.count_R))
+    asked = asked._replace(spans=asked.spans._replace(count_R=torch.ones_like(asked.spans.count_R)))
     tokens_T = tokens_of(asked)
     before = one.pool.keys.clone(), one.pool.values.clone()
     all_TE = whole(tokens_T, asked)
     for first, count in [(0, 1), (3, 5), (11, 8), (20, 9), (20, 17), (7, 33), (30, 30)]:
         one.pool.keys.copy_(before[0]), one.pool.values.copy_(before[1])
         few = slice(first, first + count)
-        some = {name: getattr(asked, name)[few].contiguous() for name in ("slot_R", "start_R", "count_R")}
-        assert torch.equal(whole(tokens_T[few].clone(), asked._replace(**some)), all_TE[few]), (first, count)
+        some = asked._replace(
+            tables=asked.tables._replace(slot_R=asked.tables.slot_R[few].contiguous()),
+            spans=RowSpans(*(values_R[few].contiguous() for values_R in asked.spans)),
+        )
+        assert torch.equal(whole(tokens_T[few].clone(), some), all_TE[few]), (first, count)
 
 
 def test_a_captured_pass_is_the_same():

@@ -275,12 +275,12 @@ def passes(family: str) -> None:
     model, built = random_decoder(config).bfloat16(), Built(case)
     pool, rope = KVPool(config, PAGES, torch.bfloat16, CPU), RopeTable(config, 256)
     reader = SimpleNamespace(model=model, pool=pool, rope=rope, width=256, device=CPU)
-    groups, rows = built.groups(), (built.start_R, built.count_R)
+    rows = (built.tables(), built.spans(), built.groups())
     for kind, contexts in product((TritonForward, InvariantForward), (Contexts.SHORT, Contexts.SHARED)):
-        where = Rows(*built.tables(), *rows, *groups, queries=case.queries, contexts=contexts)
+        where = Rows(*rows, queries=case.queries, contexts=contexts)
         kind(reader)(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
     path_RB = torch.zeros(len(built.start_R), 6, dtype=torch.int32)
-    where = Rows(*built.tables(), *rows, *groups, queries=1, contexts=Contexts.SHORT, path_RB=path_RB)
+    where = Rows(*rows, queries=1, contexts=Contexts.SHORT, path_RB=path_RB)
     for kind in (TritonForward, InvariantForward):
         kind(reader)(torch.zeros(len(built.start_R), dtype=torch.int64), where)
     tokens_T, bounds = torch.zeros(100, dtype=torch.int64), (np.array([0]), np.array([100]))
@@ -299,9 +299,7 @@ def int4_passes() -> None:
     model, built = random_model(config, dtype=INT4, device=CPU), Built(case)
     pool, rope = KVPool(config, PAGES, torch.bfloat16, CPU), RopeTable(config, 256)
     forward = TritonForward(SimpleNamespace(model=model, pool=pool, rope=rope, width=256))
-    where = Rows(
-        *built.tables(), built.start_R, built.count_R, *built.groups(), queries=case.queries, contexts=Contexts.SHORT
-    )
+    where = Rows(built.tables(), built.spans(), built.groups(), queries=case.queries, contexts=Contexts.SHORT)
     forward(torch.zeros(len(built.start_R) * case.queries, dtype=torch.int64), where)
     x_TI = torch.zeros(64, 256, dtype=torch.bfloat16)
     for group, with_zeros in ((32, 16), (64, 1), (128, 64)):

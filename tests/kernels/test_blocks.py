@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def of(asked: VerifyInputs) -> tuple:
     """Return all fields of `asked`. The kernels' integer types may differ where this does not matter."""
     rows, keys = asked.rows, asked.keys
-    laid = (rows.slot_R, rows.tail_RB, rows.tail_R, rows.start_R, rows.count_R, rows.group_R, rows.queries)
+    laid = (*rows.tables[1:], *rows.spans, rows.groups.group_R, rows.queries)
     return asked.blocks, *laid, asked.distribution_T, asked.label_T.long(), keys, asked.last_A
 
 
@@ -77,12 +77,13 @@ def test_nodes_of_blocks_and_their_outputs_equal_torch(lookahead):
             blocks = ops.lay_out_blocks(made.state, logq_SQ, plan, None if lookahead else drafted)
             found = ops.lay_out_nodes(plan, blocks)
             assert found.nodes is not None
-            laid.append((*of(found), found.rows.path_RB, found.rows.first_G, found.rows.size_G, *found.nodes))
+            of_groups = (found.rows.groups.first_G, found.rows.groups.size_G)
+            laid.append((*of(found), found.rows.path_RB, *of_groups, *found.nodes))
             logp_T, log_z_T = (made.here(made.floats(most)) for _ in range(2))
             drawn = TargetDraws(made.here(made.rng.integers(0, VOCAB, (most, 1))), logp_T[:, None], log_z_T)
             verified.append(ops.collect_outputs(found, plan, None, drawn, None))
         assert_equal(laid[1], laid[0])
         assert_equal(verified[1], verified[0])
-        shared += int((found.blocks.run_A.sum() - found.rows.count_R.sum()).item())
+        shared += int((found.blocks.run_A.sum() - found.rows.spans.count_R.sum()).item())
         cut += int((found.blocks.run_A < blocks.blocks.run_A).sum())
     assert shared > 50 and cut > 20, (shared, cut)

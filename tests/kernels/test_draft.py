@@ -80,17 +80,8 @@ def begun(made: DraftRound, ops: RoundOps, by_round: bool) -> tuple:
     """Run `begin_draft` and return everything that is read later; the table of the dummy slot is not."""
     of: DraftInputs = ops.begin_draft(made.state, made.plan, made.law, made.k, by_round)
     rows = of.rows
-    assert rows.tail_RB is None and rows.tail_R is None and rows.contexts is made.plan.kind.contexts
-    run = (
-        rows.slot_R,
-        rows.start_R,
-        rows.count_R,
-        rows.group_R,
-        rows.first_G,
-        rows.size_G,
-        rows.shared_G,
-        rows.queries,
-    )
+    assert rows.tables.tail_RB is None and rows.tables.tail_R is None and rows.contexts is made.plan.kind.contexts
+    run = (rows.tables.slot_R, *rows.spans, *rows.groups, rows.queries)
     return of.tokens_AQ, run, of.last_A, of.tree, of.first, of.later, made.state.table_SL[:-1]
 
 

@@ -19,7 +19,7 @@ from smc.executor.round_executor import ModelRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.round.plan import Contexts
-from smc.round.tensors import Rows
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 from smc.scheduler.engine import Engine
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.types import BOTH_MODELS, ModelRole
@@ -207,16 +207,9 @@ def next_log_probs(side: ModelRunner, slot: int, held: int, token: int) -> torch
     table_SL = side.state.table_SL[slot : slot + 1].clone()
     table_SL[0, held] = side.worker.pages
     rows = Rows(
-        table_SL,
-        one * 0,
-        None,
-        None,
-        one * held,
-        one,
-        one * 0,
-        one * 0,
-        one,
-        one * 0,
+        RowTables(table_SL, one * 0),
+        RowSpans(one * held, one),
+        RowGroups(one * 0, one * 0, one, one * 0),
         queries=1,
         contexts=Contexts.SHARED,
     )

@@ -181,7 +181,7 @@ def test_unconditional_rows_are_padded_separately(config, monkeypatch):
         plan, more = found[-1]
         side = next(side for side in ModelRole if self is engine.executor.runners[side]._forward)
         if side == "target":
-            more.append(len(rows.slot_R) - len(plan.arrays.slot_A))
+            more.append(len(rows.tables.slot_R) - len(plan.arrays.slot_A))
         return runs(self, tokens_T, rows)
 
     monkeypatch.setattr(StaticForward, "__call__", counting)

@@ -95,12 +95,13 @@ def watched(config: EngineConfig, clock: Clock | None = None) -> tuple[Engine, d
             self.name = worker.name
 
         def __call__(self, tokens_T, rows):
-            live_R = rows.count_R > 0
-            reach_R = (rows.start_R if rows.tail_R is None else torch.minimum(rows.start_R, rows.tail_R))[live_R]
-            read_RL = rows.table_SL[rows.slot_R[live_R], : int(reach_R.min()) if len(reach_R) else 0]
+            tables, (start_R, count_R) = rows.tables, rows.spans
+            live_R = count_R > 0
+            reach_R = (start_R if tables.tail_R is None else torch.minimum(start_R, tables.tail_R))[live_R]
+            read_RL = tables.table_SL[tables.slot_R[live_R], : int(reach_R.min()) if len(reach_R) else 0]
             pages = read_RL[read_RL > 0].unique()
             assert not len(pages) or pages.max() <= engine.memory.capacity[self.name]
-            passes[self.name].append((int(rows.count_R.sum()), len(pages)))
+            passes[self.name].append((int(count_R.sum()), len(pages)))
             if clock is not None:
                 clock.now += PASS + PAGE * len(pages)
             return super().__call__(tokens_T, rows)
