@@ -27,7 +27,7 @@ from smc.memory.kv_cache import pool_for
 from smc.model.config import ModelConfig
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import rules_of
-from smc.scheduler.prefill import LEAST
+from smc.scheduler.prefill_budget import LEAST
 from smc.types import ModelRole
 
 PEAK = 7.9e14

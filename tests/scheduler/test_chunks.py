@@ -9,7 +9,7 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
-from smc.scheduler.prefill import IN_FLIGHT, LEAST, PrefillBudget
+from smc.scheduler.prefill_budget import IN_FLIGHT, LEAST, PrefillBudget
 from smc.types import ModelRole
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, assert_empty, request

@@ -1,0 +1,93 @@
+"""How many prompt tokens a step may schedule beside rounds. Knows nothing about requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from smc.api.engine_config import EngineConfig
+from smc.executor.messages import Pending
+from smc.scheduler.prefill_batches import Chunk
+from smc.types import ModelRole
+
+LEAST = 256
+"""Minimum tokens of a chunk beside rounds, if the prompts have that many left: a pass of fewer takes hardly less time,
+because it reads all weights."""
+IN_FLIGHT = 2
+"""Maximum number of chunks in flight at a model. More would delay the next round."""
+
+
+class PrefillBudget:
+    """Computes how many prompt tokens a step may schedule, from measured times of chunks and rounds.
+
+    Prompts and rounds take turns on the models. Rounds accrue a time budget: `prefill_share` of their own time. A chunk
+    is scheduled once its expected time has accrued. So the average round takes at most 1 + `prefill_share` times as
+    long as without prompts, whatever chunks cost. If `prefill_share` is None, every step may schedule `prefill_chunk`
+    tokens."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._most, self._share = config.prefill_chunk, config.prefill_share
+        # In look-ahead the models work at the same time, in lockstep one after the other.
+        self._together = max if config.lookahead else sum
+        self._in_flight: dict[ModelRole, deque[Chunk]] = {role: deque() for role in ModelRole}
+        self._cost = dict.fromkeys(ModelRole, 0.0)
+        """Seconds per token of each model's last finished chunk, which is taken to have at least `LEAST` tokens."""
+        self._accrued = 0.0
+        """Accrued time budget in seconds; negative if more was spent."""
+        self._saw_rounds = False
+        """Whether the last step has read rounds with measured times."""
+
+    def most(self, beside: bool) -> int:
+        """Return how many tokens may be scheduled at each model now. `beside`: whether requests are in rounds. Waits
+        while too many chunks are in flight."""
+        self.settle(IN_FLIGHT - 1)
+        if self._share is None or not beside:
+            return self._most
+        cost = self._together(self._cost.values())
+        if not cost or not self._saw_rounds:
+            return min(self._most, LEAST)
+        return min(self._most, max(LEAST, int(self._accrued / cost))) if self._accrued >= LEAST * cost else 0
+
+    def settle(self, left: int = 0) -> None:
+        """Wait until at most `left` chunks of each model are in flight."""
+        for role, chunks in self._in_flight.items():
+            while len(chunks) > left:
+                self._learn(role, chunks.popleft())
+
+    def forget(self, role: ModelRole) -> None:
+        """Drop the model's chunks in flight, whose results will not arrive."""
+        self._in_flight[role].clear()
+
+    def spend(self, scheduled: Mapping[ModelRole, Sequence[Chunk]], beside: bool) -> None:
+        """Charge the chunks that have been scheduled at each model."""
+        for role, chunks in scheduled.items():
+            self._in_flight[role].extend(chunks)
+        if beside:
+            took = self._together(
+                sum(max(tokens, LEAST) for tokens, _ in scheduled[role]) * self._cost[role] for role in ModelRole
+            )
+            # Time spent beyond the budget is owed, but at most that of one chunk.
+            self._accrued = max(-LEAST * self._together(self._cost.values()), self._accrued - took)
+
+    def accrue(self, rounds: Iterable[Pending]) -> None:
+        """Accrue time for the rounds that a step has read. Without a `prefill_share` their times are not used."""
+        if self._share is None:
+            return
+        spans = [outcome.spans() for outcome in rounds]
+        took = [self._together(_length(of_round, role) for role in ModelRole) for of_round in spans]
+        self._saw_rounds, accrued = bool(took), self._share * sum(took)
+        # At most the time of one chunk is carried over; otherwise the prompts of a busy moment would block all other
+        # requests.
+        self._accrued = min(self._accrued, LEAST * self._together(self._cost.values())) + accrued
+
+    def _learn(self, role: ModelRole, chunk: Chunk) -> None:
+        tokens, pending = chunk
+        pending.result()
+        if self._share is not None:
+            self._cost[role] = _length(pending.spans(), "prompt") / max(tokens, LEAST)
+
+
+def _length(spans: Mapping[str, tuple[int, int]], name: str) -> float:
+    """Duration of a span, which is in nanoseconds, in seconds; 0 if there is none."""
+    begin, end = spans.get(name, (0, 0))
+    return 1e-9 * (end - begin)
