@@ -104,14 +104,14 @@ class Balancer:
         """Number of the last request that each worker group was sent, in order of all requests."""
         self._indexes = [PrefixIndex() for _ in range(count)]
         self._max_slots, self._has_cache = pair.engine.max_slots, pair.engine.prefix_cache and count > 1
-        quarantine = Quarantine()
+        self._quarantine = Quarantine()
         if count > 1:  # ranks may be on any host, and every round needs the coordinator
             config = replace(config, near_target=True)
         self.groups = [
             Supervisor(
                 config,
                 _with_share(pair, number, count),
-                quarantine,
+                self._quarantine,
                 name=f"worker group {number}" if count > 1 else "",
                 on_health=partial(self._health, number),
                 on_step=partial(on_step, number),
@@ -160,9 +160,10 @@ class Balancer:
         no_draft: DraftUnavailable | None = None
         for number in self._ranked(request, keys):
             try:
-                answering = self.groups[number].generate(request)
+                client = self.groups[number].client
+                self._quarantine.check(request)
                 with self._sending(number, request, keys):
-                    async with aclosing(answering) as updates:
+                    async with aclosing(client.generate(request)) as updates:
                         async for output in updates:
                             self._remember(number, request, output)
                             yield output

@@ -1,5 +1,5 @@
-"""Keeps one worker group alive and passes requests on to it. Only this module decides what happens when a process dies;
-it knows nothing about other worker groups.
+"""Keeps one worker group alive. Only this module decides what happens when a process dies; it knows nothing about other
+worker groups.
 
 A lost draft costs speed: its processes are ended and start again beside the target, which meanwhile decodes alone the
 requests that need no draft. Requests that need the draft end with UNAVAILABLE, both those in flight and new ones.
@@ -19,7 +19,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from services.coordinator.client import CoordinatorClient
 from services.coordinator.messages import EngineStep
 from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import WorkerGroup
-from smc.api.request import Output, Request
+from smc.api.request import Request
 from smc.scheduler.stats import EngineStats
 
 REMEMBERED = 1000
@@ -97,8 +97,7 @@ class _NamingLogger(logging.LoggerAdapter):
 
 
 class Supervisor:
-    """Starts a worker group, starts it again whenever it is lost, and passes requests on to it. Needs Ray to be
-    connected."""
+    """Starts a worker group, and starts it again whenever it is lost. Needs Ray to be connected."""
 
     def __init__(
         self,
@@ -190,12 +189,13 @@ class Supervisor:
             await asyncio.to_thread(self.group.stop)
         self._threads.shutdown(wait=False)
 
-    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """See `Backend.generate`. A request in flight ends with Unavailable if the worker group is lost."""
+    @property
+    def client(self) -> CoordinatorClient:
+        """Decodes requests while the worker group runs: those in flight end with Unavailable if it is lost. Raises
+        Unavailable while it does not run."""
         if self._client is None:
             raise Unavailable("the service is starting; try again in a few seconds")
-        self._quarantine.check(request)
-        return self._client.generate(request)
+        return self._client
 
     async def settled(self) -> None:
         """If the worker group was just lost, wait until its requests in flight have been quarantined or acquitted. A
