@@ -27,8 +27,8 @@ from services.coordinator.client import Dispatcher
 from services.coordinator.messages import EngineStep
 from services.coordinator.service import EngineLoop
 from services.gateway.config import GatewayConfig
-from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.gateway.server import Gateway
+from services.gateway.status import ServiceStatus, WorkerGroupStatus
 from services.launch.service import FRONT_ENDS
 from services.metrics import Metrics
 from services.openai.bodies import CHAT

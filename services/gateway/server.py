@@ -23,10 +23,12 @@ from grpc_reflection.v1alpha import reflection
 
 from services.backend import Backend, ServingPair, StartProgress
 from services.errors import shortened
+from services.gateway.calls import Calls
 from services.gateway.config import GatewayConfig
 from services.gateway.interceptors import ReceivingInterceptor, TokenInterceptor
 from services.gateway.limits import CallLimit, ReceiveLimit
-from services.gateway.request_handler import Calls, FrontEnd, HttpServer, RequestHandler, ServiceStatus
+from services.gateway.request_handler import FrontEnd, HttpServer, RequestHandler
+from services.gateway.status import ServiceStatus
 from services.gateway.tracing import Tracing
 from services.metrics import Metrics
 from services.security import server_credentials

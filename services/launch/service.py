@@ -12,8 +12,8 @@ from services import vllm
 from services.coordinator.messages import EngineStep
 from services.gateway import generation
 from services.gateway.config import GatewayConfig
-from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.gateway.server import Gateway
+from services.gateway.status import ServiceStatus, WorkerGroupStatus
 from services.launch import cluster
 from services.launch.balancer import Balancer
 from services.launch.config import WorkerGroupConfig, count_worker_groups

@@ -18,7 +18,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, HostNotAllowed, SlowReader, TooLarge, Unauthenticated, status_of
-from services.gateway.request_handler import ApiServer, CallRecord
+from services.gateway.calls import CallRecord
+from services.gateway.request_handler import ApiServer
 from services.openai import pages
 from services.openai.anthropic import (
     COUNT_TOKENS,

@@ -15,7 +15,8 @@ from typing import Any
 from aiohttp import web
 
 from services.errors import SlowReader
-from services.gateway.request_handler import CallRecord, RequestHandler
+from services.gateway.calls import CallRecord
+from services.gateway.request_handler import RequestHandler
 from services.openai.bodies import Refusal
 from services.openai.dialects import AnsweredCall, AnswerHeading, ApiCall
 from services.openai.requests import CompletionRequest

@@ -19,8 +19,8 @@ from services.coordinator.messages import EngineStep
 from services.coordinator.service import EngineLoop
 from services.gateway import generation
 from services.gateway.config import GatewayConfig
-from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
 from services.gateway.server import Gateway
+from services.gateway.status import ServiceStatus, WorkerGroupStatus
 from services.metrics import Metrics
 from services.openai import server as openai_server
 from services.pb import generation_pb2_grpc

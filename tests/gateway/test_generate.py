@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from services.client import Message, ServiceError
-from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
+from services.gateway.status import ServiceStatus, WorkerGroupStatus
 from services.pb import generation_pb2 as pb
 from smc.demo.problems import generate
 from smc.scheduler.stats import EngineStats

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from services.gateway.config import GatewayConfig
-from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
+from services.gateway.status import ServiceStatus, WorkerGroupStatus
 from services.openai.pages import ELSEWHERE, settings_document
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams, methods_of
 from smc.local_engine import ModelPair

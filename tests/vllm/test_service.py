@@ -20,7 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from services.client import Client
-from services.gateway.request_handler import ServiceStatus, WorkerGroupStatus
+from services.gateway.status import ServiceStatus, WorkerGroupStatus
 from services.protobuf import RETRY_TRAILER
 from smc import demo
 from smc.demo.problems import generate
