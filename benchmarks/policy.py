@@ -78,7 +78,8 @@ class VirtualClock:
         pending = self._rounds.round(plan)
         if kind.roles == BOTH_MODELS:
             self._before += kind.redrafted * latency.redraft_overhead
-            again = pending.result().redrafted if kind.redrafted else None
+            drafted = pending.result().draft if kind.redrafted else None
+            again = None if drafted is None else drafted.redrafted
             if again is not None and (again.count_A > 0).any():
                 self._before += kind.redrafted * latency.draft.at(kind.batch_size, 0)
             steps = kind.steps or block

@@ -45,12 +45,11 @@ from smc.executor.verify import VerifyStage
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
 from smc.round.plan import PlanBuffer, RoundKind, RoundPlan
-from smc.round.slot_state import InnerNodes, Lineage, RoundSelection, SequenceHandoff, SlotState
+from smc.round.slot_state import InnerNodes, RoundSelection, SequenceHandoff, SlotState
 from smc.round.tensors import (
     DraftedRows,
     DraftReport,
     GrownRows,
-    ObservedDraws,
     RedraftReport,
     RoundResult,
     VerifyInputs,
@@ -67,13 +66,17 @@ roots are not observed."""
 class RoundReports:
     """What the host learns of a round from all models that took part."""
 
-    result: RoundResult[np.ndarray]
-    lineage: dict[ModelRole, Lineage[np.ndarray]]
-    """Changes of pages, by model."""
-    observed: ObservedDraws[np.ndarray] | None = None
-    """None: the draft took no part."""
-    redrafted: RedraftReport[np.ndarray] | None = None
-    """What was drafted again before the round. None: nothing can have been."""
+    by_model: dict[ModelRole, RoundResult[np.ndarray] | DraftReport[np.ndarray]]
+
+    @property
+    def result(self) -> RoundResult[np.ndarray]:
+        """The report of the target, or of the model that decodes alone."""
+        return next(report for report in self.by_model.values() if isinstance(report, RoundResult))
+
+    @property
+    def draft(self) -> DraftReport[np.ndarray] | None:
+        """The draft's report about a round of both models; None: it was a round of one."""
+        return next((report for report in self.by_model.values() if isinstance(report, DraftReport)), None)
 
 
 class RoundExecutor(Protocol):
@@ -542,13 +545,7 @@ class RequestedRound:
     def result(self) -> RoundReports:
         """Wait for the round and return its outcome."""
         # Each result takes the time at which its own wait ends, from which `spans` counts back.
-        values = {role: reading.result() for role, reading in self.readings.items()}
-        result = next(value for value in values.values() if isinstance(value, RoundResult))
-        report = next((value for value in values.values() if isinstance(value, DraftReport)), None)
-        lineage = {role: value.lineage for role, value in values.items()}
-        if report is None:
-            return RoundReports(result, lineage)
-        return RoundReports(result, lineage, report.observed, report.redrafted)
+        return RoundReports({role: reading.result() for role, reading in self.readings.items()})
 
     def failures(self) -> Mapping[int, str]:
         """See `Pending.failures`."""

@@ -247,7 +247,7 @@ class RoundScheduler:
         self.last = step.pending
 
     def _record(self, step: InFlightStep, outcome: RoundReports, current_G: np.ndarray) -> None:
-        launched, result, slots = step.population, outcome.result, self.slots
+        launched, result, drafted, slots = step.population, outcome.result, outcome.draft, self.slots
         groups = [step.groups[g] for g in current_G]
         population, index_A = launched, np.arange(len(launched.slot_A))
         if len(current_G) < len(launched.groups):
@@ -255,7 +255,8 @@ class RoundScheduler:
             population = launched.take(current_G)
         source_A = launched.slot_A[result.selection.particles.ancestor_A[index_A]]
         pages = [each.pages for each in groups]
-        redrafted_A = self._redraft(outcome.redrafted, launched, population, index_A, pages)
+        again = None if drafted is None else drafted.redrafted
+        redrafted_A = self._redraft(again, launched, population, index_A, pages)
         self._count_work(population, step.size, redrafted_A)
         confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
         restarts_G = population.largest(slots.unscored(population.slot_A)) == 0
@@ -270,8 +271,8 @@ class RoundScheduler:
         again_G = redrafted_A[population.first_G]
         depths = [step.size.redrafted + 1 if again else each.depth for each, again in zip(groups, again_G.tolist())]
         self._count(population, depths, step.size.branches, result, current_G, more_G, (restarts_G, again_G))
-        if outcome.observed is not None:
-            observed = map_tensors(lambda values_A: values_A[index_A], outcome.observed)
+        if drafted is not None:
+            observed = map_tensors(lambda values_A: values_A[index_A], drafted.observed)
             self._observe_draws(population, observed, [each.exponent for each in groups])
         self._drop_slots(population, [each.is_resized for each in groups], result, index_A)
 
@@ -319,8 +320,8 @@ class RoundScheduler:
         pages: list[RoundPages],
     ) -> None:
         """Let particles and unconditional rows continue their ancestors' pages; free pages without descendants."""
-        for role, whole in outcome.lineage.items():
-            allocator = self.memory.allocators[role]
+        for role, report in outcome.by_model.items():
+            allocator, whole = self.memory.allocators[role], report.lineage
             lineage = Lineage(whole.path_AB[index_A], whole.kept_A[index_A], whole.dropped_A[index_A])
             given_B = np.concatenate([given[Stream(role)] for given in pages])
             self.slots.descend(role, allocator, population.slot_A, source_A, lineage, given_B)
