@@ -41,6 +41,8 @@ class Processors(IntFlag):
 
 
 NO_PROCESSORS = Processors(0)
+TRUNCATIONS = (NO_PROCESSORS, *Processors.TRUNCATION, Processors.TRUNCATION)
+"""Truncations of `DistributionSpec.canonical`: none, one of them, or more."""
 
 
 class DistributionSpec(NamedTuple, Generic[Array]):

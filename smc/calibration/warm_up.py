@@ -18,7 +18,7 @@ from smc.api.engine_config import PATHS, EngineConfig
 from smc.api.limits import MAX_PARTICLES
 from smc.api.request import Output, Request
 from smc.api.sampling_params import Method, SamplingParams
-from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
+from smc.distributions import NO_PROCESSORS, TRUNCATIONS, DistributionSpec, Processors
 from smc.executor.messages import Pending
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 REPEATS = 2
 """Dummy rounds of each kind: the first compiles its kernels, the second is captured."""
-PROCESSORS = (NO_PROCESSORS, Processors.TOP_K, Processors.TOP_P, Processors.MIN_P, Processors.TRUNCATION)
-"""Truncations of token distributions; `DistributionSpec.canonical` produces no others."""
 TRUNCATED_SIZES = {BOTH_MODELS: (8,), Decoding.TARGET.roles: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
@@ -96,7 +94,7 @@ def warm_up_plans(
     config: EngineConfig,
     context: int,
     wanted: Sequence[frozenset[Decoding]] = DECODINGS,
-    truncated: Sequence[Processors] = PROCESSORS,
+    truncated: Sequence[Processors] = TRUNCATIONS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
     """Yield plans of dummy rounds, to be launched in this order: for all rounds to which default settings lead, or for
     fewer."""
