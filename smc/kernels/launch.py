@@ -27,9 +27,23 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.jit import JITFunction
+from triton.runtime import jit
+from triton.runtime.jit import DependenciesFinder, JITFunction
 
 from smc.api.limits import MAX_PARTICLES
+
+
+class _CalleesFirst(DependenciesFinder):
+    """Finds what a kernel's name in Triton's cache on disk depends on: its source, that of functions that it calls, and
+    their constants. Triton forgets the constants of functions that it has not met before, so a name would depend on
+    which kernels a process has launched, and another process would compile the kernel again."""
+
+    def _update_hash(self, func: Any) -> None:
+        _ = func.cache_key
+        super()._update_hash(func)
+
+
+jit.DependenciesFinder = _CalleesFirst
 
 PDL_CAPABILITY = (9, 0)
 """The first compute capability with programmatic dependent launch."""
