@@ -20,6 +20,7 @@ from services.workers import memory
 from services.workers.rank import Rank, Reconnection, TensorParallel, follow, lead
 from services.workers.spec import RankSpec
 from smc.api.limits import AUTO_DTYPE
+from smc.calibration.compile_ahead import compile_ahead, watch_compiler
 from smc.constraints import Compiler
 from smc.draft_dtype import draft_dtype
 from smc.executor.graph_runner import StageRunner
@@ -218,6 +219,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
             store.set(spec.rendezvous.name(f"{role}/numerics"), ops_for(device).numerics(worker))
     # In a thread of its own: otherwise the first constrained request, and the rest of its batch, would wait for it.
     threading.Thread(target=Compiler.of(token_bytes).warm, name="vocabulary", daemon=True).start()
+    _compile_ahead(spec, workers, store)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     ends = leader_ends(spec.rendezvous, store, spec.name, host, spec.between) if leads else None
@@ -231,7 +233,8 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
             executor, channel = _one_model(spec, workers, group, ends)
     if channel is not None and ends is not None:
         reconnect = _reconnection(spec, channel, ends, store)
-    rank = Rank(workers, executor, spec.rendezvous.incarnation, spec.timeout, enough, reconnect)
+    report = watch_compiler(device)
+    rank = Rank(workers, executor, spec.rendezvous.incarnation, spec.timeout, enough, reconnect, report)
     try:
         if ends is not None:
             lead(rank, ends.coordinator, group.spread if group else None)
@@ -246,6 +249,19 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
             channel.close()
         if ends is not None:
             ends.close()
+
+
+def _compile_ahead(spec: RankSpec, workers: dict[ModelRole, ModelWorker], store: GroupStore) -> None:
+    """Compile the kernels that the ranks of these models need. The leader does so, and the others wait: their kernels
+    are the same."""
+    if spec.device != "cuda":
+        return
+    name = spec.rendezvous.name(f"{spec.name}/compiled")
+    if spec.leads:
+        compile_ahead(spec.engine, spec.context, workers)
+        store.set(name, "")
+    else:
+        store.get(name)
 
 
 def _one_model(

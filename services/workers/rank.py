@@ -303,13 +303,15 @@ class Rank:
         timeout: float,
         enough: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         reconnect: Reconnection | None = None,
+        when_idle: Callable[[], None] = lambda: None,
     ) -> None:
         """`executor`: runs the workers' part of rounds. `timeout`: seconds to wait for a command. `enough`: in this
-        context commands are executed; it explains a lack of memory. `reconnect`: given to leaders that have a peer."""
+        context commands are executed; it explains a lack of memory. `reconnect`: given to leaders that have a peer.
+        `when_idle`: called at every ping."""
         self.workers, self.executor, self.incarnation, self.timeout = workers, executor, incarnation, timeout
         self._enough = enough
         self.device = next(iter(workers.values())).device
-        self._reconnect_to = reconnect
+        self._reconnect_to, self._when_idle = reconnect, when_idle
         self._compiling = ThreadPoolExecutor(1, "compile")
         self._compiled = 0
 
@@ -345,6 +347,7 @@ class Rank:
             case Reconnect():
                 return self._at_once(request.sequence, begin, self._reconnect(command))
             case Ping():
+                self._when_idle()
                 return self._at_once(request.sequence, begin, Pong())
             case _:
                 raise AssertionError(f"a worker cannot carry out {command}")

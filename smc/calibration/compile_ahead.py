@@ -1,0 +1,161 @@
+"""Compiles the kernels of the warm-up before it runs, on all cores: one after another, as each is first launched, they
+take minutes. Dry runs of rounds of all kinds name the kernels. What they miss is compiled at its first launch.
+
+Local axes: P chains, U unconditional rows."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from smc.api.engine_config import EngineConfig
+from smc.calibration.warm_up import DECODINGS, REPEATS, padding_plan, warm_up_plans
+from smc.distributions import NO_PROCESSORS, Processors
+from smc.executor.logit_changes import WIDTHS
+from smc.executor.worker import ModelWorker
+from smc.round.plan import Contexts, RoundPlan, UnconditionalRows
+from smc.scheduler.methods import RULES_OF_ROUNDS
+from smc.types import OF_BOTH_MODELS, Decoding, ModelRole
+
+if TYPE_CHECKING:
+    from smc.executor.dry_run import DryOps
+    from smc.kernels.compile_jobs import CompileJob, CompilePool
+
+logger = logging.getLogger(__name__)
+ALL_DECODINGS = (*DECODINGS, *(frozenset({one}) for one in Decoding if {one} not in DECODINGS), OF_BOTH_MODELS)
+
+
+def watch_compiler(device: torch.device) -> Callable[[], None]:
+    """Count the kernels that this process itself compiles from now on. Returns a function that logs them, if there are
+    any since its last call."""
+    if device.type != "cuda":
+        return lambda: None
+    from smc.kernels.compile_jobs import CompilerWatch  # needs triton
+
+    return CompilerWatch().report
+
+
+def compile_ahead(config: EngineConfig, context: int, workers: Mapping[ModelRole, ModelWorker]) -> None:
+    """Compile what a warm-up of these workers' engine launches, on a GPU; nothing elsewhere. Call it before the
+    workers take part in rounds. If anything goes wrong, kernels are compiled at their first launch."""
+    worker = next(iter(workers.values()))
+    if worker.device.type != "cuda":
+        return
+    begin = time.monotonic()
+    try:
+        from smc.executor.dry_run import DryOps
+        from smc.kernels.compile_jobs import CompilePool, possible_processes
+
+        pool = CompilePool(possible_processes())
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                plans = plans_of_all_kinds(config, context, worker.vocab_size, workers)
+                found = submit_kernels(plans, config, workers, pool, DryOps())
+            searched = time.monotonic() - begin
+        finally:
+            done = pool.wait()
+            gc.collect()
+            torch.cuda.empty_cache()
+    except Exception as error:  # whatever it is, an engine can start without this
+        logger.warning(
+            "kernels are compiled at their first launch, since they could not be compiled before: %s: %s",
+            type(error).__name__, error,
+        )  # fmt: skip
+        return
+    if not done.kernels + done.failed:
+        logger.info("%d kernels are in the cache (%.1f s)", found, searched)
+        return
+    logger.info(
+        "compiled %d of %d kernels in %.1f s, of which dry runs took %.1f s, by %d processes: each kernel took %.2f s",
+        done.kernels, found, time.monotonic() - begin, searched, done.processes, done.seconds / max(1, done.kernels),
+    )  # fmt: skip
+    if done.failed:
+        logger.warning("%d kernels are left to their first launch: %s", done.failed, done.error)
+
+
+def submit_kernels(
+    plans: Sequence[RoundPlan[np.ndarray]],
+    config: EngineConfig,
+    workers: Mapping[ModelRole, ModelWorker],
+    pool: CompilePool,
+    ops: DryOps,
+) -> int:
+    """Submit all kernels of these rounds that the cache lacks to the pool, and return how many it has and lacks. If the
+    kernels of the first and the last round are in the cache, so are those of the other rounds: a warm-up has run."""
+    from smc.executor.dry_run import dry_executor
+    from smc.kernels.compile_jobs import recorded
+
+    found = missing = 0
+
+    def need(job: CompileJob) -> None:
+        nonlocal found, missing
+        found += 1
+        if not job.is_cached():
+            missing += 1
+            pool.submit(job)
+
+    with recorded(need), dry_executor(config, workers, ops) as executor:
+        for number, plan in enumerate((plans[0], plans[-1], *plans[1:-1])):
+            if number == 2 and not missing:
+                break
+            executor.round(plan)
+    return found
+
+
+def plans_of_all_kinds(
+    config: EngineConfig, context: int, vocab: int, roles: Sequence[ModelRole] | Mapping[ModelRole, ModelWorker]
+) -> list[RoundPlan[np.ndarray]]:
+    """Return plans of rounds in which these models take part: of the usual kinds, then of rarer ones."""
+    plans = [*list(warm_up_plans(config, context))[::REPEATS], *rare_plans(config, vocab)]
+    return [plan for plan in plans if set(plan.kind.roles) & set(roles)]
+
+
+def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarray]]:
+    """Yield plans of rounds of a single row that have what requests of the kinds in
+    `smc.calibration.warm_up.rare_requests` have: kernels of other sizes are those of usual rounds."""
+    for decodings in ALL_DECODINGS:
+        roles, chains = next(iter(decodings)).roles, min(1, config.chains(vocab))
+        if Decoding.REJECTION in decodings and not chains:
+            continue
+        shape = RULES_OF_ROUNDS[roles].shape(config)
+        for processors, biased, is_guided in product(
+            (NO_PROCESSORS, Processors.TRUNCATION), (0, WIDTHS[0]), (False, True)
+        ):
+            plan = padding_plan(decodings, shape, 1, config.max_slots, Contexts.SHORT, processors=processors)
+            arrays = plan.arrays
+            if Decoding.REJECTION in decodings:
+                first_P = np.zeros(chains, dtype=np.int64)
+                arrays = arrays._replace(chain_P=first_P, distribution_P=first_P, size_G=arrays.size_G + 1)
+            unconditional = None
+            if is_guided and ModelRole.TARGET in roles:
+                unconditional = _unconditional(plan, shape.target or shape.begin + shape.branch)
+            kind = replace(plan.kind, biased=biased)
+            yield replace(plan, kind=kind, arrays=arrays, target_unconditional=unconditional).sized()
+
+
+def _unconditional(plan: RoundPlan[np.ndarray], pages: int) -> UnconditionalRows[np.ndarray]:
+    """Return an unconditional row for each batch index of a plan of padding. `pages`: of each of these rows."""
+    arrays = plan.arrays
+    zero_U, whole_U = np.zeros_like(arrays.slot_A), np.zeros_like(arrays.first_G)
+    return UnconditionalRows(
+        scale_A=np.ones_like(arrays.exponent_A),
+        of_A=zero_U,
+        index_U=zero_U,
+        slot_U=arrays.slot_A,
+        shift_U=zero_U,
+        group_U=arrays.group_A,
+        first_U=whole_U,
+        size_U=whole_U,
+        shared_U=whole_U,
+        pages_UB=np.zeros((len(zero_U), pages), dtype=np.int32),
+    )

@@ -1,0 +1,170 @@
+"""A round that launches everything and runs nothing: its stages are captured as CUDA graphs, which are thrown away. So
+values do not matter, and memory does not change. What a dry run needs of kernels is known before any is compiled
+(`smc.kernels.compile_jobs.recorded`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smc.api.engine_config import EngineConfig
+from smc.executor.forward import Reader, StaticForward
+from smc.executor.graph_runner import NO_GARBAGE, GraphRunner, StageRunner
+from smc.executor.invariant_forward import InvariantForward, is_invariant
+from smc.executor.round_executor import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
+from smc.executor.triton_forward import TritonForward
+from smc.executor.triton_ops import TritonOps
+from smc.executor.whole_pass import POSITIONS, PassKind, rows_at
+from smc.executor.worker import ModelWorker
+from smc.kernels.megakernel import MOST_TOKENS, obstacle, tiles_of
+from smc.model.decoder import Decoder
+from smc.round.tensors import Rows
+from smc.types import ModelRole
+
+
+class DryRunner(GraphRunner):
+    """Captures every stage, each time, and keeps nothing."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        super().__init__(device, stream)
+        self._first: torch.cuda.CUDAGraph | None = None
+        """The first graph stays, because the memory pool of captures ends with the last graph that uses it."""
+
+    def beside(self) -> DryRunner:
+        return DryRunner(self.device, self.stream)
+
+    def run(self, key: Hashable, name: str, stage: Callable[[], Any]) -> Any:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with NO_GARBAGE:
+            self._first = self._first or graph
+            # Libraries may allocate memory when they are first used: other captures forbid that.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                return stage()
+            finally:
+                graph.capture_end()
+
+    def run_if(
+        self, wanted_1: Tensor, key: Hashable, name: str, stage: Callable[[], tuple[()]], *, host_waits: bool
+    ) -> None:
+        self.run(key, name, stage)
+
+    def keep(self, key: Hashable, name: str, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def copy_of(self, key: Hashable, name: str, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=self.device)
+
+    def read(self, *_: Any) -> Any:
+        """Read nothing."""
+
+
+class DryChannel:
+    """A channel to a model in another process, which takes no part in a dry run."""
+
+    host_waits = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def send(self, name: str, tensor: Tensor) -> None: ...
+
+    def receive(
+        self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device) if into is None else into
+
+    def share(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def settle(self) -> None: ...
+
+
+class DryDraftForward(TritonForward):
+    """A draft's passes in many launches, and those that `WholePassForward` times."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(reader)
+        self._is_timed = obstacle(self.model, self.pool, reader.width) is None
+        self._timed: set[PassKind] = set()
+
+    def __call__(self, tokens_T: Tensor, rows: Rows) -> Tensor:
+        if self._is_timed and len(tokens_T) <= MOST_TOKENS:
+            self._time(PassKind(tiles_of(len(tokens_T)), rows.queries, rows.contexts), tokens_T, rows)
+        return super().__call__(tokens_T, rows)
+
+    def _time(self, kind: PassKind, tokens_T: Tensor, like: Rows) -> None:
+        if kind not in self._timed:
+            self._timed.add(kind)
+            start = max(0, min(POSITIONS[kind.contexts], self._longest - kind.queries))
+            super().__call__(tokens_T, rows_at(start, like, pages=self.pool.keys.shape[1] - 1))
+
+
+class DryOps(TritonOps):
+    """The operations of a dry run: those of a GPU."""
+
+    def __init__(self, runner: Callable[[torch.device], StageRunner] = DryRunner) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def stage_runner(self, device: torch.device) -> StageRunner:
+        return self._runner(device)
+
+    def forward(self, reader: Reader) -> StaticForward:
+        if is_invariant(reader):
+            return InvariantForward(reader)
+        return DryDraftForward(reader) if reader.name is ModelRole.DRAFT else TritonForward(reader)
+
+
+class _NoSum:
+    """A `smc.model.parallel.Reduce` without other ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, part_TE: Tensor) -> Tensor:
+        return part_TE
+
+    def room(self, tokens: int, features: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tokens, features, dtype=dtype, device=self._device)
+
+
+@contextlib.contextmanager
+def dry_executor(
+    config: EngineConfig, workers: Mapping[ModelRole, ModelWorker], ops: DryOps
+) -> Iterator[LocalRoundExecutor | OneModelExecutor]:
+    """In this context there is an executor of dry runs on the workers of this process. It has memory of its own for the
+    state of slots. Other ranks take no part."""
+    before = [(worker, worker.stages, worker.ops) for worker in workers.values()]
+    with contextlib.ExitStack() as stack:
+        for worker in workers.values():
+            stack.enter_context(_without_sums(worker.model, worker.device))
+        try:
+            if len(workers) > 1:
+                yield LocalRoundExecutor(config, workers, ops)
+            else:
+                ((role, worker),) = workers.items()
+                runner = DraftRunner if role is ModelRole.DRAFT else TargetRunner
+                stages = ops.stage_runner(worker.device)
+                yield OneModelExecutor(runner(config, worker, ops, stages, DryChannel(worker.device)))
+        finally:
+            for worker, stages, own_ops in before:
+                worker.stages, worker.ops = stages, own_ops
+
+
+@contextlib.contextmanager
+def _without_sums(model: Decoder, device: torch.device) -> Iterator[None]:
+    """In this context the model does not wait for other ranks that hold parts of it."""
+    modules: Iterable[Any] = model.modules()
+    before = [(module, module.reduce) for module in modules if getattr(module, "reduce", None) is not None]
+    try:
+        for module, _ in before:
+            module.reduce = _NoSum(device)
+        yield
+    finally:
+        for module, reduce in before:
+            module.reduce = reduce
