@@ -79,13 +79,13 @@ def prune_tree(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> Gr
     for of_launch in [phases] if programs == 1 else [[phase] for phase in phases]:
         alone = of_launch[0] in (GAINS.value, PATHS.value)
         _prune_tree[(len(arrays.first_G), 1 if alone else programs)](
-            arrays, steps, scratch, leaf_X, is_there_X, rows, FROM=of_launch[0], UPTO=of_launch[-1] + 1,
-            K=len(steps), F=branches, AHEAD=lookahead, BLOCK=block, num_warps=8,
+            arrays, steps, scratch, leaf_X, is_there_X, rows, branches, FROM=of_launch[0], UPTO=of_launch[-1] + 1,
+            K=len(steps), AHEAD=lookahead, BLOCK=block, num_warps=8,
         )  # fmt: skip
     out = TokenTree.allocate(room, rows, tokens, pages)
     _take_rows[(triton.cdiv(rows, ROWS),)](
-        arrays, steps, leaf_X, is_there_X, out, rows, tokens, pages,
-        K=len(steps), F=branches, BLOCK=ROWS, BLOCK_T=triton.next_power_of_2(tokens),
+        arrays, steps, leaf_X, is_there_X, out, rows, tokens, pages, branches,
+        K=len(steps), BLOCK=ROWS, BLOCK_T=triton.next_power_of_2(tokens),
         BLOCK_B=triton.next_power_of_2(max(pages, 1)), num_warps=1,
     )  # fmt: skip
     return grown._replace(tree=out, leaf_X=leaf_X)
@@ -110,12 +110,13 @@ def _node_of_all(tile, i, first, size, rows, total):
 
 @one_variant()
 def _prune_tree(
-    plan, steps, scratch, leaf_X, is_there_X, rows, FROM: tl.constexpr, UPTO: tl.constexpr,
-    K: tl.constexpr, F: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    plan, steps, scratch, leaf_X, is_there_X, rows, branches, FROM: tl.constexpr, UPTO: tl.constexpr,
+    K: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Run the phases from FROM up to UPTO, exclusive. Gains and paths have one program a group."""
     group = tl.program_id(0)
-    first, size = tl.load(plan.first_G + group).to(tl.int32) * F, tl.load(plan.size_G + group).to(tl.int32) * F
+    first, size = tl.load(plan.first_G + group).to(tl.int32), tl.load(plan.size_G + group).to(tl.int32)
+    first, size = first * branches, size * branches
     if tl.load(plan.decoding_G + group) != WALK:
         return
     if (FROM <= GAINS) & (UPTO > GAINS):
@@ -377,12 +378,12 @@ def _before(worth_Z, m_Z, of_Z, worth_Y, m_Y, of_Y):
 
 @one_variant()
 def _take_rows(
-    plan, steps, leaf_X, is_there_X, out, rows, tokens, pages,
-    K: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
+    plan, steps, leaf_X, is_there_X, out, rows, tokens, pages, branches,
+    K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = x < rows
-    group = tl.load(plan.group_A + x // F, mask=inside, other=0)
+    group = tl.load(plan.group_A + x // branches, mask=inside, other=0)
     chosen = inside & (tl.load(plan.decoding_G + group, mask=inside, other=0) == WALK)
     chosen = chosen & (tl.load(plan.size_G + group, mask=inside, other=0) > 0)
     leaf = tl.load(leaf_X + x, mask=chosen, other=0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from smc.algorithm.expansion import LEAD_GAIN, CandidateTokens
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
+from smc.kernels import draft_tree
 from smc.reference import heaviest_paths
 from smc.round.plan import RoundPlan
 from smc.round.tensors import DraftStep, GrownRows
@@ -175,3 +178,35 @@ def tree_paths(grown: GrownRows, begin: int, end: int, lookahead: bool):
             gains[node] += LEAD_GAIN * (x == begin)
             paths[node] = (*before, node)
     return gains, paths
+
+
+def test_fewer_branches_need_no_kernels_of_their_own(monkeypatch):
+    """Rounds that draft few tokens on few branches are not warmed up: they use what is compiled for all branches."""
+    launched: list[tuple[str, dict[str, object]]] = []
+    for name in ("_prune_tree", "_take_rows"):
+        monkeypatch.setattr(draft_tree, name, Launches(getattr(draft_tree, name), launched))
+    constants, branches = defaultdict(list), defaultdict(set)
+    for seed in range(16):
+        made = DraftRound(seed, BEST, True, DEVICE, largest=2)
+        launched.clear()
+        TritonOps().prune_tree(made.plan, grown_tree(made), True)
+        alike = made.k, len(launched)
+        constants[alike].append(list(launched))
+        branches[alike].add(made.f)
+    assert all(each == of_size[0] for of_size in constants.values() for each in of_size)
+    assert any(len(numbers) > 1 for numbers in branches.values()), "no rounds differ in their branches only"
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Runs a kernel, and notes the constants by which its variants differ."""
+
+    kernel: Any
+    launched: list[tuple[str, dict[str, object]]]
+
+    def __getitem__(self, programs: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: object, **named: object) -> None:
+            self.launched.append((self.kernel.__name__, named))
+            self.kernel[programs](*arguments, **named)
+
+        return launch
