@@ -67,6 +67,9 @@ PRIOR_REQUEST = 1.0
 UNTRIED = 0.1
 """Share of a round by which a depth that the round did not reach is forgotten. If little is drafted, deep tokens are
 rarely tried: their miss rates are then remembered for many rounds, but not for ever."""
+RANKED = 0.1
+"""Share of a round by which earlier ranks are forgotten with each draw. Draws that are none of the draft's first tokens
+are rare, one in a hundred with a good draft: few rounds say little about the gain."""
 FORGOTTEN = 1e-3
 """Count below which it is dropped."""
 
@@ -345,8 +348,9 @@ class Acceptance:
 
     def count_rank(self, rank: float) -> None:
         """Count a draw of the target. `rank`: number of tokens that the draft ranked above it."""
-        self._missed_first = self.memory * self._missed_first + (rank >= 1)
-        self._missed_wide = self.memory * self._missed_wide + (rank >= WIDE_TOKENS)
+        kept = self.memory**RANKED
+        self._missed_first = kept * self._missed_first + (rank >= 1)
+        self._missed_wide = kept * self._missed_wide + (rank >= WIDE_TOKENS)
 
     def gain(self) -> float:
         """Return the gain: trees of N rows miss N^gain times less often than one row."""
