@@ -304,9 +304,8 @@ class EngineConfig:
     @property
     def branch_levels(self) -> tuple[int, ...]:
         """Values of F from which the latency model chooses for rounds of exact decoding, largest first: all branches,
-        smaller powers of four, and one."""
-        fewer = (4**power for power in range(3) if 4**power < self.branches)
-        return (self.branches, *sorted(fewer, reverse=True))
+        and smaller powers of two."""
+        return (self.branches, *(1 << power for power in reversed(range((self.branches - 1).bit_length()))))
 
     @property
     def block_levels(self) -> tuple[int, ...]:

@@ -36,8 +36,8 @@ TRUNCATED_SIZES = {BOTH_MODELS: (8,), Decoding.TARGET.roles: (1, 8)}
 round."""
 
 SHALLOW_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sizes of dummy rounds that draft fewer tokens than a block has, or run common tokens once. Capturing another size
-later costs one round."""
+"""Sizes of dummy rounds that draft fewer tokens than a block has, or fewer branches, or run common tokens once.
+Capturing another size later costs one round."""
 DECODINGS = (
     frozenset({Decoding.WALK}),
     frozenset({Decoding.DISTINCT}),
@@ -101,10 +101,12 @@ def warm_up_plans(
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for decodings, contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
-        for (shape, steps, share, again), batch_size, processors in product(
-            _shapes(config, decodings), sizes, truncated
-        ):
+        shapes = _shapes(config, decodings)
+        whole, *_ = shapes[0]
+        for (shape, steps, share, again), batch_size, processors in product(shapes, sizes, truncated):
             if (steps or share or (again and not config.redrafted)) and (processors or batch_size not in SHALLOW_SIZES):
+                continue
+            if shape.branches < whole.branches and not processors and batch_size not in SHALLOW_SIZES:
                 continue
             if share and (batch_size == 1 or (steps and batch_size not in few)):
                 # A single row has nothing in common with others. Fewer tokens in one size compile all kernels.

@@ -3,6 +3,7 @@ change no state that matters."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import product
 
@@ -11,6 +12,7 @@ import pytest
 from smc.api.engine_config import NODES, PATHS, EngineConfig
 from smc.arrays import map_tensors
 from smc.calibration.warm_up import REPEATS, warm_up_plans
+from smc.distributions import Processors
 from smc.executor.graph_runner import MOST_KEYS
 from smc.local_engine import local_engine
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
@@ -104,6 +106,21 @@ def test_rounds_with_nodes_are_warmed_up_where_the_target_runs_nodes(config):
     )
     assert paths == {kind for kind in nodes if not kind.nodes}
     assert {kind.steps for kind in nodes - paths} == {None, *config.block_levels[1:]}
+
+
+def test_fewer_branches_are_warmed_up_at_few_sizes():
+    """Their kernels are compiled, also for truncated distributions; other sizes are captured when they are needed."""
+    config, sizes = EngineConfig(block=5, branches=8, max_slots=24), defaultdict(set)
+    for plan in warm_up_plans(config, 512):
+        kind = plan.kind
+        if kind.decodings == {Decoding.WALK} and kind.steps is None and not kind.nodes and not kind.redrafted:
+            sizes[kind.branches, bool(kind.draft_processors & Processors.TRUNCATION)].add(kind.batch_size)
+    whole = {*range(1, 9), 10, 12, 14, 16, 20, 24}
+    assert sizes == {
+        (branches, truncated): {8} if truncated else whole if branches == 8 else {1, 2, 4, 8, 16}
+        for branches in (8, 4, 2, 1)
+        for truncated in (False, True)
+    }
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=["look-ahead", "lockstep"])
