@@ -20,7 +20,7 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
   redraft if the plan says so: where a block has one token, after a miss or at the start, a tree from this token; its
           rows become the particles
           -> `DraftedRows`, sent to the target before its pass, and `RedraftReport`
-          `draft_tree.begin_redraft`, `DraftStage.redraft`, `VerifyStage.redrafted`
+          `redraft.begin_redraft`, `DraftStage.redraft`, `VerifyStage.redrafted`
   draft   `draft`: `DraftStage.draft`
           1. run the last token of each particle, and rank outcomes by coupled drafting -> `CandidateTokens`
           `begin_draft`, `draft_tree.with_inner_nodes`

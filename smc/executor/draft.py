@@ -22,19 +22,11 @@ from smc.algorithm.resampling import Spans
 from smc.arrays import PackedFields
 from smc.distributions import DistributionSpec
 from smc.executor.chains import DraftedChains, assign_chains
-from smc.executor.draft_tree import (
-    RedraftStart,
-    known_step,
-    limit_outcomes,
-    plan_again,
-    prune_tree,
-    selected_again,
-    store_inner_nodes,
-    with_inner_nodes,
-)
+from smc.executor.draft_tree import limit_outcomes, prune_tree, store_inner_nodes, with_inner_nodes
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import add_biases
 from smc.executor.masks import apply_mask
+from smc.executor.redraft import RedraftStart, known_step, plan_again, selected_again
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose, RoundKeys
 from smc.round.plan import RoundPlan

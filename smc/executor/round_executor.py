@@ -32,13 +32,13 @@ from smc.distributions import DistributionSpec
 from smc.executor.chains import DraftedChains
 from smc.executor.channel import Channel, LocalChannel, Share
 from smc.executor.draft import DraftStage
-from smc.executor.draft_tree import begin_redraft, report_of
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner, TimeSpans
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import LogitBiases, PageTokens
 from smc.executor.masks import TokenMasks
 from smc.executor.messages import Pending
 from smc.executor.ops import RoundOps
+from smc.executor.redraft import begin_redraft, report_of
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import SelectStage
 from smc.executor.verify import VerifyStage

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from smc.arrays import to_device
 from smc.executor.chains import VerifiedChains, verify_chains
-from smc.executor.draft_tree import selected_again, with_slots_of
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import add_biases
 from smc.executor.masks import apply_mask, given_constraint
+from smc.executor.redraft import selected_again, with_slots_of
 from smc.executor.sampling import Sampling
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
 from smc.round.plan import RoundPlan

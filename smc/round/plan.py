@@ -120,7 +120,7 @@ class RoundKind:
     raw_logprobs: bool = False
     """The target also reports log-probabilities under the softmax of its own logits."""
     redrafted: int = 0
-    """R: tokens that the draft first drafts for groups whose last round was a miss (`smc.executor.draft_tree`)."""
+    """R: tokens that the draft first drafts for groups whose last round was a miss (`smc.executor.redraft`)."""
     batch_size: int = 0
     """A."""
     branches: int = 0

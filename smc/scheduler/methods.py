@@ -100,7 +100,7 @@ class DecodingRules(ABC):
     coupled = False
     """Whether drafted rows are coupled to the target's draws (`smc.algorithm.coupling`)."""
     redrafts = False
-    """Whether the draft may draft again after a miss (`smc.executor.draft_tree`)."""
+    """Whether the draft may draft again after a miss (`smc.executor.redraft`)."""
     needs_every_mask = True
     """Whether the draft, for a constrained request, must propose allowed tokens at every step."""
     resizable = False

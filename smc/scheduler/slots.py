@@ -47,7 +47,7 @@ class Stream(NamedTuple):
     role: ModelRole
     unconditional: bool = False
     redrafted: bool = False
-    """The row's tokens that are drafted again after a miss (`smc.executor.draft_tree`)."""
+    """The row's tokens that are drafted again after a miss (`smc.executor.redraft`)."""
 
 
 REDRAFTED = Stream(ModelRole.DRAFT, redrafted=True)

@@ -14,7 +14,7 @@ In look-ahead there are two kinds of rounds. One verifies a block, as above. Unl
 the next one verifies a single token, which is known: it *restarts*. The outcome has a miss rate of its own after a
 restart, after a whole block, and after a part of one. All of them fall with N and with F (`Falls`), and the outcomes of
 all depths of a block share the rows ahead: those of longer blocks are missed more often. If the draft drafts
-again instead (`smc.executor.draft_tree`), a block follows with miss rates of its own, which fall as in lockstep.
+again instead (`smc.executor.redraft`), a block follows with miss rates of its own, which fall as in lockstep.
 
 Local axes: Z things that may be missed, U widths of trees, Y pairs of a number of rows and a number of branches, P
 numbers of tokens that are drafted again. K are depths of a tree."""

@@ -1,4 +1,4 @@
-"""Drafting again after a miss (`smc.executor.draft_tree`): rounds confirm more tokens, answers and other requests of
+"""Drafting again after a miss (`smc.executor.redraft`): rounds confirm more tokens, answers and other requests of
 the round stay the same, and pages hold what they should."""
 
 from __future__ import annotations
