@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from smc.arrays import Room, map_tensors, to_device
@@ -63,28 +64,30 @@ class DistributionSpec(NamedTuple, Generic[Array]):
     """Processors that at least one row uses; the others are skipped."""
 
     @staticmethod
-    def of(
-        temperature_R: np.ndarray, top_k_R: np.ndarray, top_p_R: np.ndarray, min_p_R: np.ndarray, alpha_R: np.ndarray
-    ) -> DistributionSpec[np.ndarray]:
-        """Build from arrays, noting which processors are in use."""
+    def of(**given: ArrayLike) -> DistributionSpec[np.ndarray]:
+        """Build from the values of some fields; the other fields are neutral. Notes which processors are in use."""
+        rows = len(np.asarray(next(iter(given.values()))))
+        neutral = {name: none_R.repeat(rows) for name, none_R in NEUTRAL.items() if name not in given}
+        arrays = {name: np.asarray(values_R, NEUTRAL[name].dtype) for name, values_R in given.items()}
+        spec: DistributionSpec[np.ndarray] = DistributionSpec(**neutral, **arrays, active=NO_PROCESSORS)
         used = {
-            Processors.GREEDY: (temperature_R == 0).any(),
-            Processors.TEMPERATURE: ((temperature_R != 1) & (temperature_R != 0)).any(),
-            Processors.TOP_K: top_k_R.any(),
-            Processors.TOP_P: (top_p_R < 1).any(),
-            Processors.MIN_P: min_p_R.any(),
-            Processors.ALPHA: (alpha_R != 1).any(),
+            Processors.GREEDY: (spec.temperature_R == 0).any(),
+            Processors.TEMPERATURE: ((spec.temperature_R != 1) & (spec.temperature_R != 0)).any(),
+            Processors.TOP_K: spec.top_k_R.any(),
+            Processors.TOP_P: (spec.top_p_R < 1).any(),
+            Processors.MIN_P: spec.min_p_R.any(),
+            Processors.ALPHA: (spec.alpha_R != 1).any(),
         }
-        active = Processors(sum(one for one, is_used in used.items() if is_used))
-        return DistributionSpec(temperature_R, top_k_R, top_p_R, min_p_R, alpha_R, active)
+        return spec._replace(active=Processors(sum(one for one, is_used in used.items() if is_used)))
 
     @staticmethod
     def of_settings(settings: Sequence[object], temperatures: Sequence[float]) -> DistributionSpec[np.ndarray]:
         """Build from the sampling settings of requests, which have the names of the fields. None: neutral."""
-        arrays = {"temperature_R": np.array(temperatures, PLAIN.temperature_R.dtype)}
-        for name, none_R in zip(PLAIN._fields[1:-1], PLAIN[1:-1]):
-            values = [getattr(one, name.removesuffix("_R")) for one in settings]
-            arrays[name] = np.array([none_R[0] if value is None else value for value in values], none_R.dtype)
+        arrays: dict[str, ArrayLike] = {"temperature_R": temperatures}
+        for name, none_R in NEUTRAL.items():
+            if name not in arrays:
+                values = [getattr(one, name.removesuffix("_R")) for one in settings]
+                arrays[name] = [none_R[0] if value is None else value for value in values]
         return DistributionSpec.of(**arrays)
 
     @staticmethod
@@ -134,6 +137,8 @@ PLAIN: DistributionSpec[np.ndarray] = DistributionSpec(
     active=NO_PROCESSORS,
 )
 """The neutral value of every field, and its type."""
+NEUTRAL: dict[str, np.ndarray] = {name: none_R for name, none_R in PLAIN._asdict().items() if name != "active"}
+"""The same by name, without `active`."""
 
 
 class Distributions:

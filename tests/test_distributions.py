@@ -50,12 +50,7 @@ PROCESSORS = {
 
 
 def law_spec(*specs: Spec) -> DistributionSpec:
-    return DistributionSpec.of(
-        **{
-            f"{name}_R": np.array([getattr(s, name) for s in specs], dtype=np.int64 if name == "top_k" else np.float32)
-            for name in Spec.__dataclass_fields__
-        }
-    )
+    return DistributionSpec.of(**{f"{name}_R": [getattr(s, name) for s in specs] for name in Spec.__dataclass_fields__})
 
 
 def laws(*specs: Spec) -> Distributions:

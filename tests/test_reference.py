@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
@@ -45,8 +44,7 @@ SHARE = EngineConfig.defensive_share
 
 def models(pair: ModelPair, top_k: int = 0) -> tuple[Model, Model]:
     """The target's distribution and the proposal of SMC, or of exact decoding where `top_k` is 0."""
-    one = np.ones(1, np.float32)
-    law = Distributions(DistributionSpec.of(one, np.full(1, top_k), one, one * 0, one))
+    law = Distributions(DistributionSpec.of(top_k_R=[top_k]))
 
     @cache
     def target(tokens: Tokens) -> torch.Tensor:

@@ -55,11 +55,10 @@ def batch(parts: list[tuple[int, int, int]], draws: bool, top_logprobs: TopLogpr
 
 
 def first_draws(rows: int) -> Draws:
-    one, wide = np.ones(rows, dtype=np.float32), np.zeros(rows, dtype=np.int64)
+    wide = np.zeros(rows, dtype=np.int64)
     streams_RF = np.arange(3)[None].repeat(rows, 0)
-    law = DistributionSpec.of(one, wide, one, one * 0, one)
     return Draws(
-        law,
+        DistributionSpec.plain(rows),
         wide + 5,
         wide,
         streams_RF,

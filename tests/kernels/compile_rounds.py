@@ -234,7 +234,7 @@ def draft_stages(has_head: bool, dtype: torch.dtype, cut: bool) -> None:
     ids_M = torch.arange(vocab) * 2 if has_head else None
     coupling = Coupling(plan.arrays.exponent_A, plan.target_distribution.temperature_R, plan.arrays.seed_A, ids_M)
     kept_RV, one_R, long_R = torch.zeros(5, vocab), torch.ones(places), torch.zeros(places, dtype=torch.int64)
-    distribution = DistributionSpec(one_R, long_R + 35, one_R, one_R * 0, one_R, Processors.TEMPERATURE)
+    distribution = DistributionSpec.of(top_k_R=[35] * places).to(CPU)._replace(active=Processors.TEMPERATURE)
     if cut:
         distribution = distribution._replace(active=distribution.active | Processors.TOP_K)
     keys = DrawKeys(long_R, long_R, long_R[:, None], long_R, Purpose.PROPOSAL)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens
 from smc.arrays import map_tensors
-from smc.distributions import NO_PROCESSORS, DistributionSpec
+from smc.distributions import DistributionSpec
 from smc.round.plan import Contexts, RoundArrays, RoundKind, RoundPlan
 from smc.round.slot_state import SlotState
 from smc.round.tensors import DraftedRows, ScoreInputs, TargetOutputs, VerifyInputs, VerifyOutputs
@@ -78,12 +78,7 @@ class Round:
         padded = lambda values, fill=0: self.here(np.array([*values, *[fill] * (groups - len(self.sizes))], np.int32))  # noqa: E731
         group_A = np.repeat(np.arange(groups), [*self.sizes, self.padding][:groups])
         seed_G = rng.integers(0, 2**31, groups)
-        one_A = np.ones(self.places, np.float32)
-        law = DistributionSpec(
-            *(self.here(one_A), self.here(one_A * 0, torch.int64)),
-            *(self.here(one_A * v) for v in (1, 0, 1)),
-            NO_PROCESSORS,
-        )
+        law = DistributionSpec.plain(self.places).to(self.device)
         slot_A = np.concatenate((rng.permutation(self.slots)[: self.used], np.full(self.padding, self.slots)))
         kinds = rng.choice(sorted(self.kinds), len(self.sizes))
         chain_P = np.flatnonzero(

@@ -105,8 +105,10 @@ def record(modules: list[str]) -> None:
 def draws(dtype: torch.dtype) -> None:
     """Launch everything that an answer's tokens pass through after the target's logits, which have this type: float32
     if any request of the round has penalties, guidance or a constraint."""
-    one_R, long_R = np.ones(ROWS, np.float32), torch.zeros(ROWS, dtype=torch.int64)
-    spec = DistributionSpec.of(one_R * 0.7, np.full(ROWS, 5), one_R * 0.9, one_R * 0.1, one_R * 2)
+    one_R, long_R = np.ones(ROWS), torch.zeros(ROWS, dtype=torch.int64)
+    spec = DistributionSpec.of(
+        temperature_R=one_R * 0.7, top_k_R=one_R * 5, top_p_R=one_R * 0.9, min_p_R=one_R * 0.1, alpha_R=one_R * 2
+    )
     sampling, logits_RV = TritonOps().sampling(VOCAB), torch.zeros(ROWS, VOCAB, dtype=dtype)
     keys = DrawKeys(long_R, long_R, long_R[:, None], long_R, Purpose.TARGET)
     given = spec.to(torch.device("cpu"))

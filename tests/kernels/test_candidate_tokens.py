@@ -139,9 +139,8 @@ def powered(rows: int, truncated: bool) -> DistributionSpec:
     """Distributions with one power per row, one of them 1, on the device as in a round."""
     rng = np.random.default_rng(rows)
     top_k_R = rng.choice([0, 3, 40], rows) if truncated else np.zeros(rows, dtype=np.int64)
-    numbers = (rng.choice([0.0, 0.7, 1.0], rows), top_k_R, np.ones(rows), np.zeros(rows), np.resize(ALPHAS, rows))
-    spec = DistributionSpec.of(*(array.astype(np.int64 if i == 1 else np.float32) for i, array in enumerate(numbers)))
-    return spec.to(DEVICE)
+    temperature_R, alpha_R = rng.choice([0.0, 0.7, 1.0], rows), np.resize(ALPHAS, rows)
+    return DistributionSpec.of(temperature_R=temperature_R, top_k_R=top_k_R, alpha_R=alpha_R).to(DEVICE)
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -163,8 +162,7 @@ def test_offers_of_a_powered_law(vocab, truncated):
 
 def test_a_bonus_without_a_power_and_scores_of_rows_that_repeat():
     logits_RV, vocab = torch.randn(4, 100, generator=torch.Generator().manual_seed(2)).to(DEVICE), 90
-    ones_R = torch.ones(4, device=DEVICE)
-    spec = DistributionSpec(ones_R, ones_R.long() * 7, ones_R, ones_R * 0, ones_R, Processors.TOP_K)
+    spec = DistributionSpec.of(top_k_R=[7] * 4).to(DEVICE)
     (offers, logp_RC, log_z_R), expected = (
         kind(vocab).propose_bonus(logits_RV, spec, keys(4)) for kind in (TritonSampling, Sampling)
     )

@@ -37,8 +37,8 @@ def drawn(
     (temperature 0)."""
     rng, rows = np.random.default_rng(seed), PLACES * width
     logits_RV = torch.from_numpy(rng.normal(size=(rows, vocab)) * 3).to(dtype)
-    one_R, longs = torch.ones(rows), torch.from_numpy(rng.integers(0, 2**31, (3, rows)))
-    distribution = DistributionSpec(one_R * 0.8, one_R.long() * 0, one_R, one_R * 0, one_R, Processors.TEMPERATURE)
+    longs = torch.from_numpy(rng.integers(0, 2**31, (3, rows)))
+    distribution = DistributionSpec.of(temperature_R=[0.8] * rows).to(CPU)
     keys = DrawKeys(longs[0], longs[1], torch.arange(rows)[:, None], longs[2], Purpose.PROPOSAL)
     exponent_A, temperature_A = torch.tensor([1.3, 0.0, 3.0]), torch.tensor([0.8, 0.8, 0.0])
     return logits_RV, distribution, keys, Coupling(exponent_A, temperature_A, longs[0, :PLACES])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from smc.distributions import DistributionSpec, Processors
+from smc.distributions import NEUTRAL, DistributionSpec, Processors
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
 from smc.round.tensors import DraftInputs, TokenTree
@@ -45,12 +45,12 @@ class DraftRound(Round):
             for shape in ((self.places, pending), (self.places * self.f, self.k - 1))
         )
         begin_AQ, branch_XB = map(self.here, pages)
-        self.law = DistributionSpec(
-            self.here(rng.random(self.places).astype(np.float32)),
-            self.here(rng.integers(0, 9, self.places)),
-            *(self.here(rng.random(self.places).astype(np.float32)) for _ in range(3)),
-            Processors.TEMPERATURE | Processors.TOP_K,
-        )
+        law = {
+            name: rng.integers(0, 9, self.places) if none_R.dtype == np.int64 else rng.random(self.places)
+            for name, none_R in NEUTRAL.items()
+        }
+        active = Processors.TEMPERATURE | Processors.TOP_K
+        self.law = DistributionSpec.of(**law).to(self.device)._replace(active=active)
         arrays = self.plan.arrays._replace(begin_pages_AQ=begin_AQ, branch_pages_XB=branch_XB)
         self.plan = replace(self.plan, arrays=arrays, draft_distribution=self.law).sized()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from smc.algorithm.expansion import CandidateTokens
-from smc.distributions import NO_PROCESSORS, DistributionSpec
+from smc.distributions import DistributionSpec
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_ops import TritonHeadSampling
 from smc.model.draft_vocab import DraftVocab
@@ -64,8 +64,7 @@ def test_kernels_are_the_torch_ones(share):
 
 def test_a_law_that_is_nan_somewhere_is_nan_everywhere():
     head = HeadSampling(Sampling(2), DraftVocab(np.array([1, 3]), 5, 0.1), CPU)
-    zero_R, one_R = torch.zeros(2, dtype=torch.int64), torch.ones(2)
-    law = DistributionSpec(one_R, zero_R, one_R, one_R * 0, one_R, NO_PROCESSORS)
+    zero_R, law = torch.zeros(2, dtype=torch.int64), DistributionSpec.plain(2).to(CPU)
     logits_RM = torch.tensor([[0.0, 1.0], [0.0, math.nan]])
     law_RV = torch.empty(2, 5)
     head.propose_by(logits_RM, law, DrawKeys(zero_R, zero_R, zero_R[:, None], zero_R, Purpose.PROPOSAL), law_RV)
@@ -80,9 +79,8 @@ def test_draws_follow_reported_logq(truncated, monkeypatch):
     vocab, rows = 10, 6000
     ids_M = np.array([0, 3, 4, 7, 9, 10])
     sampling = HeadSampling(Sampling(6), DraftVocab(ids_M, vocab + 1, 0.2), CPU)
-    one_R, rng = np.ones(rows, np.float32), np.random.default_rng(5)
-    spec = DistributionSpec.of(one_R * 0.8, (one_R * (2 if truncated else 0)).astype(np.int64), one_R, one_R * 0, one_R)
-    law = spec.to(CPU)
+    rng = np.random.default_rng(5)
+    law = DistributionSpec.of(temperature_R=[0.8] * rows, top_k_R=[2 if truncated else 0] * rows).to(CPU)
     logits_RM = torch.tensor([[1.0, -1.0, 0.5, 0.0, 2.0, -2.0]]).expand(rows, -1).contiguous()
     token_RF, logq_RF = sampling.propose(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))
     offers = sampling.propose_candidates(logits_RM, law, 0.3, keys_of(rng, rows, 1, CPU))

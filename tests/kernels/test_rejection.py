@@ -84,11 +84,10 @@ def test_full_distributions_equal_torch(columns):
     logits_RV[5, 0] = torch.nan
     logits_RV[6, : columns // 2] = -torch.inf
     law = DistributionSpec.of(
-        temperature_R=rng.choice([0.0, 0.5, 1.0, 2.0], rows).astype(np.float32),
+        temperature_R=rng.choice([0.0, 0.5, 1.0, 2.0], rows),
         top_k_R=rng.choice([0, 1, 5], rows),
-        top_p_R=rng.choice([1.0, 0.7], rows).astype(np.float32),
-        min_p_R=rng.choice([0.0, 0.05], rows).astype(np.float32),
-        alpha_R=np.ones(rows, np.float32),
+        top_p_R=rng.choice([1.0, 0.7], rows),
+        min_p_R=rng.choice([0.0, 0.05], rows),
     ).canonical()
     wanted_RV = Distributions(law).target(logits_RV[:, :columns])
     here = law.to(DEVICE)

@@ -32,10 +32,7 @@ def reference(
     seed_R, round_R, stream_RF, position_R = key
     bits = words(seed_R[:, None], round_R[:, None], stream_RF, position_R[:, None], purpose)
     w0_RF, w1_RF = to(logits_RV.device, bits[0], bits[1])
-    neutral_R = np.zeros(len(seed_R))
-    spec = distributions.DistributionSpec.of(
-        temperature_R.cpu().numpy(), neutral_R, neutral_R + 1, neutral_R, neutral_R + 1
-    )
+    spec = distributions.DistributionSpec.of(temperature_R=temperature_R.cpu().numpy())
     logq_RV = distributions.Distributions(spec, logits_RV.device).target(logits_RV.float())
     variate_RFV = exponentials(w0_RF, w1_RF, logits_RV.shape[-1])
     token_RF = distributions.draw(logq_RV, variate_RFV)
@@ -151,8 +148,7 @@ def test_scores_equal_log_softmax(device, dtype, extra):
     logp_T, extra_logp_TY = sampling.score(
         logits_TV, vocab, temperature_T, label_T, extra_TY if extra else None, block=256
     )
-    neutral = np.zeros(rows)
-    spec = distributions.DistributionSpec.of(temperature_T.cpu().numpy(), neutral, neutral + 1, neutral, neutral + 1)
+    spec = distributions.DistributionSpec.of(temperature_R=temperature_T.cpu().numpy())
     expected_TV = distributions.Distributions(spec, device).target(logits_TV[:, :vocab].float())
     expected_T = torch.where(label_T < 0, 0.0, expected_TV.gather(1, label_T.clamp(min=0).long()[:, None])[:, 0])
     torch.testing.assert_close(logp_T, expected_T, atol=1e-5, rtol=0)

@@ -220,11 +220,13 @@ def test_top_p_does_not_depend_on_another_row_s_top_k(device):
     top_p_R = mass_RV[torch.arange(rows), at_R].numpy()
 
     def cut(extra: int):
-        ones_R = np.ones(rows + extra, np.float32)
-        top_k_R = np.array([0] * rows + [5] * extra, np.int64)
-        law = (ones_R * np.float32(0.7), top_k_R, np.append(top_p_R, ones_R[rows:]), ones_R * 0, ones_R)
+        law = distributions.DistributionSpec.of(
+            temperature_R=[0.7] * (rows + extra),
+            top_k_R=[0] * rows + [5] * extra,
+            top_p_R=np.append(top_p_R, [1.0] * extra),
+        )
         both = torch.cat((logits_RV, logits_RV[:extra]))
-        return truncate(both, vocab, distributions.DistributionSpec.of(*law).to(device), block=64)
+        return truncate(both, vocab, law.to(device), block=64)
 
     alone, beside = cut(0), cut(1)
     for name in ("key_R", "last_R", "drop_R"):

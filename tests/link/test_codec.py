@@ -81,10 +81,8 @@ def sizes(draw) -> tuple[np.random.Generator, int, int]:
 def law(rng: np.random.Generator, r: int) -> DistributionSpec:
     off = rng.random() < 0.3
     top_p = np.ones(r, np.float32) if off else rng.random(r, dtype=np.float32)
-    temperature = np.float32(rng.integers(0, 3, r))
-    one = DistributionSpec.of(
-        temperature, rng.integers(0, 5, r), top_p, np.zeros(r, np.float32), np.ones(r, np.float32)
-    )
+    temperature = rng.integers(0, 3, r)
+    one = DistributionSpec.of(temperature_R=temperature, top_k_R=rng.integers(0, 5, r), top_p_R=top_p)
     return one.canonical() if rng.random() < 0.5 else one
 
 

@@ -27,14 +27,9 @@ EACH = pytest.mark.parametrize(
 def logp_of(pair: ModelPair, prompt: tuple[int, ...], tokens: tuple[int, ...], law: dict) -> torch.Tensor:
     """log p of each token of an answer under the request's own distribution, recomputed from scratch."""
     logits_TV = dense_logits(pair.target, torch.tensor([*prompt, *tokens])).float()[len(prompt) - 1 : -1]
-    one = np.ones(len(tokens), np.float32)
-    spec = DistributionSpec.of(
-        one * law.get("temperature", 1.0),
-        np.full(len(tokens), law.get("top_k", 0)),
-        one * law.get("top_p", 1.0),
-        one * law.get("min_p", 0.0),
-        one,
-    )
+    spec = DistributionSpec.plain(len(tokens))
+    if law:
+        spec = DistributionSpec.of(**{f"{name}_R": [value] * len(tokens) for name, value in law.items()})
     return Distributions(spec).target(logits_TV).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
