@@ -24,14 +24,22 @@ from smc.executor.logit_changes import WIDTHS
 from smc.executor.worker import ModelWorker
 from smc.round.plan import Contexts, RoundPlan, UnconditionalRows
 from smc.scheduler.methods import RULES_OF_ROUNDS
+from smc.scheduler.planner import COMMON
 from smc.types import OF_BOTH_MODELS, Decoding, ModelRole
 
 if TYPE_CHECKING:
-    from smc.executor.dry_run import DryOps
-    from smc.kernels.compile_jobs import CompileJob, CompilePool
+    from smc.executor.graph_runner import StageRunner
+    from smc.kernels.compile_jobs import CompilePool, Job
 
 logger = logging.getLogger(__name__)
-ALL_DECODINGS = (*DECODINGS, *(frozenset({one}) for one in Decoding if {one} not in DECODINGS), OF_BOTH_MODELS)
+ALL_DECODINGS = (
+    *DECODINGS,
+    *(frozenset({one}) for one in Decoding if {one} not in DECODINGS),
+    COMMON,
+    OF_BOTH_MODELS,
+)
+SPECIAL = ((False, False), (True, False), (False, True))
+"""Whether rows are guided, and whether the target reports its own log-probabilities."""
 
 
 def watch_compiler(device: torch.device) -> Callable[[], None]:
@@ -52,15 +60,17 @@ def compile_ahead(config: EngineConfig, context: int, workers: Mapping[ModelRole
         return
     begin = time.monotonic()
     try:
-        from smc.executor.dry_run import DryOps
-        from smc.kernels.compile_jobs import CompilePool, possible_processes
+        from smc.executor.dry_run import DryRunner
+        from smc.kernels.compile_jobs import CompilePool, is_interpreted, possible_processes
 
+        if is_interpreted():
+            return
         pool = CompilePool(possible_processes())
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 plans = plans_of_all_kinds(config, context, worker.vocab_size, workers)
-                found = submit_kernels(plans, config, workers, pool, DryOps())
+                found = submit_kernels(plans, config, workers, pool, DryRunner)
             searched = time.monotonic() - begin
         finally:
             done = pool.wait()
@@ -88,23 +98,24 @@ def submit_kernels(
     config: EngineConfig,
     workers: Mapping[ModelRole, ModelWorker],
     pool: CompilePool,
-    ops: DryOps,
+    runner: Callable[[torch.device], StageRunner],
 ) -> int:
     """Submit all kernels of these rounds that the cache lacks to the pool, and return how many it has and lacks. If the
-    kernels of the first and the last round are in the cache, so are those of the other rounds: a warm-up has run."""
-    from smc.executor.dry_run import dry_executor
+    kernels of the first and the last round are in the cache, so are those of the other rounds: a warm-up has run.
+    `runner`: makes the runner of stages, which must not depend on results."""
+    from smc.executor.dry_run import DryOps, dry_executor
     from smc.kernels.compile_jobs import recorded
 
     found = missing = 0
 
-    def need(job: CompileJob) -> None:
+    def need(job: Job) -> None:
         nonlocal found, missing
         found += 1
         if not job.is_cached():
             missing += 1
             pool.submit(job)
 
-    with recorded(need), dry_executor(config, workers, ops) as executor:
+    with recorded(need), dry_executor(config, workers, DryOps(need, runner)) as executor:
         for number, plan in enumerate((plans[0], plans[-1], *plans[1:-1])):
             if number == 2 and not missing:
                 break
@@ -128,9 +139,11 @@ def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarra
         if Decoding.REJECTION in decodings and not chains:
             continue
         shape = RULES_OF_ROUNDS[roles].shape(config)
-        for processors, biased, is_guided in product(
-            (NO_PROCESSORS, Processors.TRUNCATION), (0, WIDTHS[0]), (False, True)
+        for processors, biased, (is_guided, reports_raw) in product(
+            (NO_PROCESSORS, Processors.TRUNCATION), (0, WIDTHS[0]), SPECIAL
         ):
+            if reports_raw and (processors or biased or len(decodings) > 1):
+                continue
             plan = padding_plan(decodings, shape, 1, config.max_slots, Contexts.SHORT, processors=processors)
             arrays = plan.arrays
             if Decoding.REJECTION in decodings:
@@ -139,7 +152,7 @@ def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarra
             unconditional = None
             if is_guided and ModelRole.TARGET in roles:
                 unconditional = _unconditional(plan, shape.target or shape.begin + shape.branch)
-            kind = replace(plan.kind, biased=biased)
+            kind = replace(plan.kind, biased=biased, raw_logprobs=reports_raw)
             yield replace(plan, kind=kind, arrays=arrays, target_unconditional=unconditional).sized()
 
 

@@ -20,7 +20,8 @@ from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.whole_pass import POSITIONS, PassKind, rows_at
 from smc.executor.worker import ModelWorker
-from smc.kernels.megakernel import MOST_TOKENS, obstacle, tiles_of
+from smc.kernels.compile_jobs import Need
+from smc.kernels.megakernel import MOST_TOKENS, MegakernelJob, obstacle, tiles_of
 from smc.model.decoder import Decoder
 from smc.round.tensors import Rows
 from smc.types import ModelRole
@@ -87,8 +88,9 @@ class DryChannel:
 class DryDraftForward(TritonForward):
     """A draft's passes in many launches, and those that `WholePassForward` times."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, need: Need) -> None:
         super().__init__(reader)
+        self._need = need
         self._is_timed = obstacle(self.model, self.pool, reader.width) is None
         self._timed: set[PassKind] = set()
 
@@ -99,6 +101,8 @@ class DryDraftForward(TritonForward):
 
     def _time(self, kind: PassKind, tokens_T: Tensor, like: Rows) -> None:
         if kind not in self._timed:
+            if kind.tiles not in {timed.tiles for timed in self._timed}:
+                self._need(MegakernelJob.of(self.model, kind.tiles))
             self._timed.add(kind)
             start = max(0, min(POSITIONS[kind.contexts], self._longest - kind.queries))
             super().__call__(tokens_T, rows_at(start, like, pages=self.pool.keys.shape[1] - 1))
@@ -107,9 +111,10 @@ class DryDraftForward(TritonForward):
 class DryOps(TritonOps):
     """The operations of a dry run: those of a GPU."""
 
-    def __init__(self, runner: Callable[[torch.device], StageRunner] = DryRunner) -> None:
+    def __init__(self, need: Need, runner: Callable[[torch.device], StageRunner] = DryRunner) -> None:
+        """`need`: called for kernels that Triton does not compile."""
         super().__init__()
-        self._runner = runner
+        self._need, self._runner = need, runner
 
     def stage_runner(self, device: torch.device) -> StageRunner:
         return self._runner(device)
@@ -117,7 +122,7 @@ class DryOps(TritonOps):
     def forward(self, reader: Reader) -> StaticForward:
         if is_invariant(reader):
             return InvariantForward(reader)
-        return DryDraftForward(reader) if reader.name is ModelRole.DRAFT else TritonForward(reader)
+        return DryDraftForward(reader, self._need) if reader.name is ModelRole.DRAFT else TritonForward(reader)
 
 
 class _NoSum:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -45,6 +45,25 @@ PROCESS_BYTES = 640 << 20
 MOST_PROCESSES = 32
 REPORT_SECONDS = 10.0
 """Time between two lines of the log while kernels are compiled."""
+
+
+class Job(Protocol):
+    """A compilation. It is pickled for the process that runs it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def is_cached(self) -> bool:
+        """Return whether the cache on disk has the compiled kernel."""
+        ...
+
+    def run(self) -> None:
+        """Compile the kernel into the cache, if it is not there. Raises what the compiler raises."""
+        ...
+
+
+Need = Callable[[Job], None]
+"""Called with a kernel that a launch needs."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,6 @@ class CompileJob:
         return f"{self.kernel.__module__}.{self.kernel.__qualname__}"
 
     def is_cached(self) -> bool:
-        """Return whether the cache on disk has the compiled kernel."""
         source, backend = self._source(), make_backend(self.target)
         options = backend.parse_options(self.options)
         key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
@@ -77,7 +95,6 @@ class CompileJob:
         return file in (cache.get_group(file) or {})
 
     def run(self) -> None:
-        """Compile the kernel into the cache, if it is not there. Raises what Triton raises."""
         triton.compile(self._source(), target=self.target, options=self.options)
 
     def _source(self) -> ASTSource:
@@ -105,14 +122,14 @@ def _named(name: tuple[str, str]) -> Any:
     return getattr(importlib.import_module(name[0]), name[1], None)
 
 
-def pickled(job: CompileJob) -> bytes:
+def pickled(job: Job) -> bytes:
     """Return a job for another process. Raises PicklingError if its kernel has no name that other processes know."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(job)
     return buffer.getvalue()
 
 
-def unpickled(data: bytes) -> CompileJob:
+def unpickled(data: bytes) -> Job:
     return _Unpickler(io.BytesIO(data)).load()
 
 
@@ -127,7 +144,7 @@ class _NotLaunched:
 
 
 @contextmanager
-def recorded(need: Callable[[CompileJob], None]) -> Iterator[None]:
+def recorded(need: Need) -> Iterator[None]:
     """In this context a launch whose kernel this process has not compiled or loaded yet does nothing, except that
     `need` is called, once for each variant."""
     compile_now, variants = JITFunction._do_compile, []
@@ -206,7 +223,7 @@ class CompilePool:
         self._submitted = 0
         self._done = Compiled()
 
-    def submit(self, job: CompileJob) -> None:
+    def submit(self, job: Job) -> None:
         """Queue a job."""
         try:
             data = pickled(job)
@@ -270,6 +287,11 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
 
 
+def is_interpreted() -> bool:
+    """Return whether kernels are interpreted, so that there is nothing to compile."""
+    return triton.knobs.runtime.interpret
+
+
 def possible_processes() -> int:
     """Return how many processes may compile: one for each core that this process may use, as far as half of the free
     memory suffices."""
@@ -305,7 +327,8 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         begin, error = time.monotonic(), ""
         try:
             job = unpickled(data)
-            triton.runtime.driver.set_active(_Target(job.target))
+            if isinstance(job, CompileJob):
+                triton.runtime.driver.set_active(_Target(job.target))
             job.run()
         except Exception as failure:  # whatever the compiler raises, the first launch of this kernel raises it again
             error = f"{type(failure).__name__}: {failure}"[:500] or "unknown"

@@ -16,13 +16,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from smc.kernels.nvrtc import compiled, done, nvrtc_version
+from smc.kernels.nvrtc import compiled, done, is_compiled, nvrtc_version
 from smc.memory.kv_cache import KVPool
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, Layer, RopeTable
@@ -290,9 +291,34 @@ def _layer(layer: Layer, pool: KVPool, rope: RopeTable) -> list[int]:
 
 def machine_code(given: dict[str, Any]) -> bytes:
     """Return the kernel's machine code for these constants."""
+    return compiled(*_source(given))
+
+
+def _source(given: dict[str, Any]) -> tuple[str, bytes, list[str]]:
+    """Return the kernel's name, its source, and the compiler's options for these constants."""
     options = [f"-arch=sm_{CAPABILITY[0]}{CAPABILITY[1]}a", "--std=c++17", "-default-device"]
     options += [f"-D{name}={value}" for name, value in sorted(given.items())]
-    return compiled("megakernel", Path(__file__).with_suffix(".cu").read_bytes(), options)
+    return "megakernel", Path(__file__).with_suffix(".cu").read_bytes(), options
+
+
+@dataclass(frozen=True)
+class MegakernelJob:
+    """A `smc.kernels.compile_jobs.Job`: the kernel for a model and a number of tiles."""
+
+    given: dict[str, Any]
+    name: str = "megakernel"
+
+    @staticmethod
+    def of(model: Decoder, tiles: int) -> MegakernelJob:
+        device, is_fp8 = model.embed.weight.device, model.layers[0].qkv.weight.dtype == FP8
+        grid = torch.cuda.get_device_properties(device).multi_processor_count
+        return MegakernelJob(constants(model.config, grid, is_fp8) | {"TILES": tiles})
+
+    def is_cached(self) -> bool:
+        return is_compiled(*_source(self.given))
+
+    def run(self) -> None:
+        machine_code(self.given)
 
 
 def _load(given: dict[str, Any], device: torch.device) -> Callable[[_Params], None]:

@@ -6,20 +6,31 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import CacheManager, get_cache_manager
 
 
 def compiled(name: str, source: bytes, options: list[str], *, form: str = "CUBIN") -> bytes:
     """Return the compiled source, from the cache if it is there. `form`: CUBIN, machine code for the architecture that
     the options name, or PTX, which the driver translates. Raises RuntimeError with the compiler's words, and
     ImportError without cuda-bindings."""
-    parts = (source, nvrtc_version().encode(), form.encode(), *map(str.encode, options))
-    cache, file = get_cache_manager(hashlib.sha256(b"\0".join(parts)).hexdigest()), f"{name}.{form.lower()}"
+    cache, file = _cache(name, source, options, form)
     if (path := cache.get_file(file)) is not None:
         return Path(path).read_bytes()
     code = compile_source(name, source, options, form)
     cache.put(code, file, binary=True)
     return code
+
+
+def is_compiled(name: str, source: bytes, options: list[str], *, form: str = "CUBIN") -> bool:
+    """Return whether the cache has what `compiled` returns."""
+    cache, file = _cache(name, source, options, form)
+    return cache.get_file(file) is not None
+
+
+def _cache(name: str, source: bytes, options: list[str], form: str) -> tuple[CacheManager, str]:
+    """Return where the compiled source is kept, and the name of its file there."""
+    parts = (source, nvrtc_version().encode(), form.encode(), *map(str.encode, options))
+    return get_cache_manager(hashlib.sha256(b"\0".join(parts)).hexdigest()), f"{name}.{form.lower()}"
 
 
 def nvrtc_version() -> str:

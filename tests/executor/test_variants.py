@@ -22,12 +22,14 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import interpreter
 
 from smc.api.engine_config import EngineConfig
+from smc.calibration.compile_ahead import plans_of_all_kinds
 from smc.calibration.warm_up import REPEATS, rare_requests, warm_up, warm_up_plans
 from smc.executor.round_executor import LocalRoundExecutor
 from smc.kernels.launch import unspecialized
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
 from smc.scheduler.engine import Engine
+from smc.types import ModelRole
 from tests.executor.test_kernels import KERNELS
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.random_requests import AnySize, some_request
@@ -43,6 +45,8 @@ LOOKAHEAD, LOCKSTEP = (
 FORMS = {"lookahead": LOOKAHEAD, "lockstep": LOCKSTEP, "redrafting": replace(LOOKAHEAD, redrafting="always")}
 TOGETHER = [1, 2, 4]
 """Numbers of requests that are submitted at once; the requests differ between the two forms."""
+MISSED = 0.02
+"""Share of the variants that may be left to their first launch: rare mixtures of more rows than a dry run has."""
 Call = tuple[str, tuple]
 """A call of the executor: method and arguments."""
 
@@ -145,6 +149,10 @@ def test_warm_up_compiles_every_variant(config, monkeypatch):
     monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
     kernels = local_engine(pair(torch.bfloat16), config).executor
     variants = Variants(monkeypatch, kernels)
+    for plan in plans_of_all_kinds(config, reference.context, VOCAB, list(ModelRole)):
+        kernels.round(plan).result()
+    ahead = set(variants.found)
+    variants.found.clear()
     for plan in list(warm_up_plans(config, reference.context))[::REPEATS]:
         kernels.round(plan).result()
     for name, args in firsts(before):
@@ -153,6 +161,9 @@ def test_warm_up_compiles_every_variant(config, monkeypatch):
     for name, args in after:
         getattr(kernels, name)(*args)
     assert len(known) > 50
+    # What is compiled before the warm-up is nearly all of it, and no more.
+    assert len(known - ahead) <= MISSED * len(known)
+    assert ahead <= known
     assert not [(name, _constants(told)) for name, *told, _ in variants.found - known]
 
 

@@ -22,21 +22,23 @@ from triton.runtime.jit import JITFunction
 from smc.api.engine_config import EngineConfig
 from smc.calibration.compile_ahead import plans_of_all_kinds, submit_kernels
 from smc.executor.dry_run import DryOps, dry_executor
-from smc.kernels.compile_jobs import CompileJob, CompilePool, CompilerWatch
+from smc.kernels.compile_jobs import CompilePool, CompilerWatch, Job
+from smc.kernels.launch import MULTIPROCESSORS
+from smc.kernels.megakernel import MegakernelJob, constants
 from smc.local_engine import ModelPair, local_engine
-from smc.model.presets import NoText
+from smc.model.presets import NoText, preset
 from tests.kernels.compile_rounds import NoDriver
 from tests.model.tiny import random_decoder, tiny_config
 from tests.scheduler.harness import Padding
 
 VOCAB, CONTEXT = 300, 1024
-COMPILED = ("_begin", "_pack", "_advance", "_add_norm")
+COMPILED = ("_begin", "_pack", "_advance", "_add_norm", "megakernel")
 """Kernels of which the pool compiles all variants."""
 LEFT = "_lay_out"
 """A kernel that is left to its first launch."""
 
 
-class Kept(list[CompileJob]):
+class Kept(list[Job]):
     """In place of a pool: keeps the jobs."""
 
     submit = list.append
@@ -58,15 +60,18 @@ def main() -> dict[str, Any]:
     made = engine()
     workers = {role: runner.worker for role, runner in made.executor.runners.items()}
     stages = {role: worker.stages for role, worker in workers.items()}
-    plans, kept, ops = plans_of_all_kinds(made.config, CONTEXT, VOCAB, workers), Kept(), DryOps(Padding)
-    said: dict[str, Any] = {"found": submit_kernels(plans, made.config, workers, kept, ops), "missing": len(kept)}
+    plans, kept = plans_of_all_kinds(made.config, CONTEXT, VOCAB, workers), Kept()
+    said: dict[str, Any] = {"found": submit_kernels(plans, made.config, workers, kept, Padding), "missing": len(kept)}
     said["restored"] = all(worker.stages is stages[role] for role, worker in workers.items())
-    chosen = [job for job in kept if job.kernel.__name__ in COMPILED]
+    shape = preset("qwen2.5-0.5b")
+    kept.append(MegakernelJob(constants(shape, MULTIPROCESSORS, True) | {"TILES": 1}))
+    chosen = [job for job in kept if job.name.rpartition(".")[2] in COMPILED]
     pool = CompilePool(2)
     for job in chosen:
         pool.submit(job)
     said["pool"] = vars(pool.wait())
-    said["cached"] = [job.is_cached() for job in kept].count(True)
+    said["cached"] = sorted({job.name.rpartition(".")[2] for job in kept if job.is_cached()})
+    said["cached jobs"] = [job.is_cached() for job in kept].count(True)
     said["chosen"] = len(chosen)
 
     # A pool whose processes end at once, as for lack of memory.
@@ -96,7 +101,7 @@ def main() -> dict[str, Any]:
         return None
 
     JITFunction.run = without_gpu
-    with dry_executor(made.config, workers, ops) as executor:
+    with dry_executor(made.config, workers, DryOps(kept.append, Padding)) as executor:
         executor.round(plans[0])
     watch.report()
     said["launched"], said["compiled at launch"] = sorted(launched), compiled

@@ -19,6 +19,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 import smc.attention
 import smc.kernels
 from smc.api.engine_config import EngineConfig
@@ -50,7 +52,8 @@ def test_dry_runs_name_kernels_that_are_not_compiled_yet(said):
 
 
 def test_the_pool_compiles_what_it_is_given(said):
-    assert said["pool"]["kernels"] == said["chosen"] == said["cached"] > 10
+    assert said["pool"]["kernels"] == said["chosen"] == said["cached jobs"] > 10
+    assert said["cached"] == ["_add_norm", "_advance", "_begin", "_pack", "megakernel"]
     assert said["pool"]["processes"] == 2 and not said["pool"]["failed"] and said["pool"]["seconds"] > 0
 
 
@@ -98,10 +101,22 @@ def test_a_cpu_compiles_nothing(monkeypatch):
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_an_interpreter_needs_no_dry_run(interpreted, monkeypatch):
+    begun: list[tuple] = []
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
+    monkeypatch.setattr(ahead, "plans_of_all_kinds", lambda *given: begun.append(given) or [])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    worker = SimpleNamespace(device=torch.device("cuda"), vocab_size=8)
+    ahead.compile_ahead(EngineConfig(), 64, {ModelRole.TARGET: worker})
+    assert bool(begun) is not interpreted
+
+
 def test_a_failure_is_one_sentence_of_the_log(monkeypatch, caplog):
     def fail(*_: object) -> None:
         raise RuntimeError("no plans")
 
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(ahead, "plans_of_all_kinds", fail)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     worker = SimpleNamespace(device=torch.device("cuda"), vocab_size=8)
