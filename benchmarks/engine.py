@@ -18,7 +18,7 @@ import torch
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
+from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans, warm_up_prompts
 from smc.executor.round_executor import LocalRoundExecutor, RequestedRound
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
@@ -49,6 +49,7 @@ def make_engine(args: argparse.Namespace, config: EngineConfig, *, warm: bool = 
     )
     begin = time.monotonic()
     if warm:
+        warm_up_prompts(engine)
         warm_up(engine, warm_up_plans(config, context), rare_requests(config, context, vocab))
     print(f"warm in {time.monotonic() - begin:.1f} s; {recorded(engine)}", flush=True)
     return engine

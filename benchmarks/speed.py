@@ -17,7 +17,7 @@ from benchmarks.backends import BenchBackend, Mode
 from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
 from benchmarks.rounds import decoding_name
 from smc.api.sampling_params import Method, SamplingParams
-from smc.calibration.warm_up import DECODINGS, warm_up, warm_up_plans
+from smc.calibration.warm_up import DECODINGS, warm_up, warm_up_plans, warm_up_prompts
 from smc.distributions import NO_PROCESSORS
 from smc.scheduler.engine import Engine
 from smc.scheduler.speculation import LatencyModel
@@ -264,6 +264,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 def _warm_up(engine: Engine) -> None:
     """Warm up as a service does, since a latency model chooses trees of all sizes."""
+    warm_up_prompts(engine)
     warm_up(
         engine,
         warm_up_plans(

@@ -301,8 +301,8 @@ class LookUpOps(RoundOps):
         if self._library.inner_nodes:
             super().store_inner_nodes(*given)
 
-    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
-        return self._model(reader).run(tokens_T.numpy(), batch)[output_T]
+    def run_prompt(self, reader: Reader, tokens_T: np.ndarray, batch: ForwardBatch, output_T: np.ndarray) -> Tensor:
+        return self._model(reader).run(tokens_T, batch)[output_T]
 
     def prompt_logits(self, reader: Reader, hidden_RE: Tensor) -> Tensor:
         return self._model(reader).logits(hidden_RE)

@@ -19,7 +19,7 @@ from services.link.remote_worker import RemoteModel, RemotePair, RemoteWorker, W
 from services.link.store import GroupStore
 from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import Effort, measure_latency
-from smc.calibration.warm_up import first_request, rare_requests, warm_up, warm_up_plans
+from smc.calibration.warm_up import first_request, rare_requests, warm_up, warm_up_plans, warm_up_prompts
 from smc.executor.messages import ModelLost
 from smc.model.source import ModelSource
 from smc.scheduler.engine import Engine
@@ -210,8 +210,11 @@ class RemoteEngine:
         config, context = self._spec.engine, self._spec.context
         plans = list(warm_up_plans(config, context))
         report = progress_reporter(self._store, self._spec.rendezvous.warmed)
+        warm_up_prompts(self.engine)
         warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size), report)
-        logger.info("ran %d dummy rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin)
+        logger.info(
+            "ran prompts, %d dummy rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin
+        )
 
     def _time_models(self, effort: Effort) -> None:
         begin = time.monotonic()

@@ -19,7 +19,8 @@ from smc.api.limits import MAX_PARTICLES
 from smc.api.request import Output, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.distributions import NO_PROCESSORS, TRUNCATIONS, DistributionSpec, Processors
-from smc.executor.messages import Pending
+from smc.executor.forward import PROMPT_ROW, PROMPT_SIZES
+from smc.executor.messages import Pending, PromptBatch
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
@@ -30,7 +31,7 @@ from smc.types import BOTH_MODELS, Decoding, ModelRole
 logger = logging.getLogger(__name__)
 
 REPEATS = 2
-"""Dummy rounds of each kind: the first compiles its kernels, the second is captured."""
+"""Dummy rounds and prompts of each kind: the first compiles its kernels, the second is captured."""
 TRUNCATED_SIZES = {BOTH_MODELS: (8,), Decoding.TARGET.roles: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
@@ -201,6 +202,27 @@ def padding_plan(
     kind = RoundKind(contexts, decodings, steps, nodes=nodes, redrafted=redrafted)
     pages_AB = np.zeros((batch_size, shape.branch), dtype=np.int32) if redrafted else None
     return RoundPlan(kind, columns, arrays, distribution, distribution, redraft_pages_AB=pages_AB).sized()
+
+
+def warm_up_prompts(engine: Engine) -> None:
+    """Run short prompts through both models of an idle engine: of each number of rows for which a GPU records a
+    pass."""
+    for role, worker in engine.workers.items():
+        allocator = engine.memory.allocators[role]
+        pages_B = allocator.allocate(min(PROMPT_ROW, engine.context, allocator.num_free))
+        try:
+            for rows in PROMPT_SIZES if len(pages_B) else ():
+                batch = PromptBatch(
+                    # All rows write the same to these pages.
+                    pages_B=np.tile(pages_B, rows),
+                    starts_R=np.zeros(rows, dtype=np.int32),
+                    counts_R=np.full(rows, len(pages_B), dtype=np.int32),
+                    tokens_T=np.zeros(rows * len(pages_B), dtype=np.int64),
+                )
+                for _ in range(REPEATS):
+                    worker.run_prompts(batch).result()
+        finally:
+            allocator.free(pages_B)
 
 
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:

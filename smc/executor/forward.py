@@ -14,12 +14,18 @@ from torch import Tensor
 
 from smc.arrays import offsets, to_device, to_host
 from smc.attention.backend import AttentionBackend, ForwardBatch, TorchAttention
+from smc.executor.graph_runner import StageRunner
 from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.linear import Linear
 from smc.round.tensors import Rows, RowTables
 from smc.types import ModelRole, Numerics
+
+PROMPT_ROW = 16
+"""Tokens of a row that short prompts are cut into on a GPU: few, so that a prompt's last row has little padding."""
+PROMPT_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of such rows that a pass may have. A pass of fewer rows is padded to the next."""
 
 
 class Reader(Protocol):
@@ -35,6 +41,9 @@ class Reader(Protocol):
     wanted_numerics: Numerics
     """What the bits of a result may depend on, where kernels can ensure it."""
     vocab_size: int
+
+    @property
+    def stages(self) -> StageRunner: ...
 
     @property
     def attention(self) -> AttentionBackend: ...
@@ -82,12 +91,13 @@ class StaticForward:
         return self.model.finish_logits(head(hidden_RE).float())
 
 
-def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
+def run_prompt(reader: Reader, tokens_T: np.ndarray, batch: ForwardBatch, output_T: np.ndarray) -> Tensor:
     """Run rows of prompts through a model. Returns hidden states [Y, E] of the tokens at index `output`; keys and
     values of all tokens are stored."""
     attend = reader.attention.plan(reader.pool, batch).attend
     rope_T2D = reader.rope.at(to_device(batch.positions_T, reader.device))
-    return reader.model(tokens_T, rope_T2D, attend)[output_T]
+    hidden_TE = reader.model(to_device(tokens_T, reader.device), rope_T2D, attend)
+    return hidden_TE[to_device(output_T, reader.device)]
 
 
 def _without_padding(rows: Rows, live_Y: np.ndarray) -> tuple[ForwardBatch, np.ndarray]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,6 +113,6 @@ class InvariantForward(TritonForward):
         return layer.reduce(reduce(parts_PTE, room_TE, self._pdl))
 
     @torch.inference_mode()
-    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
+    def run_prompt(self, reader: Reader, tokens_T: np.ndarray, batch: ForwardBatch, output_T: np.ndarray) -> Tensor:
         """See `smc.executor.forward.run_prompt`."""
         return run_prompt_by(self, self._prompts.plan(reader.pool, batch), reader, tokens_T, batch, output_T)

@@ -216,7 +216,7 @@ class TritonForward(StaticForward, LayerOps):
 
 
 @torch.inference_mode()
-def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
+def run_prompt(reader: Reader, tokens_T: np.ndarray, batch: ForwardBatch, output_T: np.ndarray) -> Tensor:
     """See `smc.executor.forward.run_prompt`. Libraries compute matrix products and attention, with one launch between
     two of them."""
     planned = reader.attention.plan(reader.pool, batch)
@@ -224,7 +224,12 @@ def run_prompt(reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: 
 
 
 def run_prompt_by(
-    ops: LayerOps, planned: AttentionPass, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor
+    ops: LayerOps,
+    planned: AttentionPass,
+    reader: Reader,
+    tokens_T: np.ndarray,
+    batch: ForwardBatch,
+    output_T: np.ndarray,
 ) -> Tensor:
     """Run rows of prompts by these operations and this attention. In the last layer only the `output` tokens are
     computed once its keys and values are stored."""
@@ -232,7 +237,7 @@ def run_prompt_by(
     position_T, page_T = (
         to_device(array_T.astype(np.int32), reader.device) for array_T in (batch.positions_T, batch.pages_T)
     )
-    x_TE = model.embedded(tokens_T)
+    x_TE = model.embedded(to_device(tokens_T, reader.device))
     q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
 
     def attend(layer: Layer, qkv: Tensor, kept_T: Tensor | None) -> Tensor:
@@ -245,7 +250,7 @@ def run_prompt_by(
         out_THD = planned.read(layer.index, q_THD)
         return (out_THD if kept_T is None else out_THD[kept_T]).flatten(1)
 
-    return run_layers(model, x_TE, ops, attend, output_T)
+    return run_layers(model, x_TE, ops, attend, to_device(output_T, reader.device))
 
 
 class PromptOps(LayerOps):

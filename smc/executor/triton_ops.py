@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from smc.executor.forward import Reader, StaticForward
 from smc.executor.graph_runner import GraphRunner, StageRunner
 from smc.executor.invariant_forward import InvariantForward, is_invariant
 from smc.executor.ops import RoundOps
+from smc.executor.prompt_rows import PromptRows
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.triton_sampling import PromptSampling, TritonHeadSampling, TritonSampling
@@ -31,6 +33,7 @@ class TritonOps(RoundOps):
 
     def __init__(self) -> None:
         self._of_prompts: WeakKeyDictionary[Reader, InvariantForward | None] = WeakKeyDictionary()
+        self._prompt_rows: WeakKeyDictionary[Reader, PromptRows] = WeakKeyDictionary()
 
     def numerics(self, reader: Reader) -> Numerics:
         return Numerics.INVARIANT if is_invariant(reader) else Numerics.FASTEST
@@ -43,8 +46,10 @@ class TritonOps(RoundOps):
             return InvariantForward(reader)
         return WholePassForward(reader) if reader.name is ModelRole.DRAFT else TritonForward(reader)
 
-    def run_prompt(self, reader: Reader, tokens_T: Tensor, batch: ForwardBatch, output_T: Tensor) -> Tensor:
-        forward = self._invariant(reader)
+    def run_prompt(self, reader: Reader, tokens_T: np.ndarray, batch: ForwardBatch, output_T: np.ndarray) -> Tensor:
+        forward, rows = self._invariant(reader), self._rows_of(reader)
+        if rows.takes(batch):
+            return rows(reader, tokens_T, batch, output_T)
         if forward is None:
             return run_prompt(reader, tokens_T, batch, output_T)
         return forward.run_prompt(reader, tokens_T, batch, output_T)
@@ -58,6 +63,12 @@ class TritonOps(RoundOps):
         if reader not in self._of_prompts:
             self._of_prompts[reader] = InvariantForward(reader, of_prompts=True) if is_invariant(reader) else None
         return self._of_prompts[reader]
+
+    def _rows_of(self, reader: Reader) -> PromptRows:
+        if reader not in self._prompt_rows:
+            kind = TritonForward if self._invariant(reader) is None else InvariantForward
+            self._prompt_rows[reader] = PromptRows(reader, kind(reader))
+        return self._prompt_rows[reader]
 
     def sampling(self, vocab: int) -> Sampling:
         return TritonSampling(vocab)

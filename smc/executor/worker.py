@@ -237,9 +237,7 @@ class ModelWorker:
         forward = ForwardBatch(
             table_RL, batch.starts_R, batch.counts_R, table_RL[row_T, position_T], position_T, *nothing_shared
         )
-        return self.ops.run_prompt(
-            self, to_device(batch.tokens_T, self.device), forward, to_device(output_T, self.device)
-        )
+        return self.ops.run_prompt(self, batch.tokens_T, forward, output_T)
 
     def _guided(self, draws: Draws, logits_TV: Tensor) -> Tensor:
         """Return the guided logits [R, V] of the rows that tokens are drawn after, from the logits [X, V] of all

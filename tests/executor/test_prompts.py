@@ -9,13 +9,16 @@ import torch
 pytest.importorskip("triton")
 
 from smc.distributions import DistributionSpec
+from smc.executor.graph_runner import StageRunner
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps
+from smc.executor.prompt_rows import PromptRows
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
 from smc.memory.pages import DUMMY_PAGE
 from smc.philox import Purpose
 from smc.stops import TokenBytes
+from smc.types import Numerics
 from tests.model.tiny import random_decoder, tiny_config
 from tests.pairwise import one_of
 from tests.scheduler.pairs import letter_tokenizer
@@ -28,10 +31,17 @@ WIDTH, PAGES, VOCAB = 64, 200, 8
 NO_BIASES = (np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
-def worker(which: str, family: str = "llama") -> ModelWorker:
+def worker(which: str, family: str = "llama", *, half: bool = False) -> ModelWorker:
+    """`half`: in float16, in one order of sums."""
     model = random_decoder(tiny_config(family, vocab_size=VOCAB, head_dim=16))
     made = ModelWorker(
-        "target", model, width=WIDTH, pages=PAGES, vocab_size=VOCAB, token_bytes=TokenBytes.of(letter_tokenizer(VOCAB))
+        "target",
+        model.half() if half else model,
+        width=WIDTH,
+        pages=PAGES,
+        vocab_size=VOCAB,
+        token_bytes=TokenBytes.of(letter_tokenizer(VOCAB)),
+        numerics=Numerics.INVARIANT if half else Numerics.FASTEST,
     )
     made.ops = OPS[which]
     return made
@@ -103,3 +113,47 @@ def test_chunks_make_no_difference(which):
         chunked.run_prompts(batch([(0, held, new)], False))
     assert_close(chunked.run_prompts(batch([(0, 34, 6)], True)).result(), expected)
     torch.testing.assert_close(chunked.pool.keys, whole.pool.keys, atol=1e-5, rtol=1e-4)
+
+
+PARTS = ([(0, 0, 17), (1, 0, 1), (2, 0, 40)], [(0, 17, 9), (1, 1, 30)], [(0, 26, 14), (1, 31, 9)])
+"""Batches of parts, one after another."""
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_short_prompts_and_long_ones_have_the_same_bits(family, monkeypatch):
+    """Prompts as rows of a round, and by the kernels of long prompts, in one order of sums."""
+    as_rows, whole = worker("kernels", family, half=True), worker("kernels", family, half=True)
+    calls = []
+    run = PromptRows.__call__
+    monkeypatch.setattr(PromptRows, "__call__", lambda *given: (calls.append(1), run(*given))[1])
+    found = [as_rows.run_prompts(batch(parts, True)).result() for parts in PARTS]
+    assert len(calls) == len(PARTS)
+    monkeypatch.setattr(PromptRows, "takes", lambda *_: False)
+    expected = [whole.run_prompts(batch(parts, True)).result() for parts in PARTS]
+    assert len(calls) == len(PARTS)
+    for one, other in zip(found, expected):
+        for name in ("drawn_RF", "drawn_logp_RF", "logw_RF", "log_z_R"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    assert torch.equal(as_rows.pool.keys, whole.pool.keys) and torch.equal(as_rows.pool.values, whole.pool.values)
+
+
+class Repeating(StageRunner):
+    """Runs the first stage of a key again instead of later ones, as a recorded graph does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.first: dict = {}
+
+    def run(self, key, name, stage):
+        return self.first.setdefault((key, name), stage)()
+
+
+def test_a_recorded_pass_reads_what_is_new():
+    """Prompts of other lengths, positions and pages are passes of one size: what differs is in memory that every one of
+    them reads."""
+    recorded, direct = worker("kernels"), worker("kernels")
+    recorded.stages = Repeating()
+    for parts in ([(2, 0, 33), (1, 0, 16)], [(0, 0, 20), (3, 0, 18)], [(0, 20, 3), (3, 18, 2), (2, 33, 7), (1, 16, 1)]):
+        assert_close(recorded.run_prompts(batch(parts, True)).result(), direct.run_prompts(batch(parts, True)).result())
+    assert [key.rows for key, _ in recorded.stages.first] == [4]
+    assert torch.equal(recorded.pool.keys, direct.pool.keys) and torch.equal(recorded.pool.values, direct.pool.values)

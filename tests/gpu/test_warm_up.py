@@ -10,7 +10,7 @@ import torch
 from triton import knobs
 
 from smc.api.engine_config import NODES, EngineConfig
-from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans
+from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans, warm_up_prompts
 from smc.local_engine import ModelPair, local_engine
 from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
@@ -38,6 +38,7 @@ def test_no_user_waits_for_a_compiler(config):
     trees = AnySize(config) if config.verified == NODES else None
     engine = local_engine(ModelPair(target, draft, NoText(shape.vocab_size), CONTEXT), config, trees=trees)
     begin = time.monotonic()
+    warm_up_prompts(engine)
     warm_up(engine, warm_up_plans(config, engine.context))
     usual = time.monotonic() - begin
     warm_up(engine, (), rare_requests(config, engine.context, shape.vocab_size))

@@ -283,13 +283,13 @@ def passes(family: str) -> None:
     where = Rows(*rows, queries=1, contexts=Contexts.SHORT, path_RB=path_RB)
     for kind in (TritonForward, InvariantForward):
         kind(reader)(torch.zeros(len(built.start_R), dtype=torch.int64), where)
-    tokens_T, bounds = torch.zeros(100, dtype=torch.int64), (np.array([0]), np.array([100]))
+    tokens_T, bounds = np.zeros(100, dtype=np.int64), (np.array([0]), np.array([100]))
     if (module := model.layers[0].experts) is not None:
         none_TC, x_TE = torch.zeros(100, module.chosen, dtype=torch.int32), torch.zeros(100, 64).bfloat16()
         chosen_experts(module, x_TE, Choice(none_TC, none_TC.float()), sort_by_expert(none_TC, module.count))
         return
     batch = ForwardBatch(np.ones((1, 100), np.int32), *bounds, np.ones(100), np.arange(100), np.arange(2), bounds[0])
-    InvariantForward(reader, of_prompts=True).run_prompt(reader, tokens_T, batch, torch.tensor([99]))
+    InvariantForward(reader, of_prompts=True).run_prompt(reader, tokens_T, batch, np.array([99]))
 
 
 def int4_passes() -> None:
