@@ -45,8 +45,10 @@ class DraftRound(Round):
             for shape in ((self.places, pending), (self.places * self.f, self.k - 1))
         )
         begin_AQ, branch_XB = map(self.here, pages)
+        # All else that is drawn does not depend on the number of fields.
+        of_law = np.random.default_rng(seed)
         law = {
-            name: rng.integers(0, 9, self.places) if none_R.dtype == np.int64 else rng.random(self.places)
+            name: of_law.integers(0, 9, self.places) if none_R.dtype == np.int64 else of_law.random(self.places)
             for name, none_R in NEUTRAL.items()
         }
         active = Processors.TEMPERATURE | Processors.TOP_K
