@@ -25,7 +25,8 @@ from smc.constraints import Compiler
 from smc.draft_dtype import draft_dtype
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import Sharing
-from smc.executor.round_executor import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
+from smc.executor.model_runner import DraftRunner, TargetRunner
+from smc.executor.round_executor import LocalRoundExecutor, OneModelExecutor
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ops_for
 from smc.model.decoder import Decoder
