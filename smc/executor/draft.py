@@ -27,18 +27,15 @@ from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import add_biases
 from smc.executor.masks import apply_mask
 from smc.executor.redraft import RedraftStart, known_step, plan_again, selected_again
+from smc.executor.remap import advance, remap_draft
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose, RoundKeys
 from smc.round.plan import RoundPlan
 from smc.round.slot_state import (
     BiasTables,
     InnerNodes,
-    Lineage,
-    NextSequences,
     RoundSelection,
     SlotState,
-    advance,
-    remap_block_table,
 )
 from smc.round.tensors import (
     CandidateLayout,
@@ -470,52 +467,6 @@ def observe_draws(
         information_A=information_A.masked_fill(is_missing_A, torch.nan),
         rank_A=rank_A,
     )
-
-
-def remap_draft(
-    state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, selection: RoundSelection[Tensor], steps: int
-) -> tuple[Lineage[Tensor], NextSequences]:
-    """Remap the block tables to the chosen rows. The other new values of the slots are returned, because the present
-    ones are still read. `steps`: tokens of a whole row."""
-    slot_A, row_A = plan.arrays.slot_A, selection.particles.row_A
-    ancestor_A, taken_A, cut_A = selection.particles.ancestor_A, selection.taken_A, selection.cut_A
-    source_A = slot_A[ancestor_A]
-    end_A, pending_A = state.end_S[source_A], state.pending_S[source_A]
-    # A particle that had ended continues if its end is rolled back.
-    open_A = ~state.ended_S[source_A] | (cut_A > 0)
-    has_bonus_A = selection.bonus_A >= 0
-    tail_AB = tree.tail_XB[row_A]
-    path_AB = torch.cat((plan.arrays.begin_pages_AQ[ancestor_A], tail_AB), 1)
-    left_A = end_A - cut_A
-    remap_block_table(state.table_SL, slot_A, source_A, state.base_S[slot_A], left_A, tail_AB, plan.columns)
-    # The last token of a whole row has not been run, and a token that ends an answer never is. The last token of a
-    # shorter row has been run. It runs again, on a page of the next round, if no bonus token is pending.
-    last_A = (taken_A == steps) | (~has_bonus_A & (taken_A > 0))
-    run_A = taken_A - last_A.long()
-    bonus_A, last_token_A = selection.bonus_A.clamp(min=0), tree.tokens_XK[row_A, (taken_A - 1).clamp(min=0)]
-    tokens_A2 = torch.stack((torch.where(last_A, last_token_A, bonus_A), bonus_A), 1)
-    unrun_A = torch.where(selection.ended_A, 1, last_A.long() + has_bonus_A.long())
-    stays_A = (pending_A - cut_A).clamp(min=0)
-    kept_A = torch.where(open_A, stays_A + run_A, 0)
-    dropped_A = torch.where(open_A, (cut_A - pending_A).clamp(min=0), 0)
-    return _lineage(plan, path_AB, stays_A, kept_A, dropped_A), NextSequences(
-        end_A=left_A + taken_A + has_bonus_A.long(),
-        tokens_AQ=tokens_A2[:, : state.pending_SQ.shape[1]],
-        pending_A=unrun_A.clamp(min=1),
-        text_A=torch.where(last_A, tree.before_X[row_A], selection.text_A),
-    )
-
-
-def _lineage(
-    plan: RoundPlan[Tensor], path_AB: Tensor, stays_A: Tensor, kept_A: Tensor, dropped_A: Tensor
-) -> Lineage[Tensor]:
-    """Return the pages in order: those of a particle's pending tokens that stay, of which there may be fewer than
-    columns, then those of its row."""
-    column_B = torch.arange(path_AB.shape[1], device=path_AB.device)
-    skipped_A1 = (plan.arrays.begin_pages_AQ.shape[1] - stays_A)[:, None]
-    shifted_AB = torch.where(column_B < stays_A[:, None], column_B, column_B + skipped_A1)
-    path_AB = path_AB.gather(1, shifted_AB.clamp(max=path_AB.shape[1] - 1))
-    return Lineage(path_AB, kept_A.int(), dropped_A.int())
 
 
 class DraftOps:

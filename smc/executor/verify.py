@@ -21,17 +21,15 @@ from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import add_biases
 from smc.executor.masks import apply_mask, given_constraint
 from smc.executor.redraft import selected_again, with_slots_of
+from smc.executor.remap import advance, remap_target
 from smc.executor.sampling import Sampling
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
 from smc.round.plan import RoundPlan
 from smc.round.slot_state import (
     BiasTables,
-    NextSequences,
     RoundSelection,
     SequenceHandoff,
     SlotState,
-    advance,
-    remap_block_table,
 )
 from smc.round.tensors import (
     Blocks,
@@ -345,40 +343,6 @@ def collect_outputs(
         nan_AQ = torch.isnan(log_z_AQ) & is_run_AQ
     drawn_AQ = drawn_AQ.long()
     return VerifyOutputs(blocks, logp_AQ, drawn_AQ, drawn_logp_AQ, next_AV, nan_A, nan_AQ, nodes=inputs.nodes)
-
-
-def remap_target(
-    state: SlotState,
-    logq_SQ: Tensor,
-    plan: RoundPlan[Tensor],
-    drafted: DraftedRows,
-    selection: RoundSelection[Tensor],
-    lookahead: bool,
-) -> NextSequences:
-    """Remap the block tables, and log q of the pending tokens, to the selection. The other new values of the slots are
-    returned, because the present ones are still read."""
-    slot_A, source_A = plan.arrays.slot_A, plan.arrays.slot_A[selection.particles.ancestor_A]
-    block_A = selection.particles.ancestor_A if lookahead else selection.particles.row_A
-    has_bonus_A = selection.bonus_A >= 0
-    remap_block_table(
-        state.table_SL,
-        slot_A,
-        source_A,
-        state.base_S[slot_A],
-        state.held(source_A),
-        plan.arrays.target_pages_AQ[block_A],
-        plan.columns,
-    )
-    end_A = state.end_S[source_A] - selection.cut_A + selection.taken_A + has_bonus_A.long()
-    bonus_A1 = selection.bonus_A.clamp(min=0)[:, None]
-    if lookahead:
-        tokens_AQ = torch.where(has_bonus_A[:, None], bonus_A1, drafted.tokens_XK[selection.particles.row_A].long())
-        logq_AQ, count_A = drafted.logq_XK[selection.particles.row_A], torch.where(has_bonus_A, 1, selection.taken_A)
-    else:
-        tokens_AQ, logq_AQ, count_A = bonus_A1, torch.zeros_like(bonus_A1, dtype=torch.float32), torch.ones_like(end_A)
-    logq_SQ[slot_A, : logq_AQ.shape[1]] = logq_AQ
-    # A particle that had ended keeps its last token, which is neither run nor scored again.
-    return NextSequences(end_A, tokens_AQ, count_A.clamp(min=1), selection.text_A)
 
 
 class VerifyOps:

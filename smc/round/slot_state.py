@@ -1,4 +1,5 @@
-"""What each model keeps for every slot between rounds: how particles enter slots, and how slots follow a selection."""
+"""What each model keeps for every slot between rounds: how particles enter slots, and the selection that slots
+follow."""
 
 from __future__ import annotations
 
@@ -228,42 +229,6 @@ class Lineage(NamedTuple, Generic[Array]):
     """int32: how many of the first of these pages hold keys and values of the particle's tokens."""
     dropped_A: Array
     """int32 number of the ancestor's last pages that are released."""
-
-
-def remap_block_table(
-    table_SL: Tensor,
-    slot_A: Tensor,
-    source_A: Tensor,
-    base_A: Tensor,
-    end_A: Tensor,
-    tail_AB: Tensor,
-    columns: int,
-) -> None:
-    """Replace the pages of the slots' positions from `base` up to `end` by those of `source`, and enter `tail` as the
-    pages from `end` on. Positions below `base` already have the same pages; only
-    the Triton form leaves them out.
-
-    A slot that others copy from copies from itself, so no page that is read is overwritten. `columns`: maximum number
-    of positions that any row holds, including `tail`."""
-    table_SL[slot_A, :columns] = table_SL[source_A, :columns]
-    column_AB = end_A[:, None] + torch.arange(tail_AB.shape[1], device=table_SL.device)
-    table_SL[slot_A[:, None], column_AB] = tail_AB
-
-
-def advance(state: SlotState, slot_A: Tensor, selection: RoundSelection[Tensor], next_: NextSequences) -> None:
-    """Write the new state of the slots."""
-    state.end_S[slot_A] = next_.end_A
-    state.pending_SQ[slot_A, : next_.tokens_AQ.shape[1]] = next_.tokens_AQ
-    state.pending_S[slot_A] = next_.pending_A
-    state.text_S[slot_A] = next_.text_A
-    state.ended_S[slot_A], state.alive_S[slot_A] = selection.ended_A, selection.particles.alive_A
-    state.logw_S[slot_A] = selection.particles.logw_A
-    # Padding has written to the dummy slot, too; it must stay ended, and short.
-    state.alive_S[state.dummy :].fill_(False)
-    state.logw_S[state.dummy :].fill_(0.0)
-    state.ended_S[state.dummy :].fill_(True)
-    state.end_S[state.dummy :].fill_(1)
-    state.pending_S[state.dummy :].fill_(1)
 
 
 class BiasTables(NamedTuple):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from smc.executor.remap import remap_block_table
 from smc.executor.sampling import Sampling
 from smc.kernels import remap, sampling
-from smc.round.slot_state import remap_block_table
 from tests.kernels.conftest import DEVICE
 
 
