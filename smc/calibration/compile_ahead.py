@@ -22,7 +22,7 @@ from smc.calibration.warm_up import DECODINGS, REPEATS, padding_plan, warm_up_pl
 from smc.distributions import NO_PROCESSORS, Processors
 from smc.executor.logit_changes import WIDTHS
 from smc.executor.worker import ModelWorker
-from smc.round.plan import Contexts, RoundPlan, UnconditionalRows
+from smc.round.plan import Contexts, RoundKind, RoundPlan, UnconditionalRows
 from smc.scheduler.methods import RULES_OF_ROUNDS
 from smc.scheduler.planner import COMMON
 from smc.types import OF_BOTH_MODELS, Decoding, ModelRole
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from smc.kernels.compile_jobs import CompilePool, Job
 
 logger = logging.getLogger(__name__)
+SIZES = (1, 4, 8, 16, 64)
+"""Sizes of dry runs of all kinds of rounds. Those of the default kind have every size."""
 ALL_DECODINGS = (
     *DECODINGS,
     *(frozenset({one}) for one in Decoding if {one} not in DECODINGS),
@@ -126,9 +128,21 @@ def submit_kernels(
 def plans_of_all_kinds(
     config: EngineConfig, context: int, vocab: int, roles: Sequence[ModelRole] | Mapping[ModelRole, ModelWorker]
 ) -> list[RoundPlan[np.ndarray]]:
-    """Return plans of rounds in which these models take part: of the usual kinds, then of rarer ones."""
-    plans = [*list(warm_up_plans(config, context))[::REPEATS], *rare_plans(config, vocab)]
+    """Return plans of rounds in which these models take part: of those usual kinds that may have kernels of their own,
+    then of rarer ones."""
+    usual = list(warm_up_plans(config, context))[::REPEATS]
+    plans = [*(plan for plan in usual if _is_dry_run(plan.kind, config)), *rare_plans(config, vocab)]
     return [plan for plan in plans if set(plan.kind.roles) & set(roles)]
+
+
+def _is_dry_run(kind: RoundKind, config: EngineConfig) -> bool:
+    """Return whether a dry run is worth its time: rounds of other sizes, with fewer tokens or branches or longer
+    contexts, have the kernels of those that do run."""
+    is_whole = kind.steps is None and kind.branches == RULES_OF_ROUNDS[kind.roles].shape(config).branches
+    if kind.batch_size in SIZES:
+        return is_whole or kind.contexts is Contexts.SHORT or kind.batch_size == 1
+    is_default = kind.decodings == {Decoding.WALK} and not kind.nodes and kind.redrafted == config.redrafted
+    return is_whole and is_default
 
 
 def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarray]]:
@@ -154,6 +168,9 @@ def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarra
                 unconditional = _unconditional(plan, shape.target or shape.begin + shape.branch)
             kind = replace(plan.kind, biased=biased, raw_logprobs=reports_raw)
             yield replace(plan, kind=kind, arrays=arrays, target_unconditional=unconditional).sized()
+    # After a long prompt the draft alone begins with one token, unlike a block.
+    alone = frozenset({Decoding.DRAFT})
+    yield padding_plan(alone, RULES_OF_ROUNDS[Decoding.DRAFT.roles].shape(config), 1, config.max_slots, Contexts.SINGLE)
 
 
 def _unconditional(plan: RoundPlan[np.ndarray], pages: int) -> UnconditionalRows[np.ndarray]:
