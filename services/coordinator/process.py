@@ -210,8 +210,9 @@ class RemoteEngine:
         config, context = self._spec.engine, self._spec.context
         plans = list(warm_up_plans(config, context))
         report = progress_reporter(self._store, self._spec.rendezvous.warmed)
-        warm_up_prompts(self.engine)
         warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size), report)
+        # Last, because what was recorded first is released first.
+        warm_up_prompts(self.engine)
         logger.info(
             "ran prompts, %d dummy rounds, and requests of rarer kinds, in %.1f s", len(plans), time.monotonic() - begin
         )

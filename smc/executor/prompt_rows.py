@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from smc.arrays import FieldMemory, PackedFields, map_tensors, offsets, to_device
 from smc.attention.backend import ForwardBatch
+from smc.attention.kernels import SharedPrefixAttention
 from smc.executor.forward import PROMPT_ROW, PROMPT_SIZES, Reader
 from smc.executor.triton_forward import TritonForward
 from smc.round.plan import Contexts
@@ -29,6 +31,13 @@ MOST_EXPERT_ROWS = 4
 MOST_READ = 1 << 17
 """Maximum number of positions that the rows of a pass read before their own tokens, all together: rows read shared
 positions again, where prompts' own kernels read them once for 128 queries."""
+
+
+class PromptForward(TritonForward):
+    """`TritonForward` of rows that read what other rows of the same pass store. The specialised kernel copies prefixes
+    before they are stored, since those of a round are from earlier passes (`smc.kernels.launch`)."""
+
+    attention_class = staticmethod(partial(SharedPrefixAttention, specialized=False))
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,8 @@ class PromptRows:
     """Passes over short prompts of one model, by the kernels of its rounds."""
 
     def __init__(self, reader: Reader, forward: TritonForward) -> None:
-        """`forward`: runs rows one launch after another."""
-        self._forward, self._device = forward, reader.device
+        """`forward`: a `PromptForward`, or a pass in one order of sums."""
+        self.forward, self._device = forward, reader.device
         most = MOST_EXPERT_ROWS if reader.model.config.num_experts else PROMPT_SIZES[-1]
         self.sizes = tuple(size for size in PROMPT_SIZES if size <= most)
         self._kept: dict[int, tuple[FieldMemory, PackedFields[RowArrays[Tensor]]]] = {}
@@ -88,7 +97,7 @@ class PromptRows:
             # Keys and values of all rows are stored before any is read: a row reads what those before it store.
             contexts=Contexts.SINGLE,
         )
-        hidden_TE = reader.stages.run(PromptPass(size), "prompt", lambda: self._forward(there.tokens_T, rows))
+        hidden_TE = reader.stages.run(PromptPass(size), "prompt", lambda: self.forward(there.tokens_T, rows))
         return hidden_TE[to_device(place_T[output_T], self._device)]
 
     def _load(self, size: int, arrays: RowArrays[np.ndarray]) -> RowArrays[Tensor]:

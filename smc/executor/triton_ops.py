@@ -14,7 +14,7 @@ from smc.executor.forward import Reader, StaticForward
 from smc.executor.graph_runner import GraphRunner, StageRunner
 from smc.executor.invariant_forward import InvariantForward, is_invariant
 from smc.executor.ops import RoundOps
-from smc.executor.prompt_rows import PromptRows
+from smc.executor.prompt_rows import PromptForward, PromptRows
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.triton_sampling import PromptSampling, TritonHeadSampling, TritonSampling
@@ -66,7 +66,7 @@ class TritonOps(RoundOps):
 
     def _rows_of(self, reader: Reader) -> PromptRows:
         if reader not in self._prompt_rows:
-            kind = TritonForward if self._invariant(reader) is None else InvariantForward
+            kind = PromptForward if self._invariant(reader) is None else InvariantForward
             self._prompt_rows[reader] = PromptRows(reader, kind(reader))
         return self._prompt_rows[reader]
 

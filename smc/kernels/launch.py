@@ -9,7 +9,8 @@ it, and of all kernels before that. Before it waits, a kernel may read only such
 kernel writes: block tables, weights of norms, the residual of an earlier norm, and, in the kernel that attends to a
 row's own positions, queries, keys and values. It writes nothing before it waits. Where the warps of a program have
 separate tasks (`smc.attention.specialized`), the warps that copy a prefix's keys and values need not wait, because
-earlier passes stored those and other warps of every program wait.
+earlier passes stored those and other warps of every program wait. So that kernel must not read prefixes that the same
+pass stores (`smc.executor.prompt_rows`).
 
 A kernel that starts early occupies multiprocessors and gets fewer of them while the previous kernel still holds most.
 Matrix products and the last attention kernel therefore signal last, when their sums are done. Norms and the kernel that

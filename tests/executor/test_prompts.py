@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,14 +11,20 @@ import torch
 pytest.importorskip("triton")
 
 from smc.distributions import DistributionSpec
+from smc.executor.forward import PROMPT_ROW
 from smc.executor.graph_runner import StageRunner
 from smc.executor.messages import Draws, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.executor.ops import RoundOps
-from smc.executor.prompt_rows import PromptRows
+from smc.executor.prompt_rows import PromptForward, PromptRows
+from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.worker import ModelWorker
+from smc.memory.kv_cache import KVPool
 from smc.memory.pages import DUMMY_PAGE
+from smc.model.decoder import RopeTable
 from smc.philox import Purpose
+from smc.round.plan import Contexts
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 from smc.stops import TokenBytes
 from smc.types import Numerics
 from tests.model.tiny import random_decoder, tiny_config
@@ -157,3 +165,25 @@ def test_a_recorded_pass_reads_what_is_new():
         assert_close(recorded.run_prompts(batch(parts, True)).result(), direct.run_prompts(batch(parts, True)).result())
     assert [key.rows for key, _ in recorded.stages.first] == [4]
     assert torch.equal(recorded.pool.keys, direct.pool.keys) and torch.equal(recorded.pool.values, direct.pool.values)
+
+
+def test_no_kernel_copies_prompts_before_they_are_stored():
+    """A row of a prompt reads what the rows before it store in the same pass. The kernel for Hopper begins to copy
+    prefixes before, and would be chosen for heads of 64 dimensions."""
+    model = random_decoder(tiny_config(vocab_size=VOCAB, head_dim=64, num_heads=8, num_kv_heads=2)).bfloat16()
+    reader = SimpleNamespace(
+        model=model, pool=KVPool(model.config, PAGES, torch.bfloat16, "cpu"), rope=RopeTable(model.config, WIDTH),
+        width=WIDTH, device=torch.device("cpu"), wanted_numerics=Numerics.FASTEST,
+    )  # fmt: skip
+    passes = PromptRows(reader, PromptForward(reader))
+    for rows in passes.sizes:
+        index = torch.arange(rows, dtype=torch.int32)
+        shape = Rows(
+            RowTables(torch.zeros(rows, WIDTH, dtype=torch.int32), index),
+            RowSpans(index, index),
+            RowGroups(index, index, index, index),
+            queries=PROMPT_ROW,
+            contexts=Contexts.SINGLE,
+        )
+        assert not passes.forward._attention_for(shape).tuning.specialized
+        assert TritonForward(reader)._attention_for(shape).tuning.specialized
