@@ -23,8 +23,8 @@ from tests.model.tiny import tiny_config
 DEVICE, WIDTH, PAGES, VOCAB = torch.device("cuda:0"), 1024, 4000, 512
 LENGTHS = (1000, 300, 76, 40, 17, 3)
 """Tokens of prompts; those past a pass's limit run in passes of their own."""
-TOLERANCE = 2e-2
-"""Bound of ||keys - reference|| / ||reference|| of the last layer, in bfloat16 and FP8."""
+TOLERANCE = {"bfloat16": 2e-2, "fp8": 6e-2}
+"""Bounds of ||keys - reference|| / ||reference|| of the last layer."""
 
 
 def worker(model: Decoder, numerics: Numerics) -> ModelWorker:
@@ -83,6 +83,6 @@ def test_rows_see_what_rows_before_them_store(head_dim, dtype, numerics, monkeyp
     monkeypatch.setattr(PromptRows, "takes", lambda *_: False)
     expected = run(worker(model, numerics))
     assert not found.isnan().any()
-    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    assert (found - expected).norm() <= TOLERANCE[dtype] * expected.norm()
     if numerics is Numerics.INVARIANT:
         assert torch.equal(found, expected)
