@@ -19,7 +19,7 @@ from smc.executor.model_runner import DraftRunner, TargetRunner
 from smc.executor.round_executor import LocalRoundExecutor, OneModelExecutor
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
-from smc.executor.whole_pass import POSITIONS, PassKind, rows_at
+from smc.executor.whole_pass import PassKind, timed_rows
 from smc.executor.worker import ModelWorker
 from smc.kernels.compile_jobs import Need
 from smc.kernels.megakernel import MOST_TOKENS, MegakernelJob, obstacle, tiles_of
@@ -105,8 +105,7 @@ class DryDraftForward(TritonForward):
             if kind.tiles not in {timed.tiles for timed in self._timed}:
                 self._need(MegakernelJob.of(self.model, kind.tiles))
             self._timed.add(kind)
-            start = max(0, min(POSITIONS[kind.contexts], self._longest - kind.queries))
-            super().__call__(tokens_T, rows_at(start, like, pages=self.pool.keys.shape[1] - 1))
+            super().__call__(tokens_T, timed_rows(kind, like, self))
 
 
 class DryOps(TritonOps):

@@ -73,8 +73,8 @@ class PromptRows:
         most = MOST_EXPERT_ROWS if reader.model.config.num_experts else PROMPT_SIZES[-1]
         self.sizes = tuple(size for size in PROMPT_SIZES if size <= most)
         self._kept: dict[int, tuple[FieldMemory, PackedFields[RowArrays[Tensor]]]] = {}
-        self._table_YL = torch.zeros(most, reader.width, dtype=torch.int32, device=reader.device)
-        """Pages of every prompt's positions, of all passes: they run one after another."""
+        self._table_SL = torch.zeros(most, reader.width, dtype=torch.int32, device=reader.device)
+        """Pages of the positions of a pass's prompts, whose numbers are its slots. Passes run one after another."""
 
     def takes(self, batch: ForwardBatch) -> bool:
         """Return whether these prompts are short enough."""
@@ -88,9 +88,9 @@ class PromptRows:
         arrays, place_T = _laid_out(size, rows_R, tokens_T, batch)
         there = self._load(size, arrays)
         table_RL = batch.table_RL[:, : (batch.starts_R + batch.counts_R).max()]
-        self._table_YL[: len(table_RL), : table_RL.shape[1]] = to_device(table_RL, self._device)
+        self._table_SL[: len(table_RL), : table_RL.shape[1]] = to_device(table_RL, self._device)
         rows = Rows(
-            RowTables(self._table_YL, there.slot_Y),
+            RowTables(self._table_SL, there.slot_Y),
             RowSpans(there.start_Y, there.count_Y),
             RowGroups(there.index_Y, there.index_Y, there.size_Y, there.start_Y),
             queries=PROMPT_ROW,

@@ -74,7 +74,7 @@ class TritonForward(StaticForward, LayerOps):
         super().__init__(reader.model, reader.pool, reader.rope)
         config, weight = reader.model.config, reader.model.embed.weight
         check_heads((config.num_heads, config.num_kv_heads), config.head_dim)
-        self._longest, self._dtype = reader.width, weight.dtype
+        self.longest, self._dtype = reader.width, weight.dtype
         self._own_fp8 = multiplies_fp8(weight.device)
         self._pdl = pdl and supports_pdl(weight.device)
         self._head_norms = [head_norms(layer) for layer in reader.model.layers]
@@ -210,7 +210,7 @@ class TritonForward(StaticForward, LayerOps):
         if shape not in self._attentions:
             weight, heads = self.model.embed.weight, (config.num_heads, config.num_kv_heads)
             self._attentions[shape] = self.attention_class(
-                *shape, heads, config.head_dim, weight.dtype, weight.device, self._longest, self._pdl
+                *shape, heads, config.head_dim, weight.dtype, weight.device, self.longest, self._pdl
             )
         return self._attentions[shape]
 

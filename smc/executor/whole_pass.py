@@ -73,9 +73,7 @@ class WholePassForward(TritonForward):
         """Return whether one launch is faster for a pass of this kind."""
         assert self._whole is not None
         whole, launches = self._whole, super().__call__
-        start = max(0, min(POSITIONS[kind.contexts], self._longest - kind.queries))
-        rows = rows_at(start, like, pages=self.pool.keys.shape[1] - 1)
-        start_R = like.spans.start_R
+        rows, start_R = timed_rows(kind, like, self), like.spans.start_R
         tokens_T = torch.zeros(len(start_R) * kind.queries, dtype=torch.int64, device=start_R.device)
         one = milliseconds(lambda: whole(tokens_T, rows))
         many = milliseconds(lambda: launches(tokens_T, rows))
@@ -84,6 +82,12 @@ class WholePassForward(TritonForward):
             len(tokens_T), kind.queries, kind.contexts.name.lower(), one, many,
         )  # fmt: skip
         return one < many
+
+
+def timed_rows(kind: PassKind, like: Rows, forward: TritonForward) -> Rows:
+    """Return the rows of a pass by which the two ways are compared."""
+    start = max(0, min(POSITIONS[kind.contexts], forward.longest - kind.queries))
+    return rows_at(start, like, pages=forward.pool.keys.shape[1] - 1)
 
 
 def rows_at(start: int, like: Rows, pages: int) -> Rows:

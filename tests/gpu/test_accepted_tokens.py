@@ -14,6 +14,7 @@ from smc.api.engine_config import EngineConfig
 from smc.demo import problems
 from smc.local_engine import ModelPair, fitted_engine
 from smc.model.draft_vocab import DraftVocab
+from smc.model.linear import FP8
 from tests.gpu.test_agreement import DEVICES, load, requests
 
 FORMS = {
@@ -47,7 +48,7 @@ def tokens_a_round(pair: ModelPair, config: EngineConfig, particles: int) -> flo
 
 @pytest.mark.parametrize("devices", DEVICES, ids=["one GPU", "two GPUs"])
 @pytest.mark.parametrize("has_head", [False, True], ids=["whole head", "small head"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("form", FORMS)
 def test_as_many_tokens_are_confirmed_as_on_a_cpu(form, dtype, has_head, devices, tmp_path):
     on_cpu, there = ModelPair.load(demo.TARGET, demo.DRAFT), load(dtype, devices)

@@ -22,7 +22,7 @@ from tests.model.tiny import tiny_config
 
 DEVICE, WIDTH, PAGES, VOCAB = torch.device("cuda:0"), 1024, 4000, 512
 LENGTHS = (1000, 300, 76, 40, 17, 3)
-"""Tokens of prompts; those past a pass's limit run in passes of their own."""
+"""Tokens of prompts, each of which fits into one recorded pass."""
 TOLERANCE = {"bfloat16": 2e-2, "fp8": 6e-2}
 """Bounds of ||keys - reference|| / ||reference|| of the last layer."""
 
