@@ -216,7 +216,7 @@ class StopTables(NamedTuple):
         for tokens, kind in ((machine.stop_ids, ENDS), (machine.early_ids, ENDS_EARLY)):
             drawable = [token for token in tokens if token < self.vocab]
             if drawable:
-                self.is_stop_ZV[entry].index_fill_(0, torch.tensor(drawable, device=device), kind)
+                self.is_stop_ZV[entry].index_fill_(0, to_device(np.array(drawable), device), kind)
         self.has_strings_Z[entry].fill_(machine.next_YP is not None)
         if machine.next_YP is not None:
             # Further states of an earlier machine remain; no state of this machine leads there.

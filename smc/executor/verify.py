@@ -70,7 +70,8 @@ class VerifyStage:
         self.chains = VerifiedChains(chains, self.queries, sampling, ops.verify_chains, state.device)
 
     def join(self, group: SequenceHandoff, slots_N: Tensor) -> None:
-        self.logq_SQ[slots_N, : group.logq_NQ.shape[1]] = to_device(group.logq_NQ, self.state.device)
+        logq_NQ = to_device(group.logq_NQ, self.state.device)
+        self.logq_SQ[:, : logq_NQ.shape[1]].index_copy_(0, slots_N, logq_NQ)
 
     def verify(self, plan: RoundPlan[Tensor], drafted: DraftedRows | None) -> VerifyOutputs:
         """Run and verify blocks: in look-ahead the pending ones, in lockstep those that have just been `drafted`."""

@@ -131,24 +131,31 @@ class SlotState(NamedTuple):
         return self.end_S[slot_A] - self.pending_S[slot_A]
 
     def join(self, group: SequenceHandoff) -> Tensor:
-        """Write particles to their slots. Returns the slots as an index."""
+        """Write particles to their slots. Returns the slots as an index.
 
-        def here(values: np.ndarray) -> Tensor:
-            return to_device(values, self.device)
-
-        slots_N = here(group.slots_N).long()
-        self.table_SL[slots_N, : group.pages_RL.shape[1]] = here(group.pages_RL)
-        self.base_S[slots_N] = group.base
-        self.limit_S[slots_N] = group.limit
-        self.least_S[slots_N] = group.least
-        self.end_S[slots_N] = here(group.end_N).long()
-        self.pending_SQ[slots_N, : group.pending_NQ.shape[1]] = here(group.pending_NQ).long()
-        self.pending_S[slots_N] = here(group.pending_N).long()
-        self.ended_S[slots_N] = here(group.ended_N)
-        self.alive_S[slots_N] = here(group.alive_N)
-        self.text_S[slots_N] = here(group.text_N).long()
-        self.logw_S[slots_N] = here(group.logw_N)
-        self.entry_S[slots_N] = group.stops
+        All numbers take one copy. Assigning a Python number by index would copy it by itself, from memory that is not
+        pinned, and such a copy waits for all work queued on the device."""
+        each = (group.slots_N, group.end_N, group.pending_N, group.text_N, group.ended_N, group.alive_N)
+        of_all = (group.base, group.limit, group.least, group.stops)
+        columns = np.broadcast_arrays(*each, group.logw_N.view(np.int64), *of_all, *group.pending_NQ.T)
+        numbers_FN = to_device(np.stack(columns, dtype=np.int64), self.device)
+        slots_N, end_N, pending_N, text_N, ended_N, alive_N, logw_N, base_N, limit_N, least_N, entry_N = numbers_FN[:11]
+        for field_S, values_N in (
+            (self.base_S, base_N),
+            (self.limit_S, limit_N),
+            (self.least_S, least_N),
+            (self.end_S, end_N),
+            (self.pending_S, pending_N),
+            (self.ended_S, ended_N.bool()),
+            (self.alive_S, alive_N.bool()),
+            (self.text_S, text_N),
+            (self.logw_S, logw_N.view(torch.float64)),
+            (self.entry_S, entry_N),
+            (self.pending_SQ[:, : group.pending_NQ.shape[1]], numbers_FN[11:].T),
+        ):
+            field_S.index_copy_(0, slots_N, values_N)
+        pages_NL = to_device(group.pages_RL, self.device).expand(len(slots_N), -1)
+        self.table_SL[:, : pages_NL.shape[1]].index_copy_(0, slots_N, pages_NL)
         if group.machine is not None:
             self.stops.set(group.stops, group.machine)
         return slots_N
@@ -278,5 +285,5 @@ class InnerNodes(NamedTuple):
 
     def forget(self, slots_N: Tensor) -> None:
         """Remove the outcomes of slots that new particles take, each with a block of one token."""
-        self.share_SKC[slots_N] = -torch.inf
-        self.count_S[slots_N] = 0
+        self.share_SKC.index_fill_(0, slots_N, -torch.inf)
+        self.count_S.index_fill_(0, slots_N, 0)
