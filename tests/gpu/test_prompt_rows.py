@@ -23,8 +23,9 @@ from tests.model.tiny import tiny_config
 DEVICE, WIDTH, PAGES, VOCAB = torch.device("cuda:0"), 1024, 4000, 512
 LENGTHS = (1000, 300, 76, 40, 17, 3)
 """Tokens of prompts, each of which fits into one recorded pass."""
-TOLERANCE = {"bfloat16": 2e-2, "fp8": 6e-2}
-"""Bounds of ||keys - reference|| / ||reference|| of the last layer."""
+TOLERANCE, LEAST = 1.5, 2e-2
+"""Bound of ||keys - reference|| of the last layer, relative to the same of prompts' own kernels, and to ||reference||.
+The reference adds in one order; how much another order changes depends on the type."""
 
 
 def worker(model: Decoder, numerics: Numerics) -> ModelWorker:
@@ -83,6 +84,9 @@ def test_rows_see_what_rows_before_them_store(head_dim, dtype, numerics, monkeyp
     monkeypatch.setattr(PromptRows, "takes", lambda *_: False)
     expected = run(worker(model, numerics))
     assert not found.isnan().any()
-    assert (found - expected).norm() <= TOLERANCE[dtype] * expected.norm()
     if numerics is Numerics.INVARIANT:
         assert torch.equal(found, expected)
+    else:
+        reference = run(worker(model, Numerics.INVARIANT))
+        bound = max(TOLERANCE * (expected - reference).norm(), LEAST * reference.norm())
+        assert (found - reference).norm() <= bound
