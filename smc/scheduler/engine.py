@@ -202,7 +202,7 @@ class Engine:
         self.trees.follow(admitted, waiting, self.latency)
         for group in admitted:
             self.prefill.grant(group)
-        self.prefill.schedule(beside=self.registry.num_running > 0)
+        self.prefill.schedule(self.registry.num_running)
 
     def _run_decode_step(self) -> list[Pending[RoundReports]]:
         """Launch rounds of all running requests. Return the rounds whose results were read."""

@@ -86,16 +86,17 @@ class PrefillManager:
             return False
         return self.memory.admits(self._forecast.of(job.group)) and self.prefixes.has_room(job)
 
-    def schedule(self, beside: bool) -> None:
-        """Schedule a chunk of the pending sequences at each model. `beside`: whether requests are in rounds."""
+    def schedule(self, running: int) -> None:
+        """Schedule a chunk of the pending sequences at each model. `running`: number of requests in rounds."""
         jobs = self._unblocked()
         if not jobs:
             # The first tokens of the last prompt have been read, so there is hardly anything left to wait for.
-            self.budget.settle()
+            self.budget.rest()
         else:
-            chunk = self.budget.most(beside)
+            tokens = max(sum(row.left for job in jobs for row in job.on(role)) for role in ModelRole)
+            chunk = self.budget.most(running, len(jobs), tokens)
             steps = {role: prefill_step(jobs, self.workers[role], role, chunk) for role in ModelRole}
-            self.budget.spend(steps, beside)
+            self.budget.spend(steps, beside=running > 0)
 
     def _unblocked(self) -> list[PrefillJob]:
         """Jobs that may run now: all except those that begin with tokens that an earlier job is about to run."""

@@ -15,6 +15,14 @@ LEAST = 256
 because it reads all weights."""
 IN_FLIGHT = 2
 """Maximum number of chunks in flight at a model. More would delay the next round."""
+PATIENCE = 0.25
+"""How much prompts may lose by waiting for each other, as a share of what a pass of their own costs. 1 makes most
+tokens a second in all: a pass stops every running request for its time, and a prompt that waits stops one. Less favours
+the first token."""
+FREQUENT = 0.5
+"""Prompts a step from which they wait for each other. If fewer come, one would mostly wait in vain."""
+LATEST = 0.1
+"""Weight of the latest step in the average number of prompts a step."""
 
 
 class PrefillBudget:
@@ -23,7 +31,10 @@ class PrefillBudget:
     Prompts and rounds take turns on the models. Rounds accrue a time budget: `prefill_share` of their own time. A chunk
     is scheduled once its expected time has accrued. So the average round takes at most 1 + `prefill_share` times as
     long as without prompts, whatever chunks cost. If `prefill_share` is None, every step may schedule `prefill_chunk`
-    tokens."""
+    tokens.
+
+    Where many come, short prompts wait for each other (`PATIENCE`): a pass over several takes hardly longer than one
+    over one."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._most, self._share = config.prefill_chunk, config.prefill_share
@@ -36,17 +47,35 @@ class PrefillBudget:
         """Accrued time budget in seconds; negative if more was spent."""
         self._saw_rounds = False
         """Whether the last step has read rounds with measured times."""
+        self._round = 0.0
+        """Seconds of the rounds of the last step."""
+        self._held, self._waited = 0, 0.0
+        """Number of prompts that the last step kept waiting, and the seconds that they have waited, added up."""
+        self._new = 0.0
+        """Average number of prompts that come in a step."""
 
-    def most(self, beside: bool) -> int:
-        """Return how many tokens may be scheduled at each model now. `beside`: whether requests are in rounds. Waits
-        while too many chunks are in flight."""
+    def most(self, running: int, prompts: int = 1, tokens: int = LEAST) -> int:
+        """Return how many tokens may be scheduled at each model now. `running`: number of requests in rounds;
+        `prompts`, `tokens`: number of prompts that could run now, and of their tokens. Waits while too many chunks are
+        in flight."""
         self.settle(IN_FLIGHT - 1)
-        if self._share is None or not beside:
+        self._new += LATEST * (max(0, prompts - self._held) - self._new)
+        if self._share is None or not running:
             return self._most
         cost = self._together(self._cost.values())
         if not cost or not self._saw_rounds:
             return min(self._most, LEAST)
-        return min(self._most, max(LEAST, int(self._accrued / cost))) if self._accrued >= LEAST * cost else 0
+        lost, is_small = self._waited + prompts * self._round, tokens < LEAST and self._new >= FREQUENT
+        if self._accrued < LEAST * cost or (is_small and lost < PATIENCE * running * LEAST * cost):
+            self._held = prompts
+            return 0
+        self._held, self._waited = 0, 0.0
+        return min(self._most, max(LEAST, int(self._accrued / cost)))
+
+    def rest(self) -> None:
+        """There are no prompts in this step. Waits until no chunk is in flight."""
+        self._held, self._waited, self._new = 0, 0.0, (1 - LATEST) * self._new
+        self.settle()
 
     def settle(self, left: int = 0) -> None:
         """Wait until at most `left` chunks of each model are in flight."""
@@ -75,7 +104,8 @@ class PrefillBudget:
             return
         spans = [outcome.spans() for outcome in rounds]
         took = [self._together(_length(of_round, role) for role in ModelRole) for of_round in spans]
-        self._saw_rounds, accrued = bool(took), self._share * sum(took)
+        self._saw_rounds, self._round, accrued = bool(took), sum(took), self._share * sum(took)
+        self._waited += self._held * self._round
         # At most the time of one chunk is carried over; otherwise the prompts of a busy moment would block all other
         # requests.
         self._accrued = min(self._accrued, LEAST * self._together(self._cost.values())) + accrued

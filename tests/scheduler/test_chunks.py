@@ -53,10 +53,16 @@ class Simulation:
         self.asked: list[int] = []
         self.took = dict.fromkeys(ModelRole, 0.0)
 
-    def step(self, left: int = 1 << 30, round_seconds: dict[str, float] | None = ROUND) -> int:
-        """Run one step; return the number of prompt tokens it ran. `left`: remaining prompt tokens. `round_seconds`
-        None: no request is in rounds."""
-        tokens = min(left, self.chunks.most(round_seconds is not None))
+    def step(
+        self,
+        left: int = 1 << 30,
+        round_seconds: dict[str, float] | None = ROUND,
+        running: int = 1,
+        prompts: int = 1,
+    ) -> int:
+        """Run one step; return the number of prompt tokens it ran. `left`: remaining tokens of so many prompts.
+        `round_seconds` None: no request is in rounds."""
+        tokens = min(left, self.chunks.most(0 if round_seconds is None else running, prompts, left))
         seconds = {side: floor * max(tokens, 200) / 200 for side, floor in self.floors.items()}
         self.chunks.spend(
             {side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in ModelRole}, round_seconds is not None
@@ -108,13 +114,53 @@ def test_a_prompt_after_quiet_rounds_starts_at_once():
     assert [simulation.step(left=60) for _ in range(3)] == [0, 60, 0]
 
 
+def passes_beside(running: int, arrivals: int, steps: int = 400) -> tuple[list[int], list[int]]:
+    """Let a prompt of 50 tokens arrive every so many steps. Return how many prompts each pass took, and how many steps
+    each prompt waited."""
+    simulation, taken, waited = Simulation(LOCKSTEP, {"draft": 0.001, "target": 0.0047}), [], []
+    begun: list[int] = []
+    for _ in range(20):
+        simulation.step()
+    for step in range(steps):
+        if step % arrivals == 0:
+            begun.append(step)
+        if not begun:
+            simulation.chunks.rest()
+            simulation.chunks.accrue([Round({side: (0, round(1e9 * ROUND[side])) for side in ModelRole})])
+            continue
+        if simulation.step(50 * len(begun), running=running, prompts=len(begun)):
+            taken.append(len(begun))
+            waited += [step - at for at in begun]
+            begun = []
+    return taken, waited
+
+
+def test_prompts_wait_for_each_other_beside_many_requests():
+    """A pass takes 7 ms and a round 9: beside 64 requests, three or four prompts share a pass. Beside 4, and where few
+    prompts come, none waits longer than its share of the time demands."""
+    taken, waited = passes_beside(64, arrivals=1)
+    assert 3 <= sum(taken) / len(taken) <= 5
+    assert max(waited) <= 5
+    for running, arrivals in ((64, 10), (4, 1), (4, 2), (4, 10)):
+        _, waited = passes_beside(running, arrivals)
+        assert max(waited) <= 1
+    # Two prompts of that size fill no pass, six do.
+    simulation = Simulation(LOCKSTEP, {"draft": 0.001, "target": 0.0047})
+    for _ in range(20):
+        simulation.step()
+    for _ in range(20):
+        simulation.step(left=0)
+    assert simulation.step(100, running=64, prompts=2) == 0
+    assert simulation.step(300, running=64, prompts=6) >= LEAST
+
+
 def test_rounds_that_bring_nothing_keep_no_prompt_from_going_on():
     """Prompts advance even if no round completes: running groups may be waiting for pages that a starting one holds."""
     simulation = Simulation(AHEAD, {"draft": 0.05, "target": 0.1})
     for _ in range(20):
         simulation.step()
     simulation.chunks.accrue([])
-    assert simulation.chunks.most(beside=True) == LEAST
+    assert simulation.chunks.most(running=1) == LEAST
 
 
 @pytest.mark.parametrize("share", [None, 0.5])
@@ -127,7 +173,7 @@ def test_no_more_than_two_chunks_are_on_their_way(share):
 
     chunks = PrefillBudget(replace(AHEAD, prefill_share=share))
     for i in range(10):
-        chunks.most(beside=False)
+        chunks.most(running=0)
         assert len(read) == 2 * max(0, i + 1 - IN_FLIGHT)
         chunks.spend({side: [(1, Slow(0.1))] for side in ModelRole}, beside=False)
 
