@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntFlag, auto
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
@@ -84,10 +85,8 @@ class DistributionSpec(NamedTuple, Generic[Array]):
     def of_settings(settings: Sequence[object], temperatures: Sequence[float]) -> DistributionSpec[np.ndarray]:
         """Build from the sampling settings of requests, which have the names of the fields. None: neutral."""
         arrays: dict[str, ArrayLike] = {"temperature_R": temperatures}
-        for name, none_R in NEUTRAL.items():
-            if name not in arrays:
-                values = [getattr(one, name.removesuffix("_R")) for one in settings]
-                arrays[name] = [none_R[0] if value is None else value for value in values]
+        for name, values in zip(SETTINGS, zip(*map(SETTINGS_OF, settings))):
+            arrays[name] = [NEUTRAL[name][0] if value is None else value for value in values]
         return DistributionSpec.of(**arrays)
 
     @staticmethod
@@ -139,6 +138,9 @@ PLAIN: DistributionSpec[np.ndarray] = DistributionSpec(
 """The neutral value of every field, and its type."""
 NEUTRAL: dict[str, np.ndarray] = {name: none_R for name, none_R in PLAIN._asdict().items() if name != "active"}
 """The same by name, without `active`."""
+SETTINGS = tuple(name for name in NEUTRAL if name != "temperature_R")
+"""Fields that are named like the requests' settings."""
+SETTINGS_OF = attrgetter(*(name.removesuffix("_R") for name in SETTINGS))
 
 
 class Distributions:

@@ -31,9 +31,12 @@ def draw_answer(group: SequenceGroup, slots: Slots, reason: FinishReason | None)
     if group.params.answer == "best":
         particle = _best(group, slots, reason)
         return particle, _scored(group, slots, reason, particle)
+    logw_N = group.array(slots, "logw_S")
+    if len(logw_N) == 1:
+        return 0, _scored(group, slots, reason, 0)
     seed_G, round_G = np.array([group.seed], dtype=np.int64), np.array([group.rounds], dtype=np.int64)
     uniform = uniforms(seed_G, round_G, np.zeros(1, dtype=np.int64), Purpose.FINAL)[0, 0]
-    particle = final_draw(torch.from_numpy(group.array(slots, "logw_S")), float(uniform))
+    particle = final_draw(torch.from_numpy(logw_N), float(uniform))
     return particle, _scored(group, slots, reason, particle)
 
 

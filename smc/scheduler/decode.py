@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ from smc.round.plan import RoundKind
 from smc.round.slot_state import Lineage
 from smc.round.tensors import ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
-from smc.scheduler.methods import DecodingRules, RoundFacts
+from smc.scheduler.methods import DecodingRules, RoundFacts, TreeFacts
 from smc.scheduler.planner import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
@@ -168,17 +168,28 @@ class RoundScheduler:
 
     def constrained(self) -> Iterator[SequenceGroup]:
         """Yield the constrained requests that another round is useful for."""
-        for group in chain.from_iterable(self._members):
-            if group.params.constraint is not None and self._wants_round(group):
-                yield group
+        for members in self._members:
+            wanting = [group for group in members if group.params.constraint is not None]
+            yield from self._wanting_round(wanting)
 
     def take_stats(self) -> EngineStats:
         """Return the statistics of its rounds since the last call."""
         stats, self._stats = self._stats, EngineStats()
         return stats
 
-    def _wants_round(self, group: SequenceGroup) -> bool:
-        """Whether another round of the request is useful, as far as is known before the last one has been read."""
+    def _wanting_round(self, groups: list[SequenceGroup]) -> list[SequenceGroup]:
+        """Return the requests for which another round is useful, as far as is known before the last one has been
+        read."""
+        if not groups:
+            return []
+        slot_A = np.concatenate([group.slots for group in groups])
+        first_G = np.cumsum([0, *(len(group.slots) for group in groups[:-1])])
+        length_G = np.maximum.reduceat(self.slots.length_S[slot_A], first_G).tolist()
+        block_G = np.minimum.reduceat(self.slots.block_S[slot_A], first_G).tolist()
+        return [group for group, *progress in zip(groups, length_G, block_G) if self._wants_round(group, *progress)]
+
+    def _wants_round(self, group: SequenceGroup, length: int, block: int) -> bool:
+        """`length`: of the longest particle; `block`: least position of a block."""
         in_flight = len(group.in_flight)
         if group.params.potential is not None and (in_flight or group.awaits_potential):
             # The next round depends on the potential of the particles after this one.
@@ -186,13 +197,12 @@ class RoundScheduler:
         if group.switches or (in_flight and group.next_rows is not None):
             # The number of confirmed tokens, or which slots remain, is known only after that round has been read.
             return False
-        length, block = int(self.slots.length_S[group.slots].max()), int(self.slots.block_S[group.slots].min())
         known = group.rules.known_tokens(self.config, length=length, block=block, rounds=in_flight)
         return group.launched == 0 or known < group.params.max_tokens
 
     def _launch(self, members: list[SequenceGroup], allocate: AllocatePages) -> InFlightStep | None:
         """Launch a round of those requests of a micro-batch that get pages for it; None: there are none."""
-        given = allocate([group for group in members if self._turns.allows(group) and self._wants_round(group)])
+        given = allocate(self._wanting_round([group for group in members if self._turns.allows(group)]))
         if not given:
             return None
         begin = time.perf_counter()
@@ -440,9 +450,11 @@ class RoundScheduler:
             open_G,
         )
         # Converting whole arrays is cheaper than converting each element.
-        columns = [values_G.tolist() for values_G in of_groups]
+        columns, trees = [values_G.tolist() for values_G in of_groups], Counter[TreeFacts]()
         for group, depth, *values in zip(population.groups, depths, *columns):
             group.end_round()
             self._stats.exact_alone_rounds += group.alone
             facts = RoundFacts._make((*values, depth, branches, ahead))
-            group.rules.count_round(group, facts, self._stats, self.acceptance)
+            group.rules.count_round(group, facts, self._stats, trees)
+        for of_tree, times in trees.items():
+            of_tree.add_to(self.acceptance, times)

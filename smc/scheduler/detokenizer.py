@@ -32,7 +32,7 @@ class StopRules:
         self.token_ids = frozenset(params.stop_token_ids)
         self.strings = [(text, text.encode()) for text in params.stop]
         self.min_tokens, self.max_tokens = params.min_tokens, params.max_tokens
-        stop_ids = self.eos_ids | self.token_ids
+        self._hidden = stop_ids = self.eos_ids | self.token_ids
         self.machine = StopMachine.of(
             stop_ids,
             [pattern for _, pattern in self.strings],
@@ -67,11 +67,13 @@ class StopRules:
         return data[: self._first_stop(data, self._begin(tokens))].decode("utf-8", errors="replace")
 
     def visible_bytes(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(self.tokenizer.bytes_of(t) for t in tokens if t not in self.eos_ids and t not in self.token_ids)
+        return b"".join([self.tokenizer.bytes_of(token) for token in tokens if token not in self._hidden])
 
     def final_size(self, data: bytes) -> int:
         """Return how many leading bytes are final: they belong to no stop string, nor to one that may become
         complete."""
+        if not self.strings:
+            return len(data)
         end = self._first_stop(data)
         if end < len(data):
             return end

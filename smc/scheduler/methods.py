@@ -6,6 +6,7 @@ functions and never ask which method a request has."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -89,6 +90,40 @@ class RoundFacts(NamedTuple):
     """Rows that continued each row."""
     ahead: bool
     """Whether the round drafted the next block while the target scored the current one."""
+
+    @property
+    def of_tree(self) -> TreeFacts:
+        """What is counted about the misses of a tree."""
+        return TreeFacts(
+            self.confirmed, self.rows, self.hit, self.restarts, self.again, self.block, self.branches, self.ahead
+        )
+
+
+class TreeFacts(NamedTuple):
+    """The fields of `RoundFacts` that tell what a tree missed. Many requests have the same in a round."""
+
+    confirmed: int
+    rows: int
+    hit: bool
+    restarts: bool
+    again: bool
+    block: int
+    branches: int
+    ahead: bool
+
+    def add_to(self, acceptance: Acceptance, times: int = 1) -> None:
+        """Count so many rounds with these facts."""
+        confirmed, block, width = self.confirmed, self.block, (self.rows, self.branches)
+        if not self.ahead:
+            acceptance.count(min(confirmed, block), confirmed <= block, *width, block, times=times)
+        elif self.restarts:
+            acceptance.count_outcome(Miss.RESTART, not self.hit, *width, times)
+        else:
+            # The first token of a block is known.
+            is_whole = confirmed >= block
+            outcome = Miss.WHOLE if is_whole else Miss.PART, not self.hit
+            tried = min(confirmed, block - 1)
+            acceptance.count(tried, not is_whole, *width, block, again=self.again, outcome=outcome, times=times)
 
 
 class DecodingRules(ABC):
@@ -245,8 +280,11 @@ class DecodingRules(ABC):
         """Indices of particles with their normalised weights; empty if the method has no population."""
         return []
 
-    def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
-        """Record what a round did: for the request, and in the statistics and the acceptance of the whole engine."""
+    def count_round(
+        self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, trees: Counter[TreeFacts]
+    ) -> None:
+        """Record what a round did: for the request, and in the statistics of the whole engine. `trees`: gets what the
+        acceptance of the whole engine counts."""
         return
 
     def trim_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -304,7 +342,9 @@ class Independent(DraftTargetRules):
     def population(self, logw_N: np.ndarray) -> list[tuple[int, float]]:
         return list(enumerate(final_weights(torch.from_numpy(logw_N)).tolist()))
 
-    def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
+    def count_round(
+        self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, trees: Counter[TreeFacts]
+    ) -> None:
         group.counters.count_population(facts.ess, facts.resampled, facts.collapsed)
         group.log_z += facts.log_z
         ess_share = facts.ess / len(group.slots) if self.records_ess else None
@@ -377,14 +417,17 @@ class Exact(Competing):
         # Rows share all tokens that have been confirmed.
         return None
 
-    def count_round(self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, acceptance: Acceptance) -> None:
+    def count_round(
+        self, group: CountedRequest, facts: RoundFacts, stats: EngineStats, trees: Counter[TreeFacts]
+    ) -> None:
         if group.error:
             return
         confirmed, block, ahead, hit = facts.confirmed, facts.block, facts.ahead, facts.hit
         group.counters.count_tree(confirmed, facts.rows, ahead, hit)
         if self.adaptive(group.params) and facts.open:
-            for counted in (group.acceptance, acceptance):
-                _count_misses(counted, facts)
+            of_tree = facts.of_tree
+            of_tree.add_to(group.acceptance)
+            trees[of_tree] += 1
         # The last confirmed token is a draw of the target that was not drafted, unless rows drafted ahead begin with
         # it.
         accepted = confirmed if hit else max(confirmed - 1, 0)
@@ -397,20 +440,6 @@ class Exact(Competing):
         checkpoint["ended_S"][:] &= checkpoint["length_S"] == confirmed_N
         checkpoint["length_S"][:] = confirmed_N
         checkpoint["logw_S"][:] = 0.0
-
-
-def _count_misses(acceptance: Acceptance, facts: RoundFacts) -> None:
-    """Count what a round of a tree missed."""
-    confirmed, block, width = facts.confirmed, facts.block, (facts.rows, facts.branches)
-    if not facts.ahead:
-        acceptance.count(min(confirmed, block), confirmed <= block, *width, block)
-    elif facts.restarts:
-        acceptance.count_outcome(Miss.RESTART, not facts.hit, *width)
-    else:
-        # The first token of a block is known.
-        is_whole = confirmed >= block
-        outcome = Miss.WHOLE if is_whole else Miss.PART, not facts.hit
-        acceptance.count(min(confirmed, block - 1), not is_whole, *width, block, again=facts.again, outcome=outcome)
 
 
 class Walk(Exact):

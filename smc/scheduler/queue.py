@@ -120,7 +120,7 @@ class RequestRegistry:
 
     def complete(self, group: SequenceGroup) -> bool:
         """Whether the request runs, all its particles have ended, and all their tokens are scored."""
-        if not group.is_running or group.awaits_potential:
+        if not group.is_running or not self._slots.ended_S[group.slots[0]] or group.awaits_potential:
             return False
         return bool(self._slots.ended_S[group.slots].all()) and not self._slots.unscored(group.slots).any()
 

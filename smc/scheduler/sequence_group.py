@@ -176,8 +176,12 @@ class SequenceGroup:
     """Whether the request itself is at fault, not the engine."""
     text: TextStream = field(init=False)
     counters: RequestCounters = field(init=False)
+    params: SamplingParams = field(init=False)
+    _round_pages: tuple[tuple[DecodingRules, int], dict[ModelRole, int]] | None = field(init=False, default=None)
+    """Pages of a round, and what they depend on."""
 
     def __post_init__(self) -> None:
+        self.params = self.request.params
         self.requested = self.rules = rules_of(self.params)
         self.most_rows = self.params.rows
         self.text = TextStream(self.stop_rules)
@@ -395,10 +399,6 @@ class SequenceGroup:
         return self.request.request_id
 
     @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
     def is_queued(self) -> bool:
         return self.state in QUEUED
 
@@ -472,7 +472,10 @@ class SequenceGroup:
 
     def round_pages(self, config: EngineConfig) -> dict[ModelRole, int]:
         """Pages that one round of the request allocates in each pool."""
-        return self.rules.round_pages(config, self.params, self.rows)
+        key = self.rules, self.rows
+        if self._round_pages is None or self._round_pages[0] != key:
+            self._round_pages = key, self.rules.round_pages(config, self.params, self.rows)
+        return self._round_pages[1]
 
     @property
     def launched(self) -> int:

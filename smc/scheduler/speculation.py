@@ -312,39 +312,41 @@ class Acceptance:
         *,
         again: bool = False,
         outcome: tuple[Miss, bool] | None = None,
+        times: int = 1,
     ) -> None:
-        """Count a round in which `tried` tokens were looked up in a tree. `missed`: whether the last of them was
+        """Count rounds in which `tried` tokens were looked up in a tree. `missed`: whether the last of them was
         missing; the ones before were not. `block`: tokens of the block in look-ahead. `again`: the tree was drafted
-        again after a miss. `outcome`: that of the round in look-ahead, and whether it was missing."""
+        again after a miss. `outcome`: that of the round in look-ahead, and whether it was missing. `times`: number of
+        such rounds."""
         kind, column = Miss.AGAIN if again else Miss.TOKEN, WIDTHS.column(rows, branches, block)
         self._depths[kind] = max(tried, self._depths[kind])
         first = _row(kind)
-        self._decay(column, first + DEPTH_ROWS * tried, (kind, tried), outcome and outcome[0])
+        self._decay(column, first + DEPTH_ROWS * tried, (kind, tried), outcome and outcome[0], times)
         counts_ZU = self.counts_ZU
-        counts_ZU[first : first + DEPTH_ROWS * tried : DEPTH_ROWS, column] += 1
+        counts_ZU[first : first + DEPTH_ROWS * tried : DEPTH_ROWS, column] += times
         if missed:
-            counts_ZU[first + DEPTH_ROWS * (tried - 1), 0] += 1
+            counts_ZU[first + DEPTH_ROWS * (tried - 1), 0] += times
         if outcome is not None:
-            self._add_outcome(*outcome, column)
+            self._add_outcome(*outcome, column, times)
 
-    def count_outcome(self, kind: Miss, missed: bool, rows: int, branches: int) -> None:
-        """Count the outcome of a restart in look-ahead, in which no tokens were looked up."""
+    def count_outcome(self, kind: Miss, missed: bool, rows: int, branches: int, times: int = 1) -> None:
+        """Count the outcomes of restarts in look-ahead, in which no tokens were looked up."""
         column = WIDTHS.column(rows, branches, BLOCK)
-        self._decay(column, 0, None, kind)
-        self._add_outcome(kind, missed, column)
+        self._decay(column, 0, None, kind, times)
+        self._add_outcome(kind, missed, column, times)
 
-    def _decay(self, column: int, end: int, tried: tuple[Miss, int] | None, outcome: Miss | None) -> None:
+    def _decay(self, column: int, end: int, tried: tuple[Miss, int] | None, outcome: Miss | None, times: int) -> None:
         """Make room for a column and for rows up to `end`, and let earlier counts decay."""
         size, width = self.counts_ZU.shape
         if column >= width or end > size:
             self.counts_ZU = np.pad(self.counts_ZU, ((0, max(0, end - size)), (0, max(0, column + 1 - width))))
-        self.counts_ZU *= _kept(self.memory, len(self.counts_ZU), tried, outcome)
+        self.counts_ZU *= _kept(self.memory**times, len(self.counts_ZU), tried, outcome)
 
-    def _add_outcome(self, kind: Miss, missed: bool, column: int) -> None:
+    def _add_outcome(self, kind: Miss, missed: bool, column: int, times: int) -> None:
         row = _row(kind)
-        self.counts_ZU[row, column] += 1
+        self.counts_ZU[row, column] += times
         if missed:
-            self.counts_ZU[row, 0] += 1
+            self.counts_ZU[row, 0] += times
 
     def count_rank(self, rank: float) -> None:
         """Count a draw of the target. `rank`: number of tokens that the draft ranked above it."""

@@ -52,8 +52,8 @@ FADE = 0.999
 """Share of the acceptance counts that is left after each step in which nothing is drafted, and so nothing is learnt: a
 draft that was bad for earlier requests is tried again after thousands of steps."""
 AT_ONCE = 8
-"""Requests for which every round chooses how much it drafts; with n times as many, a choice stays for n + 1 rounds. Of
-more requests, one that comes or goes does not call the policy either."""
+"""Requests for which every round chooses how much it drafts; with n times as many, a choice stays for n + 1 rounds, and
+for others that have as many rows. Of more requests, one that comes or goes does not call the policy either."""
 MOST_SIZES = 16
 """Maximum number of such choices that are kept: those of the micro-batches, and of requests that come and go."""
 
@@ -459,7 +459,8 @@ class TreeController:
     ) -> DraftSize:
         """Return how much is drafted in a round of these requests: see `LatencyTreePolicy.draft_size`. The more
         requests there are, the longer the choice takes and the longer it stays."""
-        key = (batch_size, *((group.id, group.tree_rows) for group in groups))
+        rows_G = [group.tree_rows for group in groups]
+        key = (batch_size, sum(rows_G)) if len(groups) > AT_ONCE else (batch_size, *zip((g.id for g in groups), rows_G))
         known, left, size = self._sizes.pop(key, (None, 0, None))
         if size is None or known is not latency or not left:
             left, size = (
