@@ -30,8 +30,8 @@ from services.link.base import CLOSE_SECONDS, LinkError, first_line, keyed_hash
 from services.link.store import NONCE_BYTES, GroupStore, family_of
 from services.security import is_loopback
 
-FRAME = 8192
-"""Bytes of a frame; the first 8 hold the message's size. A round of one request with N = 8 fits."""
+FRAME = 32768
+"""Bytes of a frame; the first 8 hold the message's size. A round of 128 rows fits."""
 _HEAD = 8
 _KEPT = 64
 """Maximum number of sends in progress, whose buffers are kept: a buffer that is released before it has been received is
@@ -161,18 +161,17 @@ class DistributedEnd:
 
 def frames(data: bytes) -> list[Tensor]:
     """Return a message as one frame, or as two if it is large."""
-    room = FRAME - _HEAD
-    first = torch.empty(FRAME, dtype=torch.uint8)
-    first[:_HEAD] = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
-    whole = np.frombuffer(data, dtype=np.uint8)
-    first.numpy()[_HEAD : _HEAD + min(len(data), room)] = whole[:room]
-    return [first] if len(data) <= room else [first, torch.from_numpy(whole[room:].copy())]
+    room, first, whole = FRAME - _HEAD, np.empty(FRAME, dtype=np.uint8), np.frombuffer(data, dtype=np.uint8)
+    first[:_HEAD].view(np.int64)[0] = len(data)
+    first[_HEAD : _HEAD + len(data)] = whole[:room]
+    return [torch.from_numpy(each) for each in ((first,) if len(data) <= room else (first, whole[room:].copy()))]
 
 
 def message_in(frame: Tensor, receive: Callable[[int], Tensor]) -> bytes:
     """Return the message whose first frame has arrived. `receive` is called with the size of the second frame, if there
     is one, and returns it."""
-    size, room = int(frame[:_HEAD].view(torch.int64)), FRAME - _HEAD
+    first, room = frame.numpy(), FRAME - _HEAD
+    size = int(first[:_HEAD].view(np.int64)[0])
     if size <= room:
-        return frame[_HEAD : _HEAD + size].numpy().tobytes()
-    return np.concatenate((frame[_HEAD:].numpy(), receive(size - room).numpy())).tobytes()
+        return first[_HEAD : _HEAD + size].tobytes()
+    return np.concatenate((first[_HEAD:], receive(size - room).numpy())).tobytes()
