@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from smc.scheduler.decode import MEMORY
+from smc.scheduler.methods import TreeFacts
 from smc.scheduler.speculation import (
     BLOCK,
     FALLS,
@@ -61,6 +63,26 @@ def test_rates_of_outcomes_are_estimated_for_any_tree_and_block():
         acceptance.count(0, False, rows, branches, block, outcome=(kind, missed))
     found = acceptance.rates(True)
     assert {kind: getattr(found, kind) for kind in given} == pytest.approx(given, rel=0.15)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_equal_rounds_of_many_requests_are_counted_together(ahead):
+    """64 requests a round: the rates are those of counting each round by itself, up to the order of the rounds."""
+    rng, one_by_one, together = random.Random(5), Acceptance(MEMORY), Acceptance(MEMORY)
+    for _ in range(60):
+        counter = Counter[TreeFacts]()
+        for _ in range(64):
+            hit, restarts = rng.random() < 0.6, ahead and rng.random() < 0.2
+            confirmed = 1 if restarts else next((i for i in range(1, 4) if rng.random() < 0.3), 4)
+            facts = TreeFacts(confirmed, 2, hit, restarts, False, 3, 4 if ahead else 1, ahead)
+            facts.add_to(one_by_one)
+            counter[facts] += 1
+        for facts, times in counter.items():
+            facts.add_to(together, times)
+    found, expected = together.rates(ahead), one_by_one.rates(ahead)
+    assert found.token == pytest.approx(expected.token, rel=0.1)
+    for kind in ("restart", "whole", "part"):
+        assert getattr(found, kind) == pytest.approx(getattr(expected, kind), rel=0.1)
 
 
 def test_a_request_is_easier_or_harder_than_all_others():
