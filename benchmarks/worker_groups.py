@@ -5,11 +5,13 @@ one is killed.
     [--prompts FILE ..] [--whole-answers] [--kill 16] -- --device cuda --placement shared --target DIR --draft DIR
 
 For each number of worker groups it starts `smcserve serve` with the options after `--`. For each file of prompts,
-number of requests and method it keeps as many requests in flight over HTTP, without streams, and reads the tokens of
-all answers from the service's metrics. Answers go on past their end to `--max-tokens`, unless `--whole-answers` is
-given. With `--kill`, so many exact streams run twice at the largest number of worker groups: undisturbed,
-and while a rank of worker group 1 is killed. It prints how many finish, how many have the same text, and the longest
-pauses. Every result is printed at once, all speeds once more as a table at the end. The last line is JSON."""
+number of requests and method it keeps as many requests in flight over HTTP, without streams. From the service's
+metrics it reads the tokens of all answers, and means: the time of a round, that in which the draft and the target
+work (prompts included) and the coordinator plans, the time to the first token, and the sizes of trees. Answers go on
+past their end to `--max-tokens`, unless `--whole-answers` is given. With `--kill`, so many exact streams run twice
+at the largest number of worker groups: undisturbed, and while a rank of worker group 1 is killed. It prints how many
+finish, how many have the same text, and the longest pauses. Every result is printed at once, all speeds once more as
+a table at the end. The last line is JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -43,6 +46,18 @@ from smc.terminal import out
 COMMAND = (sys.executable, "-c", "from services.cli.main import main; main()", "serve")
 CHAT = "/v1/chat/completions"
 TOKENS = "smc_generation_tokens_total"
+MILLISECONDS = {
+    "round": ("smc_round_seconds", ""),
+    "draft": ("smc_round_part_seconds", " draft"),
+    "target": ("smc_round_part_seconds", " target"),
+    "coordinator": ("smc_round_part_seconds", " coordinator"),
+    "first token": ("smc_time_to_first_token_seconds", ""),
+}
+"""Means of histograms that are printed, and the parts that they are of."""
+OF_TREES = {"rows": "rows", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
+"""Means that are printed of the trees of exact decoding, and their metrics."""
+Totals = defaultdict[str, float]
+"""Metrics by name and part, and the `seconds` at which they were read."""
 PROMPTS, PROMPT_SEED = 256, 3
 LIMIT = 300.0
 """Maximum seconds of a stream, and until a killed worker group is back."""
@@ -60,6 +75,8 @@ class Speed:
     tokens_a_second: float
     running: tuple[int, ...]
     """Requests that ran at each worker group at the end."""
+    means: dict[str, float]
+    """By the names of `MILLISECONDS` and `OF_TREES`; those of which there was nothing are left out."""
 
     @property
     def load(self) -> tuple[int, str, str, int]:
@@ -90,6 +107,8 @@ class Served:
     address: str
     url: str
     """Of OpenAI's API, which serves metrics as well."""
+    latency: str
+    """What the service says of the times that it has measured."""
 
 
 @contextmanager
@@ -107,7 +126,8 @@ def serve(options: Sequence[str]) -> Iterator[Served]:
                 if child.poll() is not None:
                     raise RuntimeError(f"smcserve serve ended with exit code {child.returncode}: {said[-1000:]}")
                 time.sleep(0.2)
-            yield Served(child.pid, f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}")
+            latency = "\n".join(line for line in said.splitlines() if "timed the models" in line)
+            yield Served(child.pid, f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", latency)
         finally:
             child.terminate()
             child.wait()
@@ -122,9 +142,9 @@ def chats(path: Path | None) -> list[list[dict[str, str]]]:
 
 async def speed(
     served: Served, requests: int, bodies: Iterator[dict[str, Any]], warm_up: float, window: float
-) -> tuple[float, tuple[int, ...]]:
+) -> tuple[float, tuple[int, ...], dict[str, float]]:
     """Keep `requests` requests in flight for `warm_up` seconds, and measure for `window` seconds. Return tokens a
-    second, and the number of requests that ran at each worker group at the end."""
+    second, the number of requests that ran at each worker group at the end, and means of rounds."""
 
     async def ask(session: aiohttp.ClientSession) -> None:
         while True:
@@ -133,35 +153,51 @@ async def speed(
                 if response.status != 200:
                     raise RuntimeError(f"the service answers {response.status}: {answer}")
 
-    async def tokens(session: aiohttp.ClientSession) -> tuple[float, float]:
+    async def totals(session: aiohttp.ClientSession) -> Totals:
+        """Return the totals of all metrics, and of their parts, and the seconds since some time."""
+        found = defaultdict(float, seconds=time.monotonic())
         async with session.get(served.url + "/metrics") as response:
             families = text_string_to_metric_families(await response.text())
-        return sum(each.value for one in families for each in one.samples if each.name == TOKENS), time.monotonic()
+        for sample in (each for one in families for each in one.samples):
+            found[" ".join(filter(None, (sample.name, sample.labels.get("part"))))] += sample.value
+        return found
 
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         asking = [asyncio.create_task(ask(session)) for _ in range(requests)]
-        measuring = asyncio.create_task(_difference(lambda: tokens(session), warm_up, window))
+        measuring = asyncio.create_task(_difference(lambda: totals(session), warm_up, window))
         done, _ = await asyncio.wait({*asking, measuring}, return_when=asyncio.FIRST_COMPLETED)
         try:
             if measuring not in done:
                 next(iter(done)).result()  # raises: such a task ends with an error only
-            rate = measuring.result()
+            gained = measuring.result()
             async with session.get(served.url + "/load") as response:
                 load = await response.json()
         finally:
             for task in (*asking, measuring):
                 task.cancel()
             await asyncio.gather(*asking, measuring, return_exceptions=True)
-    return rate, tuple(group["running"] for group in load["worker_groups"])
+    return (
+        gained[TOKENS] / gained["seconds"],
+        tuple(group["running"] for group in load["worker_groups"]),
+        _means(gained),
+    )
 
 
-async def _difference(tokens: Any, warm_up: float, window: float) -> float:
+async def _difference(totals: Callable[[], Awaitable[Totals]], warm_up: float, window: float) -> Totals:
     await asyncio.sleep(warm_up)
-    before, begin = await tokens()
+    before = await totals()
     await asyncio.sleep(window)
-    after, end = await tokens()
-    return (after - before) / (end - begin)
+    after = await totals()
+    return defaultdict(float, {name: value - before[name] for name, value in after.items()})
+
+
+def _means(gained: Totals) -> dict[str, float]:
+    """Return the means of what the metrics have gained."""
+    sums = {shown: (1e3 * gained[f"{of}_sum{part}"], f"{of}_count{part}") for shown, (of, part) in MILLISECONDS.items()}
+    for shown, of in OF_TREES.items():
+        sums[shown] = gained[f"smc_spec_decode_num_{of}_total"], "smc_spec_decode_num_drafts_total"
+    return {shown: total / gained[count] for shown, (total, count) in sums.items() if gained[count]}
 
 
 def kill(served: Served, streams: int, prompts: Sequence[Any], sampling: dict[str, Any]) -> Kill:
@@ -209,13 +245,14 @@ def _rank_of(pid: int, name: str) -> int:
 
 def speed_table(speeds: Sequence[Speed]) -> Table:
     columns = ("worker groups", "prompts", "requests", "method", "tok/s", "x target", "x one", "running")
-    table = Table(*columns, title="Tokens a second of the service")
+    table = Table(*columns, *(f"{name} ms" for name in MILLISECONDS), *OF_TREES, title="Tokens a second of the service")
     for one in speeds:
         target, alone = replace(one, method="target"), replace(one, groups=1)
         ratios = (_ratio(one, other, speeds) for other in (target, alone))
         running = " + ".join(map(str, one.running))
         rate = f"{one.tokens_a_second:,.0f}"
-        table.add_row(str(one.groups), one.prompts, str(one.requests), one.method, rate, *ratios, running)
+        means = (f"{one.means[name]:.1f}" if name in one.means else "" for name in (*MILLISECONDS, *OF_TREES))
+        table.add_row(str(one.groups), one.prompts, str(one.requests), one.method, rate, *ratios, running, *means)
     return table
 
 
@@ -258,6 +295,8 @@ def main(given: Sequence[str]) -> dict[str, Any]:
         begin = time.monotonic()
         with serve([*options, "--worker-groups", str(groups)]) as served:
             out.print(f"worker groups: {groups}, ready after {time.monotonic() - begin:.0f} s")
+            if served.latency:
+                out.print(served.latency, soft_wrap=True, markup=False, highlight=False)
             for name, requests, method in loads:
                 bodies = (
                     {"messages": chat, "seed": number, "method": method, **sampling}
