@@ -54,8 +54,8 @@ class Preemption:
             for role, count in pages.items():
                 together[role] += count
         try:
-            # One allocation for all takes less time.
-            of_all = self._memory.allocate(together)
+            # One allocation for all takes less time. Nothing is evicted from the cache if it would not suffice.
+            of_all = self._memory.allocate(together, dict.fromkeys(together, 0))
         except OutOfPages:
             given = [(group, self._pages_of_round(group, pages)) for group, pages in zip(wanting, each)]
             return [(group, pages) for group, pages in given if pages is not None]

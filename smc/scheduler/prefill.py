@@ -20,7 +20,7 @@ from smc.scheduler.capacity import PageForecast
 from smc.scheduler.handoff import Handoff, StopEntries
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules
 from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, RescoringJob, prefill_step
-from smc.scheduler.prefill_budget import PrefillBudget
+from smc.scheduler.prefill_budget import LEAST, PrefillBudget
 from smc.scheduler.prefix_reuse import PrefixReuse
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
@@ -51,6 +51,8 @@ class PrefillManager:
         self._handoff = Handoff(config, slots, memory, executor, self.stops, token_bytes)
         self._jobs: list[PrefillJob] = []
         """Jobs that hold pages, in the order of their admission."""
+        self._come = 0
+        """Number of jobs that have been added since the last step."""
         self._rescoring: list[RescoringJob] = []
         """Rescoring jobs that wait for pages, oldest request first."""
 
@@ -74,8 +76,13 @@ class PrefillManager:
         slots = self.slots.claim(group.rows, group.params.guided, chained=group.chains_needed > 0)
         group.admit(slots, now)
         self._forecast.expect(group)
-        self._jobs.append(job)
+        self._add(job)
         return True
+
+    def _add(self, job: PrefillJob) -> None:
+        """Let a job run that holds its pages."""
+        self._jobs.append(job)
+        self._come += 1
 
     def lacks_slots(self, group: SequenceGroup) -> bool:
         """Whether only a lack of slots keeps the request from being admitted."""
@@ -93,8 +100,13 @@ class PrefillManager:
             # The first tokens of the last prompt have been read, so there is hardly anything left to wait for.
             self.budget.rest()
         else:
-            tokens = max(sum(row.left for job in jobs for row in job.on(role)) for role in ModelRole)
-            chunk = self.budget.most(running, len(jobs), tokens)
+            # What has begun to run gains nothing by company, so it counts as a whole chunk.
+            begun = any(job.begun for job in jobs)
+            tokens = (
+                LEAST if begun else max(sum(row.left for job in jobs for row in job.on(role)) for role in ModelRole)
+            )
+            chunk = self.budget.most(running, len(jobs), self._come, tokens)
+            self._come = 0
             steps = {role: prefill_step(jobs, self.workers[role], role, chunk) for role in ModelRole}
             self.budget.spend(steps, beside=running > 0)
 
@@ -150,7 +162,7 @@ class PrefillManager:
             if not (self.memory.admits(pages) and self.prefixes.has_room(job) and self.prefixes.allocate(job)):
                 break
             self.memory.expect(job.group.number, pages, job.round_pages)
-            self._jobs.append(self._rescoring.pop(0))
+            self._add(self._rescoring.pop(0))
 
     def finish_rescoring(self) -> list[tuple[SequenceGroup, Answer]]:
         """Return requests whose rescoring is scheduled, with their complete answers. Waits for the results."""
@@ -199,7 +211,7 @@ class PrefillManager:
         self._forecast.expect(group)
         job = PrefillRequest(group, self.config)
         job.rows = carried
-        self._jobs.append(job)
+        self._add(job)
         return True
 
     def fall_back(self, group: SequenceGroup) -> None:

@@ -54,23 +54,32 @@ class PrefillBudget:
         self._new = 0.0
         """Average number of prompts that come in a step."""
 
-    def most(self, running: int, prompts: int = 1, tokens: int = LEAST) -> int:
+    def most(self, running: int, prompts: int = 1, new: int = 1, tokens: int = LEAST) -> int:
         """Return how many tokens may be scheduled at each model now. `running`: number of requests in rounds;
-        `prompts`, `tokens`: number of prompts that could run now, and of their tokens. Waits while too many chunks are
-        in flight."""
+        `prompts`, `tokens`: number of prompts that could run now, and of their tokens; `new`: number of prompts that
+        have come since the last step. Waits while too many chunks are in flight."""
         self.settle(IN_FLIGHT - 1)
-        self._new += LATEST * (max(0, prompts - self._held) - self._new)
+        self._new += LATEST * (new - self._new)
+        allowed = self._allowed(running)
+        if not allowed or (running and tokens < LEAST and self._wait_for_others(running, prompts)):
+            self._held = prompts
+            return 0
+        self._held, self._waited = 0, 0.0
+        return allowed
+
+    def _wait_for_others(self, running: int, prompts: int) -> bool:
+        """Whether prompts that fill no chunk had better run together with those of later steps."""
+        lost, cost = self._waited + prompts * self._round, LEAST * self._together(self._cost.values())
+        return self._saw_rounds and self._new >= FREQUENT and lost < PATIENCE * running * cost
+
+    def _allowed(self, running: int) -> int:
+        """Return how many tokens the share of prompts allows."""
         if self._share is None or not running:
             return self._most
         cost = self._together(self._cost.values())
         if not cost or not self._saw_rounds:
             return min(self._most, LEAST)
-        lost, is_small = self._waited + prompts * self._round, tokens < LEAST and self._new >= FREQUENT
-        if self._accrued < LEAST * cost or (is_small and lost < PATIENCE * running * LEAST * cost):
-            self._held = prompts
-            return 0
-        self._held, self._waited = 0, 0.0
-        return min(self._most, max(LEAST, int(self._accrued / cost)))
+        return min(self._most, max(LEAST, int(self._accrued / cost))) if self._accrued >= LEAST * cost else 0
 
     def rest(self) -> None:
         """There are no prompts in this step. Waits until no chunk is in flight."""

@@ -59,10 +59,11 @@ class Simulation:
         round_seconds: dict[str, float] | None = ROUND,
         running: int = 1,
         prompts: int = 1,
+        new: int = 0,
     ) -> int:
-        """Run one step; return the number of prompt tokens it ran. `left`: remaining tokens of so many prompts.
-        `round_seconds` None: no request is in rounds."""
-        tokens = min(left, self.chunks.most(0 if round_seconds is None else running, prompts, left))
+        """Run one step; return the number of prompt tokens it ran. `left`: remaining tokens of so many prompts, `new`
+        of which have just come. `round_seconds` None: no request is in rounds."""
+        tokens = min(left, self.chunks.most(0 if round_seconds is None else running, prompts, new, left))
         seconds = {side: floor * max(tokens, 200) / 200 for side, floor in self.floors.items()}
         self.chunks.spend(
             {side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in ModelRole}, round_seconds is not None
@@ -122,13 +123,14 @@ def passes_beside(running: int, arrivals: int, steps: int = 400) -> tuple[list[i
     for _ in range(20):
         simulation.step()
     for step in range(steps):
-        if step % arrivals == 0:
+        new = step % arrivals == 0
+        if new:
             begun.append(step)
         if not begun:
             simulation.chunks.rest()
             simulation.chunks.accrue([Round({side: (0, round(1e9 * ROUND[side])) for side in ModelRole})])
             continue
-        if simulation.step(50 * len(begun), running=running, prompts=len(begun)):
+        if simulation.step(50 * len(begun), running=running, prompts=len(begun), new=new):
             taken.append(len(begun))
             waited += [step - at for at in begun]
             begun = []
@@ -149,9 +151,43 @@ def test_prompts_wait_for_each_other_beside_many_requests():
     for _ in range(20):
         simulation.step()
     for _ in range(20):
-        simulation.step(left=0)
+        simulation.step(left=0, new=1)
     assert simulation.step(100, running=64, prompts=2) == 0
     assert simulation.step(300, running=64, prompts=6) >= LEAST
+
+
+def test_chunks_of_one_prompt_do_not_wait_for_each_other():
+    """Of a long prompt beside 64 requests, every chunk is scheduled as soon as its time has accrued, the last one, too;
+    nor does the next short prompt wait, since prompts hardly ever come."""
+    passes = Simulation(LOCKSTEP, {"draft": 0.001, "target": 0.0047})
+    slow = {"draft": 0.01, "target": 0.008}
+    for _ in range(3):
+        passes.step(4096, slow, running=64)
+    found = []
+    for step in range(20):
+        found.append(passes.step(4096, slow, running=64, new=step == 0))
+    assert 0 not in found
+    assert passes.step(60, slow, running=64) == 60
+
+
+@pytest.mark.parametrize("length", [600, 4196])
+def test_a_lone_prompt_beside_many_requests_is_not_held(length):
+    """The engine counts a prompt once, however many chunks it takes."""
+    engine = local_engine(pair(8192), EngineConfig(block=2, prefill_chunk=256, max_slots=8, max_context=8192))
+    asked: list[tuple[int, int, int, int]] = []
+    most = engine.prefill.budget.most
+
+    def noted(running: int, prompts: int, new: int, tokens: int) -> int:
+        asked.append((running, prompts, new, tokens))
+        return most(running, prompts, new, tokens)
+
+    engine.prefill.budget.most = noted
+    engine.submit(request([1, 2] * (length // 2), "long", particles=2, seed=1, max_tokens=2, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    assert [new for _, _, new, _ in asked] == [1] + [0] * (len(asked) - 1)
+    assert all(tokens >= LEAST for _, _, _, tokens in asked)
+    assert len(asked) == -(-length // 256)
 
 
 def test_rounds_that_bring_nothing_keep_no_prompt_from_going_on():
@@ -161,6 +197,7 @@ def test_rounds_that_bring_nothing_keep_no_prompt_from_going_on():
         simulation.step()
     simulation.chunks.accrue([])
     assert simulation.chunks.most(running=1) == LEAST
+    assert simulation.chunks.most(running=64, prompts=3, new=3, tokens=60) == LEAST
 
 
 @pytest.mark.parametrize("share", [None, 0.5])
