@@ -47,6 +47,10 @@ from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 NO_POTENTIALS: Mapping[str, Potential] = MappingProxyType({})
 
+COMPANY = 8
+"""Requests in rounds from which a step does not wait for the first tokens of its prompts. Waiting would stop the host,
+and with it all of them; a step later costs a new request a round."""
+
 
 class Engine:
     """Runs requests over two workers. Not thread-safe: one caller submits, aborts and steps."""
@@ -213,7 +217,8 @@ class Engine:
     def _process_results(self, rounds: list[Pending[RoundReports]]) -> None:
         self.prefill.budget.accrue(rounds)
         self.fallback.apply_switches()
-        for group in self.prefill.finish(self._clock):
+        later = self.executor.pipelined and self.registry.num_running >= COMPANY
+        for group in self.prefill.finish(self._clock, later):
             self.registry.run(group)
         for group in self.potentials.follow(self.registry.admitted):
             self.registry.redraw(group)

@@ -95,23 +95,25 @@ class PrefillManager:
 
     def schedule(self, running: int) -> None:
         """Schedule a chunk of the pending sequences at each model. `running`: number of requests in rounds."""
+        self.budget.begin_step(self._come)
+        self._come = 0
         jobs = self._unblocked()
-        if not jobs:
-            # The first tokens of the last prompt have been read, so there is hardly anything left to wait for.
-            self.budget.rest()
-        else:
+        if jobs:
             # What has begun to run gains nothing by company, so it counts as a whole chunk.
             begun = any(job.begun for job in jobs)
             tokens = (
                 LEAST if begun else max(sum(row.left for job in jobs for row in job.on(role)) for role in ModelRole)
             )
-            chunk = self.budget.most(running, len(jobs), self._come, tokens)
-            self._come = 0
+            chunk = self.budget.most(running, len(jobs), tokens)
             steps = {role: prefill_step(jobs, self.workers[role], role, chunk) for role in ModelRole}
             self.budget.spend(steps, beside=running > 0)
+        elif not self._jobs:
+            # The first tokens of the last prompt have been read, so there is hardly anything left to wait for.
+            self.budget.rest()
 
     def _unblocked(self) -> list[PrefillJob]:
-        """Jobs that may run now: all except those that begin with tokens that an earlier job is about to run."""
+        """Jobs that may run now: all that have not been scheduled, except those that begin with tokens that an earlier
+        job is about to run."""
         found: list[PrefillJob] = []
         alike: defaultdict[bytes, list[PrefillJob]] = defaultdict(list)
         for job in self._jobs:
@@ -119,7 +121,7 @@ class PrefillManager:
             earlier = [] if beginning is None else alike[beginning]
             waits = self.prefixes.awaits(job, earlier)
             earlier.append(job)
-            if waits:
+            if waits or job.scheduled:
                 continue
             if job.waited:
                 self.prefixes.reallocate(job)
@@ -127,10 +129,15 @@ class PrefillManager:
             found.append(job)
         return found
 
-    def finish(self, clock: Callable[[], float]) -> list[SequenceGroup]:
+    def finish(self, clock: Callable[[], float], later: bool = False) -> list[SequenceGroup]:
         """Let requests run whose last chunk has been scheduled, and return them. Waits for their first tokens. `clock`:
-        of the engine."""
+        of the engine. `later`: first tokens of chunks of this step are left to the next one, in which they have
+        arrived: a round that was requested after them is read before."""
         ready = [job for job in self._jobs_of(PrefillRequest) if job.scheduled]
+        if later:
+            ready = [job for job in ready if job.first is None or job.was_left]
+            for job in self._jobs_of(PrefillRequest):
+                job.was_left = job.first is not None
         for job in ready:
             if job.first is not None:
                 # Wait for results, which may be lost, before anything is changed.
@@ -229,7 +236,8 @@ class PrefillManager:
         if change is None or change.switches:
             return
         if group.state is RequestState.PREFILL and group.draws_first_token and change.rows < group.count:
-            self._narrow(group, group.rules, change.rows)
+            if not any(job.group is group and job.first is not None for job in self._jobs_of(PrefillRequest)):
+                self._narrow(group, group.rules, change.rows)
         elif not group.is_running or group.next_rows is not None:
             return
         elif change.rows == group.count:

@@ -110,6 +110,8 @@ class PrefillRequest(PrefillJob):
     """First tokens, drawn in the batch of the prompt's last chunk."""
     batch_index: int = 0
     """Row of the request in the batch that draws its first tokens."""
+    was_left: bool = False
+    """Whether an earlier step has left the first tokens to be read."""
 
     def draws_at(self, role: ModelRole) -> bool:
         """Whether first tokens are drawn from this model."""

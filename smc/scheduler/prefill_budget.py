@@ -54,12 +54,15 @@ class PrefillBudget:
         self._new = 0.0
         """Average number of prompts that come in a step."""
 
-    def most(self, running: int, prompts: int = 1, new: int = 1, tokens: int = LEAST) -> int:
-        """Return how many tokens may be scheduled at each model now. `running`: number of requests in rounds;
-        `prompts`, `tokens`: number of prompts that could run now, and of their tokens; `new`: number of prompts that
-        have come since the last step. Waits while too many chunks are in flight."""
-        self.settle(IN_FLIGHT - 1)
+    def begin_step(self, new: int) -> None:
+        """Note how many prompts have come since the last step."""
         self._new += LATEST * (new - self._new)
+
+    def most(self, running: int, prompts: int = 1, tokens: int = LEAST) -> int:
+        """Return how many tokens may be scheduled at each model now. `running`: number of requests in rounds;
+        `prompts`, `tokens`: number of prompts that could run now, and of their tokens. Waits while too many chunks are
+        in flight."""
+        self.settle(IN_FLIGHT - 1)
         allowed = self._allowed(running)
         if not allowed or (running and tokens < LEAST and self._wait_for_others(running, prompts)):
             self._held = prompts
@@ -83,7 +86,7 @@ class PrefillBudget:
 
     def rest(self) -> None:
         """There are no prompts in this step. Waits until no chunk is in flight."""
-        self._held, self._waited, self._new = 0, 0.0, (1 - LATEST) * self._new
+        self._held, self._waited = 0, 0.0
         self.settle()
 
     def settle(self, left: int = 0) -> None:

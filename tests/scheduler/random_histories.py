@@ -99,7 +99,10 @@ def small_engine(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, follows: bool = False, **options
 ) -> Engine:
     """An engine that overestimates its memory: it expects short answers and much sharing. With `ahead`, it requests
-    rounds before it has read the last result; with `follows`, it corrects its forecast of running requests."""
+    rounds before it has read the last result, and reads first tokens a step later beside two requests; with `follows`,
+    it corrects its forecast of running requests."""
+    if ahead:
+        monkeypatch.setattr("smc.scheduler.engine.COMPANY", 2)
     with monkeypatch.context() as patch:
         if ahead:
             patch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())

@@ -9,10 +9,11 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
+from smc.scheduler.engine import COMPANY
 from smc.scheduler.prefill_budget import IN_FLIGHT, LEAST, PrefillBudget
 from smc.types import ModelRole
 from tests.pairwise import one_of
-from tests.scheduler.harness import answers, assert_empty, request
+from tests.scheduler.harness import PaddingOps, answers, assert_empty, request
 from tests.scheduler.random_histories import assert_same, pair
 
 AHEAD, LOCKSTEP = (
@@ -63,7 +64,8 @@ class Simulation:
     ) -> int:
         """Run one step; return the number of prompt tokens it ran. `left`: remaining tokens of so many prompts, `new`
         of which have just come. `round_seconds` None: no request is in rounds."""
-        tokens = min(left, self.chunks.most(0 if round_seconds is None else running, prompts, new, left))
+        self.chunks.begin_step(new)
+        tokens = min(left, self.chunks.most(0 if round_seconds is None else running, prompts, left))
         seconds = {side: floor * max(tokens, 200) / 200 for side, floor in self.floors.items()}
         self.chunks.spend(
             {side: [(tokens, Ran(seconds[side]))] if tokens else [] for side in ModelRole}, round_seconds is not None
@@ -127,6 +129,7 @@ def passes_beside(running: int, arrivals: int, steps: int = 400) -> tuple[list[i
         if new:
             begun.append(step)
         if not begun:
+            simulation.chunks.begin_step(0)
             simulation.chunks.rest()
             simulation.chunks.accrue([Round({side: (0, round(1e9 * ROUND[side])) for side in ModelRole})])
             continue
@@ -174,19 +177,16 @@ def test_chunks_of_one_prompt_do_not_wait_for_each_other():
 def test_a_lone_prompt_beside_many_requests_is_not_held(length):
     """The engine counts a prompt once, however many chunks it takes."""
     engine = local_engine(pair(8192), EngineConfig(block=2, prefill_chunk=256, max_slots=8, max_context=8192))
-    asked: list[tuple[int, int, int, int]] = []
-    most = engine.prefill.budget.most
-
-    def noted(running: int, prompts: int, new: int, tokens: int) -> int:
-        asked.append((running, prompts, new, tokens))
-        return most(running, prompts, new, tokens)
-
-    engine.prefill.budget.most = noted
+    come: list[int] = []
+    asked: list[int] = []
+    begin, most = engine.prefill.budget.begin_step, engine.prefill.budget.most
+    engine.prefill.budget.begin_step = lambda new: come.append(new) or begin(new)
+    engine.prefill.budget.most = lambda *given: asked.append(given[2]) or most(*given)
     engine.submit(request([1, 2] * (length // 2), "long", particles=2, seed=1, max_tokens=2, ignore_eos=True))
     while not engine.idle:
         engine.step()
-    assert [new for _, _, new, _ in asked] == [1] + [0] * (len(asked) - 1)
-    assert all(tokens >= LEAST for _, _, _, tokens in asked)
+    assert come[0] == 1 and not any(come[1:])
+    assert all(tokens >= LEAST for tokens in asked)
     assert len(asked) == -(-length // 256)
 
 
@@ -197,7 +197,7 @@ def test_rounds_that_bring_nothing_keep_no_prompt_from_going_on():
         simulation.step()
     simulation.chunks.accrue([])
     assert simulation.chunks.most(running=1) == LEAST
-    assert simulation.chunks.most(running=64, prompts=3, new=3, tokens=60) == LEAST
+    assert simulation.chunks.most(running=64, prompts=3, tokens=60) == LEAST
 
 
 @pytest.mark.parametrize("share", [None, 0.5])
@@ -250,3 +250,26 @@ def test_a_prompt_is_not_forgotten_beside_rounds():
 def test_shares_that_cannot_be(share):
     with pytest.raises(ValueError, match="prefill_share="):
         EngineConfig(prefill_share=share)
+
+
+@pytest.mark.parametrize(("running", "steps"), [(COMPANY - 1, 1), (COMPANY, 2)])
+def test_first_tokens_are_read_a_step_later_beside_many_requests(running, steps, monkeypatch):
+    """Beside few requests a step waits for them, so that the request takes part in the next round."""
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
+    config = EngineConfig(form="lockstep", block=2, max_slots=32)
+    engine = local_engine(pair(512), config)
+    for n in range(running):
+        engine.submit(request([n % 3, 1], str(n), method="target", seed=n, max_tokens=200, ignore_eos=True))
+    while engine.num_running < running:
+        engine.step()
+    new = request([2, 1], "new", method="target", seed=9, max_tokens=4, ignore_eos=True)
+    engine.submit(new)
+    found, waited = engine.step(), 1
+    while not engine.registry.groups["new"].is_running:
+        found, waited = found + engine.step(), waited + 1
+    assert waited == steps
+    while "new" in engine.registry.groups:
+        found += engine.step()
+    (answer,) = (one.answer for one in found if one.request_id == "new" and one.answer)
+    monkeypatch.undo()
+    assert_same(answer, answers(local_engine(pair(512), config), [new])["new"])
