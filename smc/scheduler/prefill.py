@@ -52,7 +52,7 @@ class PrefillManager:
         self._jobs: list[PrefillJob] = []
         """Jobs that hold pages, in the order of their admission."""
         self._come = 0
-        """Number of jobs that have been added since the last step."""
+        """Number of jobs that have been added since the last step and have something to run."""
         self._rescoring: list[RescoringJob] = []
         """Rescoring jobs that wait for pages, oldest request first."""
 
@@ -82,7 +82,7 @@ class PrefillManager:
     def _add(self, job: PrefillJob) -> None:
         """Let a job run that holds its pages."""
         self._jobs.append(job)
-        self._come += 1
+        self._come += not job.scheduled
 
     def lacks_slots(self, group: SequenceGroup) -> bool:
         """Whether only a lack of slots keeps the request from being admitted."""

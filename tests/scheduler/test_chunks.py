@@ -190,6 +190,22 @@ def test_a_lone_prompt_beside_many_requests_is_not_held(length):
     assert len(asked) == -(-length // 256)
 
 
+def test_requests_that_switch_do_not_count_as_prompts():
+    """The target has run all tokens of a request that it decodes alone from now on."""
+    engine, come = local_engine(pair(512), EngineConfig(form="lockstep", block=2, max_slots=8)), []
+    begin = engine.prefill.budget.begin_step
+    engine.prefill.budget.begin_step = lambda new: come.append(new) or begin(new)
+    for n in range(3):
+        engine.submit(request([n, 1, 2], str(n), method="exact", particles=2, seed=n, max_tokens=30, ignore_eos=True))
+    while engine.num_running < 3:
+        engine.step()
+    for group in list(engine.registry.groups.values()):
+        engine.fallback.fall_back(group)
+    while not engine.idle:
+        engine.step()
+    assert sum(come) == 3
+
+
 def test_rounds_that_bring_nothing_keep_no_prompt_from_going_on():
     """Prompts advance even if no round completes: running groups may be waiting for pages that a starting one holds."""
     simulation = Simulation(AHEAD, {"draft": 0.05, "target": 0.1})
