@@ -84,6 +84,7 @@ def test_a_listener_without_the_secret_is_noticed():
     gate.close()
 
 
+@pytest.mark.slow
 def test_silent_connections_keep_nobody_out(server, network, monkeypatch):
     """Of more than `MAX_UNPROVEN` the oldest is closed, so a member is let in at once; the others after a while."""
     monkeypatch.setattr(stores, "PROOF_SECONDS", 20.0)

@@ -67,6 +67,7 @@ def test_published_configurations_are_the_presets(tmp_path, name, shape):
     assert (config.rope_theta, config.rms_eps, config.tied_embeddings, config.qkv_bias) == (1e6, 1e-6, True, True)
 
 
+@pytest.mark.slow
 def test_the_pair_is_checked_and_answers(hub, tmp_path):
     checked = run(hub, tmp_path, "check", *PAIR)
     assert checked.returncode == 0, checked.stderr

@@ -19,6 +19,7 @@ from smc.grammar.compiler import NotCompiled
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
 from smc.stops import TokenBytes
+from tests.pairwise import one_of
 
 METHODS = {
     "target": {"method": "target"},
@@ -92,7 +93,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("config", FORMS, ids=lambda config: config.form)
+@pytest.mark.parametrize("config", one_of(*FORMS), ids=lambda config: config.form)
 @pytest.mark.parametrize("constraint", FAILING.values(), ids=FAILING)
 def test_a_constraint_that_fails_ends_its_request_alone(pair: ModelPair, config: EngineConfig, constraint: dict):
     """By every method: once, without an answer that looks valid, and with the kind of the failure."""
@@ -144,6 +145,7 @@ def test_a_particle_with_a_wrong_end_is_not_reported_as_ended(pair: ModelPair):
         assert after.finish_reason is (FinishReason.LENGTH if is_wrong else before.finish_reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constraint", SLOW.values(), ids=SLOW)
 def test_others_do_not_wait_for_slow_constraints(pair: ModelPair, constraint: dict):
     """16 answers to one call, beside another request: its longest pause is not much longer than beside 16 answers whose

@@ -14,6 +14,7 @@ from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler import mask_turns
+from tests.pairwise import one_of
 from tests.scheduler.test_constraint_failures import FORMS, METHODS, run
 
 
@@ -51,7 +52,7 @@ def answers(pair: ModelPair, config: EngineConfig) -> tuple[dict[str, tuple[int,
     return {name: answer.tokens for name, (answer,) in found.items()}, most
 
 
-@pytest.mark.parametrize("config", FORMS, ids=lambda config: config.form)
+@pytest.mark.parametrize("config", one_of(*FORMS), ids=lambda config: config.form)
 def test_slow_requests_take_turns_and_give_the_same_answers(pair: ModelPair, config: EngineConfig, monkeypatch):
     monkeypatch.setattr(mask_turns, "QUICK_SECONDS", math.inf)
     together, most = answers(pair, config)

@@ -26,6 +26,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.environ.get("RAY_AUTH_MODE") == "disabled", reason="whoever runs the tests has asked for no authentication"
 )

@@ -17,7 +17,7 @@ from tests.deploy import promql
 from tests.deploy.observed import Prometheus
 from tests.deploy.sources import dashboards, filled, rules, targets
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 
 UNUSED = {
     "process_virtual_memory_bytes": "address space that is mapped, not memory that is used",

@@ -15,6 +15,7 @@ from tests.service.asked import LOOKAHEAD
 pytestmark = pytest.mark.xdist_group("ray")
 
 
+@pytest.mark.slow
 def test_a_service_with_foreign_ids(start, tmp_path, caplog):
     """Prompts have both foreign ids: one is another token in the draft, the other is past its embedding, which each of
     its two ranks extends."""

@@ -48,6 +48,7 @@ def wait_until_serving(process: psutil.Popen, log: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_open_ports_json_log_and_sighup(tmp_path):
     """Every line of the log is JSON, also of what Ray forwards from other processes, from the start to the end by
     SIGHUP, which drains."""

@@ -96,6 +96,7 @@ def sent_to(two: Running, client: Client, text: str) -> tuple[int, int]:
     return number, usage.cached_tokens
 
 
+@pytest.mark.slow
 def test_one_worker_group_is_lost_under_load(two):
     """Eight exact streams, four at each worker group, and an SMC call at each. One worker group's rank is killed. Its
     exact streams go on at the other worker group at once; all answers are those of an undisturbed service. Its SMC
