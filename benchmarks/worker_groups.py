@@ -45,19 +45,21 @@ from smc.terminal import out
 
 COMMAND = (sys.executable, "-c", "from services.cli.main import main; main()", "serve")
 CHAT = "/v1/chat/completions"
+TIMED = "timed the models"
+"""Part of the log's lines with the latency model."""
 TOKENS = "smc_generation_tokens_total"
 MILLISECONDS = {
     "round": ("smc_round_seconds", ""),
-    "draft": ("smc_round_part_seconds", " draft"),
-    "target": ("smc_round_part_seconds", " target"),
-    "coordinator": ("smc_round_part_seconds", " coordinator"),
+    "draft": ("smc_round_part_seconds", "draft"),
+    "target": ("smc_round_part_seconds", "target"),
+    "coordinator": ("smc_round_part_seconds", "coordinator"),
     "first token": ("smc_time_to_first_token_seconds", ""),
 }
-"""Means of histograms that are printed, and the parts that they are of."""
+"""Means that are printed: the histogram, and its label `part`, empty if it has none."""
 OF_TREES = {"rows": "rows", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
 """Means that are printed of the trees of exact decoding, and their metrics."""
-Totals = defaultdict[str, float]
-"""Metrics by name and part, and the `seconds` at which they were read."""
+Totals = defaultdict[tuple[str, str], float]
+"""Values by name of the sample and label `part`, summed over all other labels."""
 PROMPTS, PROMPT_SEED = 256, 3
 LIMIT = 300.0
 """Maximum seconds of a stream, and until a killed worker group is back."""
@@ -107,8 +109,12 @@ class Served:
     address: str
     url: str
     """Of OpenAI's API, which serves metrics as well."""
-    latency: str
-    """What the service says of the times that it has measured."""
+    log: Path
+
+    @property
+    def latency(self) -> str:
+        """What the log says of the measured times of the models. Other processes than the gateway log a moment late."""
+        return "\n".join(line for line in self.log.read_text(errors="replace").splitlines() if TIMED in line)
 
 
 @contextmanager
@@ -126,8 +132,7 @@ def serve(options: Sequence[str]) -> Iterator[Served]:
                 if child.poll() is not None:
                     raise RuntimeError(f"smcserve serve ended with exit code {child.returncode}: {said[-1000:]}")
                 time.sleep(0.2)
-            latency = "\n".join(line for line in said.splitlines() if "timed the models" in line)
-            yield Served(child.pid, f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", latency)
+            yield Served(child.pid, f"127.0.0.1:{port}", f"http://127.0.0.1:{http_port}", Path(log.name))
         finally:
             child.terminate()
             child.wait()
@@ -153,14 +158,14 @@ async def speed(
                 if response.status != 200:
                     raise RuntimeError(f"the service answers {response.status}: {answer}")
 
-    async def totals(session: aiohttp.ClientSession) -> Totals:
-        """Return the totals of all metrics, and of their parts, and the seconds since some time."""
-        found = defaultdict(float, seconds=time.monotonic())
+    async def totals(session: aiohttp.ClientSession) -> tuple[Totals, float]:
+        """Return the metrics, and when they were read, in seconds."""
+        found: Totals = defaultdict(float)
         async with session.get(served.url + "/metrics") as response:
             families = text_string_to_metric_families(await response.text())
         for sample in (each for one in families for each in one.samples):
-            found[" ".join(filter(None, (sample.name, sample.labels.get("part"))))] += sample.value
-        return found
+            found[sample.name, sample.labels.get("part", "")] += sample.value
+        return found, time.monotonic()
 
     timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -170,34 +175,37 @@ async def speed(
         try:
             if measuring not in done:
                 next(iter(done)).result()  # raises: such a task ends with an error only
-            gained = measuring.result()
+            gained, seconds = measuring.result()
             async with session.get(served.url + "/load") as response:
                 load = await response.json()
         finally:
             for task in (*asking, measuring):
                 task.cancel()
             await asyncio.gather(*asking, measuring, return_exceptions=True)
-    return (
-        gained[TOKENS] / gained["seconds"],
-        tuple(group["running"] for group in load["worker_groups"]),
-        _means(gained),
-    )
+    running = tuple(group["running"] for group in load["worker_groups"])
+    return gained[TOKENS, ""] / seconds, running, _means(gained)
 
 
-async def _difference(totals: Callable[[], Awaitable[Totals]], warm_up: float, window: float) -> Totals:
+async def _difference(
+    totals: Callable[[], Awaitable[tuple[Totals, float]]], warm_up: float, window: float
+) -> tuple[Totals, float]:
+    """Return what the metrics gained after the warm-up, and in how many seconds."""
     await asyncio.sleep(warm_up)
-    before = await totals()
+    before, begin = await totals()
     await asyncio.sleep(window)
-    after = await totals()
-    return defaultdict(float, {name: value - before[name] for name, value in after.items()})
+    after, end = await totals()
+    return defaultdict(float, {name: value - before[name] for name, value in after.items()}), end - begin
 
 
 def _means(gained: Totals) -> dict[str, float]:
     """Return the means of what the metrics have gained."""
-    sums = {shown: (1e3 * gained[f"{of}_sum{part}"], f"{of}_count{part}") for shown, (of, part) in MILLISECONDS.items()}
-    for shown, of in OF_TREES.items():
-        sums[shown] = gained[f"smc_spec_decode_num_{of}_total"], "smc_spec_decode_num_drafts_total"
-    return {shown: total / gained[count] for shown, (total, count) in sums.items() if gained[count]}
+    sums = {
+        shown: (1e3 * gained[f"{of}_sum", part], gained[f"{of}_count", part])
+        for shown, (of, part) in MILLISECONDS.items()
+    }
+    drafts = gained["smc_spec_decode_num_drafts_total", ""]
+    sums |= {shown: (gained[f"smc_spec_decode_num_{of}_total", ""], drafts) for shown, of in OF_TREES.items()}
+    return {shown: total / count for shown, (total, count) in sums.items() if count}
 
 
 def kill(served: Served, streams: int, prompts: Sequence[Any], sampling: dict[str, Any]) -> Kill:
@@ -295,8 +303,6 @@ def main(given: Sequence[str]) -> dict[str, Any]:
         begin = time.monotonic()
         with serve([*options, "--worker-groups", str(groups)]) as served:
             out.print(f"worker groups: {groups}, ready after {time.monotonic() - begin:.0f} s")
-            if served.latency:
-                out.print(served.latency, soft_wrap=True, markup=False, highlight=False)
             for name, requests, method in loads:
                 bodies = (
                     {"messages": chat, "seed": number, "method": method, **sampling}
@@ -306,6 +312,8 @@ def main(given: Sequence[str]) -> dict[str, Any]:
                 speeds.append(Speed(groups, name, method, requests, *found))
                 asked = " ".join(filter(None, (name, method)))
                 out.print(f"{requests} requests, {asked}: {found[0]:,.0f} tokens a second")
+            if latency := served.latency:  # nothing is timed with drafting=always
+                out.print(latency, soft_wrap=True, markup=False, highlight=False)
             if args.kill and groups == max(args.groups) and groups > 1:
                 killed = kill(served, args.kill, next(iter(prompts.values())), sampling)
                 out.print(

@@ -164,7 +164,8 @@ def frames(data: bytes) -> list[Tensor]:
     room, first, whole = FRAME - _HEAD, np.empty(FRAME, dtype=np.uint8), np.frombuffer(data, dtype=np.uint8)
     first[:_HEAD].view(np.int64)[0] = len(data)
     first[_HEAD : _HEAD + len(data)] = whole[:room]
-    return [torch.from_numpy(each) for each in ((first,) if len(data) <= room else (first, whole[room:].copy()))]
+    parts = [first] if len(data) <= room else [first, whole[room:].copy()]
+    return [torch.from_numpy(part) for part in parts]
 
 
 def message_in(frame: Tensor, receive: Callable[[int], Tensor]) -> bytes:

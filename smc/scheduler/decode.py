@@ -182,10 +182,9 @@ class RoundScheduler:
         read."""
         if not groups:
             return []
-        slot_A = np.concatenate([group.slots for group in groups])
-        first_G = np.cumsum([0, *(len(group.slots) for group in groups[:-1])])
-        length_G = np.maximum.reduceat(self.slots.length_S[slot_A], first_G).tolist()
-        block_G = np.minimum.reduceat(self.slots.block_S[slot_A], first_G).tolist()
+        population = Population(groups)
+        length_G = population.largest(self.slots.length_S[population.slot_A]).tolist()
+        block_G = population.least(self.slots.block_S[population.slot_A]).tolist()
         return [group for group, *progress in zip(groups, length_G, block_G) if self._wants_round(group, *progress)]
 
     def _wants_round(self, group: SequenceGroup, length: int, block: int) -> bool:

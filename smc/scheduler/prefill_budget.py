@@ -72,17 +72,22 @@ class PrefillBudget:
 
     def _wait_for_others(self, running: int, prompts: int) -> bool:
         """Whether prompts that fill no chunk had better run together with those of later steps."""
-        lost, cost = self._waited + prompts * self._round, LEAST * self._together(self._cost.values())
-        return self._saw_rounds and self._new >= FREQUENT and lost < PATIENCE * running * cost
+        lost = self._waited + prompts * self._round
+        return self._saw_rounds and self._new >= FREQUENT and lost < PATIENCE * running * self._least_seconds
+
+    @property
+    def _least_seconds(self) -> float:
+        """Seconds of a chunk of `LEAST` tokens or fewer; 0 if none has been timed."""
+        return LEAST * self._together(self._cost.values())
 
     def _allowed(self, running: int) -> int:
         """Return how many tokens the share of prompts allows."""
         if self._share is None or not running:
             return self._most
-        cost = self._together(self._cost.values())
-        if not cost or not self._saw_rounds:
+        least = self._least_seconds
+        if not least or not self._saw_rounds:
             return min(self._most, LEAST)
-        return min(self._most, max(LEAST, int(self._accrued / cost))) if self._accrued >= LEAST * cost else 0
+        return min(self._most, max(LEAST, int(LEAST * self._accrued / least))) if self._accrued >= least else 0
 
     def rest(self) -> None:
         """There are no prompts in this step. Waits until no chunk is in flight."""
@@ -108,7 +113,7 @@ class PrefillBudget:
                 sum(max(tokens, LEAST) for tokens, _ in scheduled[role]) * self._cost[role] for role in ModelRole
             )
             # Time spent beyond the budget is owed, but at most that of one chunk.
-            self._accrued = max(-LEAST * self._together(self._cost.values()), self._accrued - took)
+            self._accrued = max(-self._least_seconds, self._accrued - took)
 
     def accrue(self, rounds: Iterable[Pending]) -> None:
         """Accrue time for the rounds that a step has read. Without a `prefill_share` their times are not used."""
@@ -120,7 +125,7 @@ class PrefillBudget:
         self._waited += self._held * self._round
         # At most the time of one chunk is carried over; otherwise the prompts of a busy moment would block all other
         # requests.
-        self._accrued = min(self._accrued, LEAST * self._together(self._cost.values())) + accrued
+        self._accrued = min(self._accrued, self._least_seconds) + accrued
 
     def _learn(self, role: ModelRole, chunk: Chunk) -> None:
         tokens, pending = chunk

@@ -340,7 +340,8 @@ class Acceptance:
         size, width = self.counts_ZU.shape
         if column >= width or end > size:
             self.counts_ZU = np.pad(self.counts_ZU, ((0, max(0, end - size)), (0, max(0, column + 1 - width))))
-        self.counts_ZU *= _kept(self.memory**times, len(self.counts_ZU), tried, outcome)
+        kept_Z1 = _kept(self.memory, len(self.counts_ZU), tried, outcome)
+        self.counts_ZU *= kept_Z1 if times == 1 else kept_Z1**times
 
     def _add_outcome(self, kind: Miss, missed: bool, column: int, times: int) -> None:
         row = _row(kind)

@@ -174,8 +174,8 @@ def test_chunks_of_one_prompt_do_not_wait_for_each_other():
 
 
 @pytest.mark.parametrize("length", [600, 4196])
-def test_a_lone_prompt_beside_many_requests_is_not_held(length):
-    """The engine counts a prompt once, however many chunks it takes."""
+def test_a_prompt_is_counted_once(length):
+    """However many chunks it takes. None of them, not even the last, is taken for a prompt that may wait for others."""
     engine = local_engine(pair(8192), EngineConfig(block=2, prefill_chunk=256, max_slots=8, max_context=8192))
     come: list[int] = []
     asked: list[int] = []
