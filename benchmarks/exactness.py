@@ -4,7 +4,7 @@
     python -m benchmarks.exactness misses --problems 24 [--temperature 1]
     python -m benchmarks.exactness company --problems 400 [--device cuda --dtype bfloat16] [--numerics fastest]
     [--target DIR --draft DIR --prompts-file FILE ..] [-n 4] [--in-flight 32] [--max-tokens 300] [--form lockstep]
-    [--redrafting always] [--verified nodes]
+    [--redrafting always] [--verified nodes] [--target-tp 2]
 
 `equality` spreads problems over temperatures, truncations, stop strings, forms, N, K and F, and decodes half of them
 beside SMC requests. It prints the answers that differ from plain decoding, the number of these that are right, and the
@@ -15,7 +15,8 @@ tokens a round with F = 4 and with F = 1; for every temperature also the exponen
 `smc.scheduler.speculation.WIDTH_GAIN` was taken from it. With 48 problems it takes ten minutes.
 
 `company` decodes each prompt by the target alone, with nothing beside it, at temperatures 0 and 0.7 in turn, and then
-exactly in every form, for every N, beside the others. It prints how many answers are equal, token by token."""
+exactly in every form, for every N, beside the others. It prints how many answers are equal, token by token. With
+`--target-tp` so many processes share both models, with one GPU each, in lockstep."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import RankProcesses
+from services.launch.config import WorkerGroupConfig
+from services.link.base import SHARED
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Request
@@ -177,35 +182,61 @@ def company_requests(given: argparse.Namespace, pair: ModelPair, method: Method,
     ]
 
 
+Engines = Callable[[EngineConfig], AbstractContextManager[Engine]]
+"""Makes an engine, which ends with the context."""
+
+
+@contextmanager
+def engines_in_processes(given: argparse.Namespace) -> Iterator[Engines]:
+    """Yield engines over ranks in processes of their own, which keep their models. All ranks share both models."""
+    config = WorkerGroupConfig(
+        target=Path(given.target), draft=Path(given.draft), device=given.device, dtype=given.dtype, placement=SHARED,
+        target_tp=given.target_tp, engine=EngineConfig(form="lockstep"),
+    )  # fmt: skip
+    gpus = {SHARED: list(range(given.target_tp))} if given.device == "cuda" else None
+
+    @contextmanager
+    def engine(config: EngineConfig) -> Iterator[Engine]:
+        with processes.engine(config) as remote:
+            yield remote.engine
+
+    with RankProcesses(config, gpus) as processes:
+        yield engine
+
+
 def compare_in_company(given: argparse.Namespace) -> dict[str, int]:
     """Print and return, for each form, N and number of requests in flight, how many exact answers equal those of the
     target alone."""
-    where: dict[str, Any] = {"dtype": DTYPES[given.dtype], "device": given.device}
-    pair, numerics = ModelPair.load(given.target, given.draft, **where), given.numerics
-    engine = local_engine(pair, EngineConfig(form="lockstep", block=5, max_slots=1, numerics=numerics))
-    alone: dict[str, Answer] = {}
-    for request in company_requests(given, pair, Method.TARGET):
-        alone |= answers_of(engine, [request])
+    if given.target_tp > 1:
+        with engines_in_processes(given) as engines:
+            return _compare_in_company(given, ModelPair.load(given.target, given.draft), engines)
+    pair = ModelPair.load(given.target, given.draft, dtype=DTYPES[given.dtype], device=given.device)
+    return _compare_in_company(given, pair, lambda config: nullcontext(local_engine(pair, config)))
+
+
+def _compare_in_company(given: argparse.Namespace, pair: ModelPair, engines: Engines) -> dict[str, int]:
+    numerics, alone = given.numerics, dict[str, Answer]()
+    with engines(EngineConfig(form="lockstep", block=5, max_slots=1, numerics=numerics)) as engine:
+        for request in company_requests(given, pair, Method.TARGET):
+            alone |= answers_of(engine, [request])
     print(f"{len(alone)} answers by the target alone", flush=True)
     forms = [form for form in ("lockstep", "lookahead") if given.form in (None, form)]
     rows = [("target", None, in_flight) for in_flight in given.in_flight if in_flight > 1]
     rows += [(form, n, in_flight) for form in forms for n in given.particles for in_flight in given.in_flight]
     found: dict[str, int] = {}
     for form, n, in_flight in rows:
-        engine = local_engine(
-            pair,
-            EngineConfig(
-                form="lockstep" if n is None else form, block=5, max_slots=in_flight * (n or 1), numerics=numerics,
-                prefix_cache=in_flight > 1, verified=given.verified,
-                redrafting=given.redrafting if form == "lookahead" else None,
-            ),
+        config = EngineConfig(
+            form="lockstep" if n is None else form, block=5, max_slots=in_flight * (n or 1), numerics=numerics,
+            prefix_cache=in_flight > 1, verified=given.verified,
+            redrafting=given.redrafting if form == "lookahead" else None,
         )  # fmt: skip
         asked = (
             company_requests(given, pair, Method.TARGET)
             if n is None
             else company_requests(given, pair, Method.EXACT, particles=n)
         )
-        made = answers_of(engine, asked)
+        with engines(config) as engine:
+            made = answers_of(engine, asked)
         name = f"{form}, {in_flight} in flight" if n is None else f"{form}, N={n}, {in_flight} in flight"
         differ = [i for i, answer in alone.items() if made[i].tokens != answer.tokens]
         found[name] = len(alone) - len(differ)
@@ -246,9 +277,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     parser.add_argument("--verified", help="for company: nodes or paths; default: as serve")
     parser.add_argument("--max-tokens", type=int, default=MAX_ANSWER, help="for company; default: %(default)s")
     parser.add_argument("--numerics", choices=tuple(Numerics), default="invariant", help="for company")
+    parser.add_argument("--target-tp", type=int, default=1, help="for company: GPUs that share both models")
     parser.add_argument("-n", "--particles", type=int, nargs="+", default=[1, 4, 8], help="for company: values of N")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 32], help="for company: concurrent requests")
     given = parser.parse_args(argv)
+    if given.target_tp > 1 and given.form != "lockstep":
+        parser.error("--target-tp shares both models, which work in turn: give --form lockstep as well")
     if given.problems is None:
         given.problems = {"equality": 1000, "misses": 48, "company": 400}[given.part]
     if given.part == "company":

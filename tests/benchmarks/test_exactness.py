@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.exactness import main
 
 
@@ -12,3 +14,15 @@ def test_tokens_a_round_leave_out_what_no_round_makes(capsys):
     assert "1.00 tokens a round" in capsys.readouterr().out
     main([*options, "1"])
     assert "tokens a round" not in capsys.readouterr().out
+
+
+def test_two_processes_share_both_models():
+    options = ["company", "--target-tp", "2", "--numerics", "fastest", "--problems", "2", "--max-tokens", "8"]
+    found = main([*options, "--form", "lockstep", "-n", "4", "--in-flight", "2"])
+    assert found == {"target, 2 in flight": 2, "lockstep, N=4, 2 in flight": 2}
+
+
+def test_two_processes_refuse_look_ahead(capsys):
+    with pytest.raises(SystemExit):
+        main(["company", "--target-tp", "2"])
+    assert "--form lockstep" in capsys.readouterr().err

@@ -179,3 +179,13 @@ def test_exact_answers_are_those_of_the_target_alone(form, capsys):
     options = ["company", "--device", "cuda", "--dtype", "bfloat16", "--problems", "40", "--form", form]
     found = exactness([*options, "-n", "1", "4", "8"])
     assert set(found.values()) == {40}, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_exact_answers_of_two_ranks():
+    """As above, with both models shared by two GPUs, whose sums are added in the order of ranks."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    options = ["company", "--device", "cuda", "--dtype", "bfloat16", "--problems", "40", "--form", "lockstep"]
+    found = exactness([*options, "--target-tp", "2", "-n", "1", "8"])
+    assert set(found.values()) == {40}
