@@ -82,10 +82,10 @@ class PeerChannel:
         if self._end is not None:
             self._end.close()
 
-    def send(self, name: str, tensor: Tensor) -> None:
+    def send(self, key: Hashable, name: str, tensor: Tensor, *, keeps: bool = False) -> None:
         if self._end is not None and not self._lost:
             try:
-                self._end.send(name, tensor)
+                self._end.send(name, tensor if keeps else self._stages.copy_of(key, f"sent {name}", tensor))
             except LinkError as error:
                 self._set_lost(error)
 

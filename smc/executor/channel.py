@@ -22,8 +22,10 @@ class Channel(Protocol):
     host_waits: bool
     """The host waits for every message, so that it may wait for this device, too. The same on every rank."""
 
-    def send(self, name: str, tensor: Tensor) -> None:
-        """Send a tensor under a name. It must not change until `settle`."""
+    def send(self, key: Hashable, name: str, tensor: Tensor, *, keeps: bool = False) -> None:
+        """Send a copy of a tensor under a name: the other model may receive it while the stages of other rounds, or of
+        prompts, take its memory. `keeps`: the tensor has memory of its own that does not change until `settle`, and is
+        sent without a copy."""
         ...
 
     def receive(
@@ -39,7 +41,7 @@ class Channel(Protocol):
         ...
 
     def settle(self) -> None:
-        """Let work that is queued after this call overwrite what was sent."""
+        """Let what is sent after this call take the memory of what was sent before."""
         ...
 
 
@@ -53,8 +55,6 @@ class LocalChannel:
         self._stages, self._share = stages, share
         self._other = self
         self._sent: dict[str, tuple[Tensor, Event]] = {}
-        self._kept: list[Tensor] = []
-        """Sent tensors, until the other end has copied them: memory that is freed is reused at once."""
         self._received: Event | None = None
 
     @staticmethod
@@ -63,9 +63,9 @@ class LocalChannel:
         ends[0]._other, ends[1]._other = ends[1], ends[0]
         return ends
 
-    def send(self, name: str, tensor: Tensor) -> None:
-        self._sent[name] = (tensor, self._stages.event())
-        self._kept.append(tensor)
+    def send(self, key: Hashable, name: str, tensor: Tensor, *, keeps: bool = False) -> None:
+        sent = tensor if keeps else self._stages.copy_of(key, f"sent {name}", tensor)
+        self._sent[name] = (sent, self._stages.event())
 
     def receive(
         self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
@@ -75,7 +75,11 @@ class LocalChannel:
             f"{name}: {tensor.shape} {tensor.dtype} was sent, {shape} {dtype} expected"
         )
         self._stages.wait(there)
-        here = self._stages.copy_of(key, name, tensor) if into is None else into.copy_(tensor, non_blocking=True)
+        here = (
+            self._stages.copy_of(key, f"received {name}", tensor)
+            if into is None
+            else into.copy_(tensor, non_blocking=True)
+        )
         self._other._received = self._stages.event()
         return here
 
@@ -87,4 +91,3 @@ class LocalChannel:
     def settle(self) -> None:
         if self._received is not None:
             self._stages.wait(self._received)
-        self._kept.clear()

@@ -73,7 +73,7 @@ class DryChannel:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def send(self, name: str, tensor: Tensor) -> None: ...
+    def send(self, key: Hashable, name: str, tensor: Tensor, *, keeps: bool = False) -> None: ...
 
     def receive(
         self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None

@@ -154,7 +154,8 @@ class StageRunner:
         """Let later work on this device wait until that point has been reached."""
 
     def copy_of(self, key: Hashable, name: str, tensor: Tensor) -> Tensor:
-        """Return the other model's tensor on this device; in rounds of one key it is always the same tensor."""
+        """Return a tensor's copy on this device: always the same tensor, whose values only the next call for this key
+        and name changes. On a CPU, where each stage ends before the next begins, return the tensor itself."""
         return tensor
 
     def read(

@@ -273,7 +273,7 @@ class DraftRunner(ModelRunner):
             chains, ahead = len(plan.arrays.chain_P), self.config.lookahead
             if chains and ahead and self.config.block > 1:
                 stages.run(kind, "distributions", lambda: self._chains.pick(device_plan))
-                self._channel.send("distributions", self._chains.sent(chains))
+                self._channel.send(kind, "distributions", self._chains.sent(chains), keeps=True)
             spans: TimeSpans = {}
             if kind.redrafted:
                 begins = stages.event()
@@ -288,8 +288,8 @@ class DraftRunner(ModelRunner):
                 drafted, grown = self._draft_constrained(drafter, plan, device_plan, device_plan.draft_distribution)
             ended = stages.event()
             if chains and not ahead:
-                self._channel.send("distributions", self._chains.sent(chains))
-            self._channel.send("rows", drafted.memory)
+                self._channel.send(kind, "distributions", self._chains.sent(chains), keeps=True)
+            self._channel.send(kind, "rows", drafted.memory)
         self._round = (device_plan, grown, spans | {ModelRole.DRAFT.value: (began, ended)})
 
     def _redraft(self, plan: RoundPlan[Tensor]) -> RedraftReport[Tensor]:
@@ -300,7 +300,7 @@ class DraftRunner(ModelRunner):
         start = stages.run(kind, "begin again", lambda: begin_redraft(self.state, nodes, plan))
         again, host_waits = partial(drafter.redraft, plan, start), self._channel.host_waits
         stages.run_if(start.any_1, kind, "draft again", again, host_waits=host_waits)
-        self._channel.send("blocks", start.message.memory)
+        self._channel.send(kind, "blocks", start.message.memory)
         return report_of(start)
 
     @torch.inference_mode()
@@ -414,7 +414,7 @@ class TargetRunner(ModelRunner):
             heard = stages.event()
             applied = stages.run(kind, "select", lambda: self._select.select(device_plan, verified, rows()))
             selected = stages.event()
-            self._channel.send("selection", self._channel.share(applied.memory))
+            self._channel.send(kind, "selection", self._channel.share(applied.memory))
             sent = stages.event()
             stages.run(kind, "remap", lambda: verify.remap(device_plan, rows(), applied.result.selection))
             spans = {"target": span, "select": (heard, selected), "remap": (sent, stages.event())}

@@ -155,14 +155,14 @@ def test_a_target_outlives_one_draft_after_the_other(link):
     for incarnation in (INCARNATION + 1, INCARNATION + 2):
         there = PeerChannel(draft.peer, None, StageRunner(CPU), 5.0, host_waits=True)
         for number in (7, 8):
-            there.send("rows", torch.full((2, 3), number, dtype=torch.int32))
-            channel.send("choice", torch.ones(4))
+            there.send((), "rows", torch.full((2, 3), number, dtype=torch.int32))
+            channel.send((), "choice", torch.ones(4))
             assert ask() == [[number] * 3] * 2
             assert there.receive((), "choice", (4,), torch.float32).tolist() == [1.0] * 4
         closing = threading.Thread(target=draft.close)
         closing.start()
         assert ask() == [[0] * 3] * 2 == ask()
-        channel.send("choice", torch.ones(4))
+        channel.send((), "choice", torch.ones(4))
         nobody = replace(where, incarnation=99, start_timeout=0.3)
         with pytest.raises(RuntimeError):
             meet(
