@@ -300,7 +300,7 @@ def main(given: Sequence[str]) -> dict[str, Any]:
     speeds: list[Speed] = []
     killed = None
     for groups in args.groups:
-        begin = time.monotonic()
+        begin, told = time.monotonic(), False
         with serve([*options, "--worker-groups", str(groups)]) as served:
             out.print(f"worker groups: {groups}, ready after {time.monotonic() - begin:.0f} s")
             for name, requests, method in loads:
@@ -311,9 +311,12 @@ def main(given: Sequence[str]) -> dict[str, Any]:
                 found = asyncio.run(speed(served, requests, bodies, args.warm_up, args.seconds))
                 speeds.append(Speed(groups, name, method, requests, *found))
                 asked = " ".join(filter(None, (name, method)))
-                out.print(f"{requests} requests, {asked}: {found[0]:,.0f} tokens a second")
-            if latency := served.latency:  # nothing is timed with drafting=always
-                out.print(latency, soft_wrap=True, markup=False, highlight=False)
+                means = "".join(f"; {shown} {mean:.1f}" for shown, mean in found[2].items())
+                out.print(f"{requests} requests, {asked}: {found[0]:,.0f} tokens a second{means}", soft_wrap=True)
+                # The latency model reaches the log a moment late, and nothing is timed with drafting=always.
+                latency, told = ("" if told else served.latency), True
+                if latency:
+                    out.print(latency, soft_wrap=True, markup=False, highlight=False)
             if args.kill and groups == max(args.groups) and groups > 1:
                 killed = kill(served, args.kill, next(iter(prompts.values())), sampling)
                 out.print(
