@@ -122,6 +122,8 @@ class GpuBackend:
             pages=dict.fromkeys(ModelRole, pages),
             context=context,
         )
+        for device in devices.values():
+            torch.cuda.synchronize(device)  # the last round may still run
         del pair, workers
         gc.collect()
         torch.cuda.empty_cache()

@@ -77,6 +77,10 @@ class ModelPair:
 
 def local_engine(pair: ModelPair, config: EngineConfig | None = None, **engine_options) -> Engine:
     """Make an engine over `pair`; `engine_options` are passed on to Engine."""
+    for device in {getattr(pair, role).embed.weight.device for role in ModelRole}:
+        if device.type == "cuda":
+            # A round of an earlier engine may still run, in memory that this one might get.
+            torch.cuda.synchronize(device)
     config = (config or EngineConfig()).on_device(pair.target.embed.weight.device.type)
     context = config.context(pair.max_context)
     models = {role: getattr(pair, role) for role in ModelRole}

@@ -276,7 +276,9 @@ def _one_model(
     over_messages = spec.rendezvous.link == "grpc" or worker.device.type == "cpu"
     channel = PeerChannel(peer, group, stages, spec.timeout, host_waits=over_messages, outlives_peer=spec.outlives_peer)
     runner = DraftRunner if role is ModelRole.DRAFT else TargetRunner
-    return OneModelExecutor(runner(spec.engine, worker, ops, stages, channel)), channel
+    with stages.working():  # what the runner allocates is filled in the order of its own work
+        executor = OneModelExecutor(runner(spec.engine, worker, ops, stages, channel))
+    return executor, channel
 
 
 def _reconnection(spec: RankSpec, channel: PeerChannel, ends: LeaderEnds, store: GroupStore) -> Reconnection:

@@ -55,6 +55,9 @@ class LocalChannel:
         self._stages, self._share = stages, share
         self._other = self
         self._sent: dict[str, tuple[Tensor, Event]] = {}
+        self._kept: list[Tensor] = []
+        """Sent tensors, until the other end has copied them: memory that is freed is reused at once, and the runner may
+        release what it keeps."""
         self._received: Event | None = None
 
     @staticmethod
@@ -66,6 +69,7 @@ class LocalChannel:
     def send(self, key: Hashable, name: str, tensor: Tensor, *, keeps: bool = False) -> None:
         sent = tensor if keeps else self._stages.copy_of(key, f"sent {name}", tensor)
         self._sent[name] = (sent, self._stages.event())
+        self._kept.append(sent)
 
     def receive(
         self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
@@ -91,3 +95,4 @@ class LocalChannel:
     def settle(self) -> None:
         if self._received is not None:
             self._stages.wait(self._received)
+        self._kept.clear()

@@ -96,7 +96,7 @@ class _Kept:
 
 class StageRunner:
     """Runs every stage directly. Keeps what the rounds of one key share, for the most recently used keys. If more than
-    `MOST_KEYS` keys or `MOST_BYTES` are kept, the least recently used are released first."""
+    `MOST_KEYS` keys or `MOST_BYTES` are kept, the least recently used are released first, but never the latest one."""
 
     records = False
     """Whether stages are recorded, once for each key."""
@@ -168,7 +168,8 @@ class StageRunner:
         if key in self._keys:
             self._keys.move_to_end(key)
             return self._keys[key]
-        while len(self._keys) >= MOST_KEYS or (self._keys and self.recorded_bytes > MOST_BYTES):
+        # The latest one stays: its work may not be done, and graphs that die together take their memory pool along.
+        while len(self._keys) >= MOST_KEYS or (len(self._keys) > 1 and self.recorded_bytes > MOST_BYTES):
             self._finish_work()
             self._keys.popitem(last=False)
             self.evicted += 1
@@ -210,9 +211,10 @@ class GraphRunner(StageRunner):
     records = True
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """`stream`: by default a new one."""
+        """`stream`: by default a new one, whose work finds all that the current stream has made, such as weights."""
         super().__init__(device)
         self.stream = stream or torch.cuda.Stream(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
         self._pool = torch.cuda.graph_pool_handle()
 
     def beside(self) -> GraphRunner:

@@ -73,8 +73,11 @@ class LocalRoundExecutor:
         of_draft = stages.beside() if takes_turns else ops.stage_runner(draft.device)
         self.stages = {ModelRole.DRAFT: of_draft, ModelRole.TARGET: stages}
         channels = LocalChannel.between(of_draft, stages, share)
-        self._draft = DraftRunner(config, draft, ops, of_draft, channels[0])
-        self._target = TargetRunner(config, target, ops, stages, channels[1])
+        # What a runner allocates is filled in the order of its own work.
+        with of_draft.working():
+            self._draft = DraftRunner(config, draft, ops, of_draft, channels[0])
+        with stages.working():
+            self._target = TargetRunner(config, target, ops, stages, channels[1])
         self.runners: dict[ModelRole, DraftRunner | TargetRunner] = {
             ModelRole.DRAFT: self._draft,
             ModelRole.TARGET: self._target,

@@ -333,13 +333,21 @@ class PlanBuffer:
         # Used in turn: the next plan is written while those before it are still being copied.
         pinned, nbytes = device.type == "cuda", memory.nbytes
         hosts = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
-        self._hosts = cycle([(host, map_tensors(Tensor.numpy, memory.views(host))) for host in hosts])
+        copied = [torch.cuda.Event() if pinned else None for _ in hosts]
+        arrays = [map_tensors(Tensor.numpy, memory.views(host)) for host in hosts]
+        self._hosts = cycle(zip(hosts, arrays, copied))
         self._there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._tensors = memory.views(self._there)
 
     def load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
-        """Copy a plan to the device. Returns it over tensors that are the same in every call."""
-        host, arrays = next(self._hosts)
+        """Copy a plan to the device. Returns it over tensors that are the same in every call. Waits only where the
+        device has not yet copied the plan whose host memory is next: nobody reads the results of a rank that does not
+        lead, so nothing else bounds how far it falls behind."""
+        host, arrays, copied = next(self._hosts)
+        if copied is not None:
+            copied.synchronize()
         map_tensors(np.copyto, arrays, plan.parts)
         self._there.copy_(host, non_blocking=True)
+        if copied is not None:
+            copied.record()
         return replace(cast(Any, plan), **dict(zip(PARTS, self._tensors)))
