@@ -177,7 +177,7 @@ class EngineConfig:
         option=Option(
             "Whether the draft drafts again after a miss in look-ahead, before the target goes on (exact decoding). "
             "adaptive: as many tokens as pay by the latency model, possibly none; always: a whole block. Answers are "
-            "the same. Default: adaptive on a CPU, never on GPUs, where two models on two GPUs have not run it yet.",
+            "the same. Default: adaptive on a CPU, never on GPUs, where no link between processes has carried it yet.",
             panel=ENGINE,
             has_flag=False,
         ),
