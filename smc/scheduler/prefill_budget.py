@@ -15,7 +15,7 @@ LEAST = 256
 because it reads all weights."""
 IN_FLIGHT = 2
 """Maximum number of chunks in flight at a model. More would delay the next round."""
-PATIENCE = 0.5
+PATIENCE = 0.25
 """How much prompts may lose by waiting for each other, as a share of what a pass of their own costs. 1 makes most
 tokens a second in all: a pass stops every running request for its time, and a prompt that waits stops one. Less favours
 the first token."""
