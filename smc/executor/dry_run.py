@@ -31,11 +31,6 @@ from smc.types import ModelRole
 class DryRunner(GraphRunner):
     """Captures every stage, each time, and keeps nothing."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        super().__init__(device, stream)
-        self._first: torch.cuda.CUDAGraph | None = None
-        """The first graph stays, because the memory pool of captures ends with the last graph that uses it."""
-
     def beside(self) -> DryRunner:
         return DryRunner(self.device, self.stream)
 

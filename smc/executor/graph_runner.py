@@ -96,7 +96,7 @@ class _Kept:
 
 class StageRunner:
     """Runs every stage directly. Keeps what the rounds of one key share, for the most recently used keys. If more than
-    `MOST_KEYS` keys or `MOST_BYTES` are kept, the least recently used are released first, but never the latest one."""
+    `MOST_KEYS` keys or `MOST_BYTES` are kept, the least recently used are released first."""
 
     records = False
     """Whether stages are recorded, once for each key."""
@@ -168,8 +168,7 @@ class StageRunner:
         if key in self._keys:
             self._keys.move_to_end(key)
             return self._keys[key]
-        # The latest one stays: its work may not be done, and graphs that die together take their memory pool along.
-        while len(self._keys) >= MOST_KEYS or (len(self._keys) > 1 and self.recorded_bytes > MOST_BYTES):
+        while len(self._keys) >= MOST_KEYS or (self._keys and self.recorded_bytes > MOST_BYTES):
             self._finish_work()
             self._keys.popitem(last=False)
             self.evicted += 1
@@ -216,6 +215,8 @@ class GraphRunner(StageRunner):
         self.stream = stream or torch.cuda.Stream(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None
+        """The first graph stays, because the memory pool ends with the last graph that uses it."""
 
     def beside(self) -> GraphRunner:
         return GraphRunner(self.device, self.stream)
@@ -242,6 +243,7 @@ class GraphRunner(StageRunner):
             torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
         ):
             outputs = stage()
+        self._first = self._first or graph
         kept.graphs[name] = (graph, outputs)
         # The next capture reuses what a capture has freed, so only its outputs remain. They are counted by their
         # shapes, so that all ranks agree.

@@ -341,8 +341,8 @@ class PlanBuffer:
 
     def load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
         """Copy a plan to the device. Returns it over tensors that are the same in every call. Waits only where the
-        device has not yet copied the plan whose host memory is next: nobody reads the results of a rank that does not
-        lead, so nothing else bounds how far it falls behind."""
+        device has not yet copied the plan whose host memory is next. Nobody reads the results of a rank that does not
+        lead: if a kind of round has no sums over ranks, nothing else bounds how far it falls behind."""
         host, arrays, copied = next(self._hosts)
         if copied is not None:
             copied.synchronize()
