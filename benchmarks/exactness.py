@@ -41,6 +41,7 @@ from smc.demo import MAX_ANSWER
 from smc.demo.problems import Problem, derived_seed, generate, grade
 from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import DTYPES
+from smc.model.tokenizer import Tokenizer
 from smc.scheduler.engine import Engine
 from smc.scheduler.stats import ExactStats
 from smc.types import Numerics
@@ -159,7 +160,7 @@ def count_misses(given: argparse.Namespace) -> None:
         print(f"temperature {temperature:g}: N rows miss N^{gain:.2f} times less often", flush=True)
 
 
-def company_requests(given: argparse.Namespace, pair: ModelPair, method: Method, **params: Any) -> list[Request]:
+def company_requests(given: argparse.Namespace, tokenizer: Tokenizer, method: Method, **params: Any) -> list[Request]:
     if given.prompts_file is None:
         texts: list[Any] = [problem.question for problem in generate(11, given.problems, "test")]
         chats = [[{"role": "user", "content": text}] for text in texts]
@@ -169,7 +170,7 @@ def company_requests(given: argparse.Namespace, pair: ModelPair, method: Method,
     return [
         Request(
             str(i),
-            tuple(pair.tokenizer.chat(chat)),
+            tuple(tokenizer.chat(chat)),
             SamplingParams(
                 method=method,
                 seed=derived_seed(5, i),
@@ -191,7 +192,7 @@ def engines_in_processes(given: argparse.Namespace) -> Iterator[Engines]:
     """Yield engines over ranks in processes of their own, which keep their models. All ranks share both models."""
     config = WorkerGroupConfig(
         target=Path(given.target), draft=Path(given.draft), device=given.device, dtype=given.dtype, placement=SHARED,
-        target_tp=given.target_tp, engine=EngineConfig(form="lockstep"),
+        target_tp=given.target_tp, draft_tp=given.target_tp, engine=EngineConfig(form="lockstep"),
     )  # fmt: skip
     gpus = {SHARED: list(range(given.target_tp))} if given.device == "cuda" else None
 
@@ -209,15 +210,15 @@ def compare_in_company(given: argparse.Namespace) -> dict[str, int]:
     target alone."""
     if given.target_tp > 1:
         with engines_in_processes(given) as engines:
-            return _compare_in_company(given, ModelPair.load(given.target, given.draft), engines)
+            return _compare_in_company(given, Tokenizer.load(Path(given.target)), engines)
     pair = ModelPair.load(given.target, given.draft, dtype=DTYPES[given.dtype], device=given.device)
-    return _compare_in_company(given, pair, lambda config: nullcontext(local_engine(pair, config)))
+    return _compare_in_company(given, pair.tokenizer, lambda config: nullcontext(local_engine(pair, config)))
 
 
-def _compare_in_company(given: argparse.Namespace, pair: ModelPair, engines: Engines) -> dict[str, int]:
+def _compare_in_company(given: argparse.Namespace, tokenizer: Tokenizer, engines: Engines) -> dict[str, int]:
     numerics, alone = given.numerics, dict[str, Answer]()
     with engines(EngineConfig(form="lockstep", block=5, max_slots=1, numerics=numerics)) as engine:
-        for request in company_requests(given, pair, Method.TARGET):
+        for request in company_requests(given, tokenizer, Method.TARGET):
             alone |= answers_of(engine, [request])
     print(f"{len(alone)} answers by the target alone", flush=True)
     forms = [form for form in ("lockstep", "lookahead") if given.form in (None, form)]
@@ -231,9 +232,9 @@ def _compare_in_company(given: argparse.Namespace, pair: ModelPair, engines: Eng
             redrafting=given.redrafting if form == "lookahead" else None,
         )  # fmt: skip
         asked = (
-            company_requests(given, pair, Method.TARGET)
+            company_requests(given, tokenizer, Method.TARGET)
             if n is None
-            else company_requests(given, pair, Method.EXACT, particles=n)
+            else company_requests(given, tokenizer, Method.EXACT, particles=n)
         )
         with engines(config) as engine:
             made = answers_of(engine, asked)
@@ -276,12 +277,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     parser.add_argument("--redrafting", help="for company, look-ahead: adaptive, always or never; default: as serve")
     parser.add_argument("--verified", help="for company: nodes or paths; default: as serve")
     parser.add_argument("--max-tokens", type=int, default=MAX_ANSWER, help="for company; default: %(default)s")
-    parser.add_argument("--numerics", choices=tuple(Numerics), default="invariant", help="for company")
+    parser.add_argument(
+        "--numerics", choices=tuple(Numerics), help="for company; default: invariant on GPUs, fastest on a CPU"
+    )
     parser.add_argument("--target-tp", type=int, default=1, help="for company: GPUs that share both models")
     parser.add_argument("-n", "--particles", type=int, nargs="+", default=[1, 4, 8], help="for company: values of N")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 32], help="for company: concurrent requests")
     given = parser.parse_args(argv)
-    if given.target_tp > 1 and given.form != "lockstep":
+    given.numerics = given.numerics or ("invariant" if given.device.startswith("cuda") else "fastest")
+    if given.part == "company" and given.target_tp > 1 and given.form != "lockstep":
         parser.error("--target-tp shares both models, which work in turn: give --form lockstep as well")
     if given.problems is None:
         given.problems = {"equality": 1000, "misses": 48, "company": 400}[given.part]

@@ -17,7 +17,7 @@ def test_tokens_a_round_leave_out_what_no_round_makes(capsys):
 
 
 def test_two_processes_share_both_models():
-    options = ["company", "--target-tp", "2", "--numerics", "fastest", "--problems", "2", "--max-tokens", "8"]
+    options = ["company", "--target-tp", "2", "--problems", "2", "--max-tokens", "8"]
     found = main([*options, "--form", "lockstep", "-n", "4", "--in-flight", "2"])
     assert found == {"target, 2 in flight": 2, "lockstep, N=4, 2 in flight": 2}
 

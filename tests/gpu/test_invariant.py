@@ -183,7 +183,7 @@ def test_exact_answers_are_those_of_the_target_alone(form, capsys):
 
 @pytest.mark.slow
 def test_exact_answers_of_two_ranks():
-    """As above, with both models shared by two GPUs, whose sums are added in the order of ranks."""
+    """As above, with each model divided between two GPUs."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     options = ["company", "--device", "cuda", "--dtype", "bfloat16", "--problems", "40", "--form", "lockstep"]
