@@ -130,6 +130,7 @@ class Simulated:
     host_seconds: float
     tokens: int
     answers: int
+    """Answers that ended. The first token of each comes from its prompt."""
     passes: int
     """Passes of the target over prompts."""
 
@@ -137,7 +138,7 @@ class Simulated:
         each, host = (1e3 * seconds / self.steps for seconds in (self.seconds, self.host_seconds))
         return (
             f"{self.requests} requests: {self.tokens / self.seconds:,.0f} tokens a second; round {each:.2f} ms, "
-            f"host {host:.2f}; {self.tokens / self.steps / self.requests:.2f} tokens a round; "
+            f"host {host:.2f}; {(self.tokens - self.answers) / self.steps / self.requests:.2f} tokens a round; "
             f"{self.answers / max(1, self.passes):.2f} prompts a pass"
         )
 

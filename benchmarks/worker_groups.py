@@ -314,8 +314,8 @@ def main(given: Sequence[str]) -> dict[str, Any]:
                 means = "".join(f"; {shown} {mean:.1f}" for shown, mean in found[2].items())
                 out.print(f"{requests} requests, {asked}: {found[0]:,.0f} tokens a second{means}", soft_wrap=True)
                 # The latency model reaches the log a moment late, and nothing is timed with drafting=always.
-                latency, told = ("" if told else served.latency), True
-                if latency:
+                if not told and (latency := served.latency):
+                    told = True
                     out.print(latency, soft_wrap=True, markup=False, highlight=False)
             if args.kill and groups == max(args.groups) and groups > 1:
                 killed = kill(served, args.kill, next(iter(prompts.values())), sampling)
