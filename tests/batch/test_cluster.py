@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.batch.pool import PARTS_AT_A_TIME
 from services.batch.storage import Store, records_of
 from tests.batch.asking import OPTIONS, essence, read_records, write_lines
 from tests.batch.running import Cluster
@@ -116,6 +117,6 @@ def test_a_run_over_s3_that_loses_a_worker_group(cluster: Cluster, asked, expect
     cluster.until_empty()
     names = sink.files()
     again = [name for name in before if sink.read(name) != before[name]]
-    assert len(again) <= 1, f"{again}: what was there has been done again, beside a part of which Ray had not heard"
+    assert len(again) <= PARTS_AT_A_TIME, f"{again}: more has been done again than one worker group had in hand"
     records = [record for name in names for record in records_of(sink.read(name), "jsonl")]
     assert list(map(essence, records)) == expected
