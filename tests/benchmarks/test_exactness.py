@@ -16,6 +16,7 @@ def test_tokens_a_round_leave_out_what_no_round_makes(capsys):
     assert "tokens a round" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_processes_share_both_models():
     options = ["company", "--target-tp", "2", "--problems", "2", "--max-tokens", "8"]
     found = main([*options, "--form", "lockstep", "-n", "4", "--in-flight", "2"])

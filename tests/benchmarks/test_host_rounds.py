@@ -13,6 +13,7 @@ from tests.benchmarks.test_policy import library
 LATENCY = Path(__file__).parents[2] / "benchmarks/latencies/h200_8b_0.5b.json"
 
 
+@pytest.mark.slow
 def test_the_slower_of_host_and_gpu_limits(tmp_path, capsys):
     save(library(), tmp_path / "traces.npz")
     files = ["--traces", str(tmp_path / "traces.npz"), "--latency", str(LATENCY)]
