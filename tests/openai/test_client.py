@@ -328,7 +328,7 @@ def test_usage_on_every_event(client, logprobs):
         assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in found)
     ends = [chunk.usage.completion_tokens for chunk in chunks if chunk.choices[0].finish_reason]
     assert sum(ends) == last.usage.completion_tokens and not last.choices
-    texts = {"prompt": "x", "model": "demo", "max_tokens": 9, "stream": True}
+    texts = {"prompt": "x", "model": "demo", "max_tokens": 9, "stream": True, "extra_body": {"ignore_eos": True}}
     *chunks, last = client.completions.create(**texts, stream_options={"continuous_usage_stats": True})
     assert all(chunk.usage.prompt_tokens for chunk in (*chunks, last)) and last.usage.completion_tokens == 9
     plain = client.completions.create(**texts, stream_options={"continuous_usage_stats": False})
