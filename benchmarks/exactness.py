@@ -190,18 +190,18 @@ Engines = Callable[[EngineConfig], AbstractContextManager[Engine]]
 @contextmanager
 def engines_in_processes(given: argparse.Namespace) -> Iterator[Engines]:
     """Yield engines over ranks in processes of their own, which keep their models. All ranks share both models."""
-    config = WorkerGroupConfig(
+    group = WorkerGroupConfig(
         target=Path(given.target), draft=Path(given.draft), device=given.device, dtype=given.dtype, placement=SHARED,
         target_tp=given.target_tp, draft_tp=given.target_tp, engine=EngineConfig(form="lockstep"),
     )  # fmt: skip
     gpus = {SHARED: list(range(given.target_tp))} if given.device == "cuda" else None
+    with RankProcesses(group, gpus) as processes:
 
-    @contextmanager
-    def engine(config: EngineConfig) -> Iterator[Engine]:
-        with processes.engine(config) as remote:
-            yield remote.engine
+        @contextmanager
+        def engine(config: EngineConfig) -> Iterator[Engine]:
+            with processes.engine(config) as remote:
+                yield remote.engine
 
-    with RankProcesses(config, gpus) as processes:
         yield engine
 
 

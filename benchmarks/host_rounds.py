@@ -6,8 +6,8 @@
 The real scheduler decodes exactly, in lockstep on one GPU, as many requests at a time as `--requests`; whenever one
 ends the next begins. Answers are replayed (`benchmarks.traces`), rounds take the seconds of a latency model, as in
 `benchmarks.policy`, and passes over prompts those of `--prompts` (target, draft). The GPU does all this one after
-another. The host's time is the CPU time that the scheduler really takes here, times `--host`: 3 gave the rounds that a
-service had on the machine of benchmarks/notes/speed.md, whose processes also exchange messages. Prompts have a few
+another. The host's time is the CPU time that the scheduler really takes here, times `--host`: 3 gave about the rounds
+of a service in benchmarks/notes/speed.md, whose processes also exchange messages. Prompts have a few
 tokens. Prints tokens a second, the time of a round, and that of the host in it, tokens a round of a request, and
 prompts that share a pass."""
 
