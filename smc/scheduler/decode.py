@@ -227,7 +227,7 @@ class RoundScheduler:
         if not size.redrafted:
             return size
         allocator = self.memory.allocators[ModelRole.DRAFT]
-        each_G = [group.rules.redrafts * len(group.slots) * (self.config.block - 1) for group in population.groups]
+        each_G = [group.rules.redraft_pages(self.config, len(group.slots)) for group in population.groups]
         if allocator.num_free < sum(each_G) + self.memory.next_round[ModelRole.DRAFT]:
             return size._replace(redrafted=0)
         for given, each in zip(pages, each_G):

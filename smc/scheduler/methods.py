@@ -219,6 +219,10 @@ class DecodingRules(ABC):
         )
         return {role: count * (1 + (role in params.guided_roles)) for role, count in pages.items()}
 
+    def redraft_pages(self, config: EngineConfig, rows: int) -> int:
+        """Pages that one round of `rows` rows allocates at the draft to draft again after a miss."""
+        return rows * (config.block - 1) if self.redrafts else 0
+
     def most_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, rows: int | None = None, negative: int = 0
     ) -> dict[ModelRole, int]:
@@ -236,11 +240,16 @@ class DecodingRules(ABC):
     def ample_pages(
         self, config: EngineConfig, params: SamplingParams, prompt: int, negative: int = 0
     ) -> dict[ModelRole, int]:
-        """Pages in each pool with which no round of all of the request's rows waits for pages. `most_pages` suffices if
-        rounds may run one after the other."""
+        """Pages in each pool with which no round of all of the request's rows waits for pages or does without drafting
+        again. `most_pages` suffices if rounds may run one after the other."""
         most = self.most_pages(config, params, prompt, negative=negative)
         few, all_rows = (self.round_pages(config, params, n) for n in (params.least_rows, self.rows(params)))
-        return {role: pages + ROUNDS_IN_FLIGHT * (all_rows[role] - few[role]) for role, pages in most.items()}
+        ample = {role: pages + ROUNDS_IN_FLIGHT * (all_rows[role] - few[role]) for role, pages in most.items()}
+        again = self.redraft_pages(config, self.rows(params))
+        if again and self.ahead(config) and config.redrafting != "never":
+            # A round drafts again only while the pages of a next round are left.
+            ample[ModelRole.DRAFT] += ROUNDS_IN_FLIGHT * again + all_rows[ModelRole.DRAFT]
+        return ample
 
     def expected_pages(
         self,

@@ -20,6 +20,7 @@ from tests.gpu.test_agreement import DEVICES, load, requests
 FORMS = {
     "lockstep": EngineConfig(form="lockstep", block=5, drafting="always"),
     "look-ahead": EngineConfig(form="lookahead", block=5, branches=4, drafting="always"),
+    "drafting again": EngineConfig(form="lookahead", block=5, branches=4, drafting="always", redrafting="always"),
 }
 LEAST = 0.95
 """Smallest share of the CPU's tokens a round: 16 answers of a rounded model differ by 1 or 2%."""

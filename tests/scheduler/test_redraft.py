@@ -11,13 +11,8 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
-from smc.local_engine import local_engine
-from tests.scheduler.harness import (
-    PaddingOps,
-    answers,
-    assert_pages_follow,
-    request,
-)
+from smc.local_engine import fitted_config, local_engine
+from tests.scheduler.harness import PaddingOps, answers, assert_pages_follow, request
 from tests.scheduler.pairs import tiny_pair
 
 NEVER = EngineConfig(block=4, branches=4, max_slots=80, drafting="always", redrafting="never")
@@ -86,6 +81,17 @@ def test_other_requests_of_the_round_answer_as_ever(guided):
         assert one.statistics.log_z == pytest.approx(never[name].statistics.log_z, abs=1e-4)
     rounds = [sum(of[one.request_id].statistics.rounds for one in exact(6)) for of in (never, always)]
     assert rounds[1] < rounds[0]
+
+
+@pytest.mark.parametrize("shape", [{}, {"block": 6, "branches": 2}])
+def test_a_fitted_pool_has_pages_for_every_round(padded, shape):
+    asked = exact(6)
+    fitted = fitted_config(bad_draft(), replace(ALWAYS, **shape), asked, concurrency=2)
+    found, ample = (
+        answers(local_engine(bad_draft(), config), asked) for config in (fitted, replace(fitted, pages=4000))
+    )
+    for name, one in found.items():
+        assert one.statistics.rounds == ample[name].statistics.rounds
 
 
 def test_a_small_pool_and_options_change_nothing(padded):
