@@ -80,9 +80,9 @@ class DraftedChains:
         """Return the distributions of the blocks that the target verifies in this round, which are sent to it."""
         return (self._sent_PKV if self._lookahead else self._drawn_YKV)[:chains]
 
-    def pick(self, plan: RoundPlan[Tensor]) -> tuple[()]:
+    def gather_sent(self, plan: RoundPlan[Tensor]) -> tuple[()]:
         """Let `sent` return those of the blocks in flight (look-ahead)."""
-        return self._pick(self._kept_SKV, plan.arrays.distribution_P)
+        return self._gather(self._kept_SKV, plan.arrays.distribution_P)
 
     def follow(self, plan: RoundPlan[Tensor], row_A: Tensor) -> None:
         """Keep the distributions of the selected rows (look-ahead). Those that were sent have arrived, because the
@@ -90,10 +90,10 @@ class DraftedChains:
         index_P, f = plan.arrays.chain_P, plan.kind.branches
         order_P = torch.arange(len(index_P), device=index_P.device)
         chain_A, row_P = torch.zeros_like(plan.arrays.slot_A).index_copy(0, index_P, order_P), row_A[index_P]
-        self._pick(self._drawn_YKV, chain_A[row_P // f] * f + row_P % f)
+        self._gather(self._drawn_YKV, chain_A[row_P // f] * f + row_P % f)
         self._kept_SKV.index_copy_(0, plan.arrays.distribution_P, self._sent_PKV[: len(index_P)])
 
-    def _pick(self, from_YKV: Tensor, index_P: Tensor) -> tuple[()]:
+    def _gather(self, from_YKV: Tensor, index_P: Tensor) -> tuple[()]:
         torch.index_select(from_YKV, 0, index_P, out=self._sent_PKV[: len(index_P)])
         return ()
 

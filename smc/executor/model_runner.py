@@ -272,7 +272,7 @@ class DraftRunner(ModelRunner):
             device_plan = self._load(plan)
             chains, ahead = len(plan.arrays.chain_P), self.config.lookahead
             if chains and ahead and self.config.block > 1:
-                stages.run(kind, "distributions", lambda: self._chains.pick(device_plan))
+                stages.run(kind, "distributions", lambda: self._chains.gather_sent(device_plan))
                 self._channel.send(kind, "distributions", self._chains.sent(chains), keeps=True)
             spans: TimeSpans = {}
             if kind.redrafted:
