@@ -30,6 +30,7 @@ from smc.arrays import map_tensors
 from smc.executor.messages import Pending
 from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.memory.kv_cache import KVCacheManager
+from smc.memory.pages import OutOfPages
 from smc.round.plan import RoundKind
 from smc.round.slot_state import Lineage
 from smc.round.tensors import ObservedDraws, RedraftReport, RoundResult
@@ -226,13 +227,15 @@ class RoundScheduler:
         of them, nothing is drafted again."""
         if not size.redrafted:
             return size
-        allocator = self.memory.allocators[ModelRole.DRAFT]
+        draft = ModelRole.DRAFT
         each_G = [group.rules.redraft_pages(self.config, len(group.slots)) for group in population.groups]
-        if allocator.num_free < sum(each_G) + self.memory.next_round[ModelRole.DRAFT]:
+        try:
+            given_B = self.memory.allocate({draft: sum(each_G)}, {draft: self.memory.next_round[draft]})[draft]
+        except OutOfPages:
             return size._replace(redrafted=0)
-        for given, each in zip(pages, each_G):
-            if each:
-                given[REDRAFTED] = allocator.allocate(each)
+        for given, own_B in zip(pages, np.split(given_B, np.cumsum(each_G)[:-1])):
+            if len(own_B):
+                given[REDRAFTED] = own_B
         return size
 
     def _depth(self, group: SequenceGroup, kind: RoundKind) -> int:
