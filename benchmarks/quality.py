@@ -95,7 +95,10 @@ class DecodingSetting:
             return EngineConfig()
         assert self.block is not None
         return EngineConfig(
-            form=self.form, block=self.block, branches=UNSET if self.branches is None else self.branches
+            form=self.form,
+            block=self.block,
+            smc_block=self.block,
+            branches=UNSET if self.branches is None else self.branches,
         )
 
 

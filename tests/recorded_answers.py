@@ -364,10 +364,10 @@ def grid_scenarios() -> Iterator[Scenario]:
     """Every method by form, K, F, N and temperature."""
     configs = [
         EngineConfig(form="lockstep", block=5, pages=6000),
-        EngineConfig(form="lockstep", block=8, pages=6000),
+        EngineConfig(form="lockstep", block=8, smc_block=8, pages=6000),
         EngineConfig(block=4, branches=1, pages=6000),
         EngineConfig(block=5, branches=4, pages=6000),
-        EngineConfig(block=8, branches=2, pages=6000),
+        EngineConfig(block=8, smc_block=8, branches=2, pages=6000),
     ]
     for number, (config, temperature) in enumerate(itertools.product(configs, (0.0, 0.7, 1.0, 1.5))):
         name = f"grid/{config.form} K={config.block} F={config.branches} T={temperature:g}"

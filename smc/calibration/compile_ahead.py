@@ -23,7 +23,7 @@ from smc.distributions import NO_PROCESSORS, Processors
 from smc.executor.logit_changes import WIDTHS
 from smc.executor.worker import ModelWorker
 from smc.round.plan import Contexts, RoundKind, RoundPlan, UnconditionalRows
-from smc.scheduler.methods import RULES_OF_ROUNDS
+from smc.scheduler.methods import RULES_OF_ROUNDS, fixed_steps
 from smc.scheduler.planner import COMMON
 from smc.types import OF_BOTH_MODELS, Decoding, ModelRole
 
@@ -138,7 +138,8 @@ def plans_of_all_kinds(
 def _is_dry_run(kind: RoundKind, config: EngineConfig) -> bool:
     """Return whether a dry run is worth its time: rounds of other sizes, with fewer tokens or branches or longer
     contexts, have the kernels of those that do run."""
-    is_whole = kind.steps is None and kind.branches == RULES_OF_ROUNDS[kind.roles].shape(config).branches
+    is_all = kind.steps == fixed_steps(config, kind.decodings)
+    is_whole = is_all and kind.branches == RULES_OF_ROUNDS[kind.roles].shape(config).branches
     if kind.batch_size in SIZES:
         return is_whole or kind.contexts is Contexts.SHORT or kind.batch_size == 1
     is_default = kind.decodings == {Decoding.WALK} and not kind.nodes and kind.redrafted == config.redrafted

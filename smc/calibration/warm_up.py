@@ -24,7 +24,7 @@ from smc.executor.messages import Pending, PromptBatch
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow
+from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow, fixed_steps
 from smc.scheduler.planner import NODE_SHARES, DraftSize, bucket, room
 from smc.types import BOTH_MODELS, Decoding, ModelRole
 
@@ -105,7 +105,8 @@ def warm_up_plans(
         shapes = _shapes(config, decodings)
         whole, *_ = shapes[0]
         for (shape, steps, share, again), batch_size, processors in product(shapes, sizes, truncated):
-            if (steps or share or (again and not config.redrafted)) and (processors or batch_size not in SHALLOW_SIZES):
+            is_chosen = steps != shapes[0][1] or share or (again and not config.redrafted)
+            if is_chosen and (processors or batch_size not in SHALLOW_SIZES):
                 continue
             if shape.branches < whole.branches and not processors and batch_size not in SHALLOW_SIZES:
                 continue
@@ -138,12 +139,12 @@ def _roles(decodings: frozenset[Decoding]) -> tuple[ModelRole, ...]:
 
 def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[PagesPerRow, int | None, float, int]]:
     """Return tuples (shape, steps, share of the tokens that run as nodes, 0: all run by themselves; tokens that are
-    drafted again). The first is the shape of the config, with all tokens of a block (steps None). Where the latency
+    drafted again). The first is the shape of the config, with all tokens of a block (None: K steps). Where the latency
     model chooses trees, shapes with fewer branches a row, rounds with fewer tokens, rounds that draft again and, unless
     the target runs paths, rounds with nodes follow."""
     shape, again = RULES_OF_ROUNDS[_roles(decodings)].shape(config), config.redrafted
     if decodings != {Decoding.WALK}:
-        return [(shape, None, 0.0, 0)]
+        return [(shape, fixed_steps(config, decodings), 0.0, 0)]
     if config.drafting != "adaptive":
         return [(shape, None, 0.0, again)]
     shapes = [replace(shape, branches=branches) for branches in config.branch_levels]

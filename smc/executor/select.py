@@ -72,7 +72,7 @@ class SelectStage:
         if plan.kind.has_separate:
             own = self._select_independent(plan, scored)
         if plan.kind.has_competing:
-            trees = self._select_trees(plan, scored, drafted.block)
+            trees = self._select_trees(plan, scored, plan.kind.steps or drafted.block)
         applied = self.ops.apply_selection(inputs, scored, own, trees)
         if verified.raw_TV is None:
             return applied

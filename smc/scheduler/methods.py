@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -166,6 +167,10 @@ class DecodingRules(ABC):
     def draft_temperature(self, params: SamplingParams) -> float:
         return params.temperature if params.draft_temperature is None else params.draft_temperature
 
+    def block(self, config: EngineConfig) -> int:
+        """K: number of tokens that a round drafts, at most."""
+        return config.block
+
     @abstractmethod
     def stride(self, config: EngineConfig) -> int:
         """Maximum number of tokens by which an open answer grows in a round."""
@@ -310,8 +315,11 @@ class DraftTargetRules(DecodingRules):
 
     first = ModelRole.TARGET
 
+    def block(self, config: EngineConfig) -> int:
+        return config.fixed_block
+
     def stride(self, config: EngineConfig) -> int:
-        return config.block if config.lookahead else config.block + 1
+        return self.block(config) + (not config.lookahead)
 
     def ahead(self, config: EngineConfig) -> bool:
         return config.lookahead
@@ -458,6 +466,9 @@ class Walk(Exact):
     coupled = True
     redrafts = True
 
+    def block(self, config: EngineConfig) -> int:
+        return config.block
+
     def adaptive(self, params: SamplingParams) -> bool:
         # A guided request runs two positions for each token, which the latency model does not cover.
         return not params.guided
@@ -511,6 +522,13 @@ RULES: dict[Decoding, DecodingRules] = {
 RULES_OF_ROUNDS: dict[tuple[ModelRole, ...], DecodingRules] = {rules.roles: rules for rules in RULES.values()}
 """Rules by the models that take part in rounds: those for the same models have rounds of the same shape. A step
 launches rounds in this order, those of both models first."""
+
+
+def fixed_steps(config: EngineConfig, decodings: Iterable[Decoding]) -> int | None:
+    """Return how many tokens the draft drafts for a row in rounds of requests that are decoded in these ways, where the
+    latency model does not choose it. If the answer of one depends on it, all have as many. None: all K."""
+    block = min(RULES[decoding].block(config) for decoding in decodings)
+    return None if block == config.block else block
 
 
 def rules_of(params: SamplingParams) -> DecodingRules:

@@ -23,7 +23,7 @@ from smc.executor.logit_changes import width_of
 from smc.memory.pages import PageAllocator
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
 from smc.round.slot_state import Lineage
-from smc.scheduler.methods import DecodingRules
+from smc.scheduler.methods import DecodingRules, fixed_steps
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
 from smc.types import Decoding, ModelRole
@@ -175,10 +175,12 @@ class RoundPlanner:
         self._decide = decide
 
     def size(self, population: Population) -> DraftSize:
-        """Return how much a round drafts. Rounds that are guided or have masks do not draft again: they have further
-        work between the steps of the draft."""
+        """Return how much a round drafts. A round with a request whose answer depends on K drafts that many tokens for
+        all, so its answer does not depend on the others. Rounds that are guided or have masks do not draft again: they
+        have further work between the steps of the draft."""
         groups, config, params = population.groups, self.config, population.params
-        chosen = DraftSize(self.shape.branches, None, redrafted=config.redrafted)
+        steps = fixed_steps(config, {g.rules.decoding for g in groups})
+        chosen = DraftSize(self.shape.branches, steps, redrafted=config.redrafted)
         if self._decide and all(g.adaptive for g in groups):
             context = int(self._shared(population).sum())
             chosen = self._decide(groups, bucket(len(population.slot_A)), context)
@@ -219,7 +221,8 @@ class RoundPlanner:
         rounds_G = np.array([len(g.in_flight) + 1 for g in groups], dtype=np.int64)
         # A round that drafts again grows an answer by that block, too.
         again_G = np.array([sum(REDRAFTED in each for each in (*g.in_flight, own)) for g, own in zip(groups, pages)])
-        grown_G = self.rules.stride(config) * rounds_G + self.shape.branch * again_G
+        stride_G = np.array([g.rules.stride(config) for g in groups])
+        grown_G = stride_G * rounds_G + self.shape.branch * again_G
         prompt_G = np.maximum([g.prompt_size for g in groups], [g.negative_size for g in groups])
         length_G = population.largest(self.slots.length_S[population.slot_A])
         return min(int((prompt_G + length_G + grown_G).max()) + config.block + 2, self.width)
@@ -312,8 +315,10 @@ class RoundPlanner:
         """Tokens of a block that the target runs. In look-ahead blocks were drafted in earlier rounds; those that are
         shorter than the rows of this one are padded, which leaves fewer kinds of rounds."""
         config, most, steps = self.config, self.shape.target, size.steps
-        if not (self._decide and all(g.adaptive for g in groups)) or not self.rules.ahead(config):
+        if not self.rules.ahead(config):
             return most if steps is None else min(most, config.scored(steps))
+        if steps is None and not (self._decide and all(g.adaptive for g in groups)):
+            return most
         needed = max(group.drafted if group.in_flight else self._pending(group) for group in groups)
         least = max(needed, steps or config.block, size.redrafted + 1)
         return min(level for level in config.block_levels if level >= least)

@@ -81,8 +81,10 @@ ASKED = [
         pytest.param("llama", LOOKAHEAD, slice(1, 5), marks=pytest.mark.slow),
         pytest.param("llama", LOOKAHEAD, slice(2, 6, 3), marks=pytest.mark.slow),
         ("qwen2", LOOKAHEAD, slice(2)),
+        ("qwen2", replace(LOCKSTEP, block=4, smc_block=2), slice(3)),
+        pytest.param("llama", replace(LOOKAHEAD, block=4, smc_block=2), slice(1, 6), marks=pytest.mark.slow),
     ],
-    ids=["ahead", "rejection ahead", "independent"],
+    ids=["ahead", "rejection ahead", "independent", "less than a block", "less than a block ahead"],
 )
 def test_answers_are_those_of_the_reference(family, config, which, monkeypatch):
     """Requests of several kinds in one round, and of one kind alone. Rejection runs with plain decoding only: in the
