@@ -4,7 +4,7 @@ tuples of arrays, and numbers the entries of ragged rows."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, reduce
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -108,6 +108,15 @@ class FieldMemory:
 
         map_tensors(add, like)
 
+    @property
+    def layout(self) -> str:
+        """Name, type, shape and place of every array. Equal texts mean that the same bytes hold the same values."""
+        named = _named(type(self._like).__name__, self._like)
+        return "\n".join(
+            f"{name} {dtype} {tuple(array.shape)} at {begin}"
+            for (name, array), (begin, _, dtype) in zip(named, self._spans, strict=True)
+        )
+
     def views(self, memory: Tensor) -> Any:
         """Return the tuples with a view of `memory`, uint8 [nbytes], in the place of every array."""
         spans = iter(self._spans)
@@ -122,6 +131,15 @@ class FieldMemory:
         """Return new memory, and the tuples over it."""
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         return PackedFields(memory, self.views(memory))
+
+
+def _named(name: str, values: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every array of tuples with the names that lead to it."""
+    if isinstance(values, tuple):
+        for key, one in zip(getattr(values, "_fields", range(len(values))), values):
+            yield from _named(f"{name}.{key}", one)
+    else:
+        yield name, values
 
 
 def contiguous(values: Arrays) -> Arrays:

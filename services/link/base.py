@@ -16,6 +16,9 @@ LINKS = ("nccl", "grpc")
 SHARED = "shared"
 """Name of ranks that hold both models. Ranks that hold one have the name of its role."""
 
+SAME_VERSION = "all processes of a service must run the same version of smcserve"
+"""What to do if two processes understand messages differently."""
+
 CLOSE_SECONDS = 3.0
 """Time for sent messages to be received when an end is closed."""
 

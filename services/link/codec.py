@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, Union, cast, get_args, get
 import msgpack
 import numpy as np
 
-from services.link.base import LinkError
+from services.link.base import SAME_VERSION, LinkError
 
 Message = TypeVar("Message")
 
@@ -50,8 +50,7 @@ class Codec(Generic[Message]):
         is not of its type."""
         if data[:HASH_BYTES] != self.hash:
             raise LinkError(
-                f"a message with types {data[:HASH_BYTES].hex()} came, this side has {self.hash.hex()}; "
-                "all processes of a service must run the same version of smcserve"
+                f"a message with types {data[:HASH_BYTES].hex()} came, this side has {self.hash.hex()}; {SAME_VERSION}"
             )
         try:
             return self._read(msgpack.unpackb(data[HASH_BYTES:], strict_map_key=False))

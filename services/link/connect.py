@@ -4,6 +4,7 @@ GPU."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections import Counter
 from collections.abc import Callable
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.link.base import End, LinkError, PeerEnd, failure_text
+from services.link.base import SAME_VERSION, End, LinkError, PeerEnd, failure_text
 from services.link.distributed import DistributedEnd, make_group
 from services.link.messages import TRANSFERS, Transfer, check_incarnation
 from services.link.store import GroupStore, connect_store
 from services.link.streams import StreamCaller, StreamServer, proof
+from smc.round.tensors import message_layouts
 from smc.types import ModelRole
 
 
@@ -55,7 +57,7 @@ class MessagePeer:
 class DevicePeer:
     """A `services.link.base.PeerEnd` between GPUs. Tensors go from device to device in the order of the current stream,
     and the host does not wait. Names, numbers and incarnations are not checked: each communicator belongs to one
-    incarnation and keeps the order."""
+    incarnation and keeps the order. Layouts were compared before (`Rendezvous.check_layouts`)."""
 
     def __init__(self, there: dist.ProcessGroup, back: dist.ProcessGroup) -> None:
         """`there` carries sent tensors, `back` received ones: within one group, both sides would have to send and
@@ -131,6 +133,14 @@ class Rendezvous:
         """The name under which the coordinator reports how many percent of the warm-up it has run."""
         return self.name("warmed")
 
+    def check_layouts(self, store: GroupStore) -> None:
+        """Compare the layouts of the tensors that ranks exchange as bytes with those of the rank that came first.
+        Raises LinkError if they differ: the other rank would misread the tensors."""
+        here = hashlib.sha256(message_layouts().encode()).hexdigest()[:16]
+        first = store.compare_set(self.name("layouts"), "", here).decode()
+        if first != here:
+            raise LinkError(f"a rank has tensors with layouts {first}, this one has {here}; {SAME_VERSION}")
+
     def report_failure(self, store: GroupStore, name: str, error: Exception) -> None:
         """Record in the store why one of the ranks `name` ends. Call it before closing the links, on which messages in
         transit may be lost. A broken link is not recorded as a cause."""
@@ -195,7 +205,9 @@ def peer_end(
     server: StreamServer | None = None,
 ) -> PeerEnd:
     """Return the end of the link to the other leader, waiting for that leader where necessary. `server`: this leader's
-    server if the link uses gRPC; its end for an earlier peer is closed."""
+    server if the link uses gRPC; its end for an earlier peer is closed. Raises LinkError if the other leader is of
+    another build, as far as their tensors tell."""
+    rendezvous.check_layouts(store)
     if server is not None and role == ModelRole.TARGET:
         end = server.renew_peer()
         _publish(rendezvous, store, PEER, server.address)

@@ -155,6 +155,7 @@ def load_rank(spec: RankSpec) -> Loaded:
     torch.set_num_threads(spec.threads)
     device, group, store = torch.device(spec.device), None, spec.rendezvous.store()
     if spec.place.degree > 1:
+        spec.rendezvous.check_layouts(store)  # ranks share messages of the other model
         name = spec.rendezvous.name(f"{spec.name}/ranks")
         in_order = Numerics(spec.engine.numerics) is Numerics.INVARIANT
         place = (spec.place.rank, spec.place.degree, device)

@@ -26,7 +26,15 @@ from smc.arrays import to_device
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.philox import DrawKeys, Purpose, exponentials, words
 from smc.round.plan import RoundPlan
-from smc.round.tensors import CandidateLayout, ChainAssignment, ChainDraws, TargetDraws, TokenTree, VerifyInputs
+from smc.round.tensors import (
+    DISTRIBUTION,
+    CandidateLayout,
+    ChainAssignment,
+    ChainDraws,
+    TargetDraws,
+    TokenTree,
+    VerifyInputs,
+)
 from smc.types import Decoding
 
 
@@ -40,7 +48,7 @@ class DraftedChains:
         chains, length = config.chains(vocab), config.target_tokens - 1
         rooms = (chains * config.branches, *((chains, chains) if config.lookahead else (0, 0)))
         self._drawn_YKV, self._kept_SKV, self._sent_PKV = (
-            torch.empty(rows, length, vocab, device=device) for rows in rooms
+            torch.empty(rows, length, vocab, dtype=DISTRIBUTION, device=device) for rows in rooms
         )
 
     def draw(
@@ -130,8 +138,8 @@ class VerifiedChains:
         torch or in Triton."""
         self._sampling, self._verify, vocab = sampling, verify, sampling.vocab
         # Entries are read only after they have been written.
-        self.drawn_PKV = torch.empty(chains, queries - 1, vocab, device=device)
-        """float32 log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in
+        self.drawn_PKV = torch.empty(chains, queries - 1, vocab, dtype=DISTRIBUTION, device=device)
+        """Log-distributions that the tokens of chains, except the first ones, were drawn from; rewritten in
         every round."""
         self._dist_TV = torch.empty(chains * queries, vocab, device=device)
 

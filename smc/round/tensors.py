@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Generic, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, Expansion, SourceRows
@@ -511,6 +512,10 @@ class RoundResult(NamedTuple, Generic[Array]):
 
 
 # Chains, which only decoding by rejection has.
+DISTRIBUTION = torch.float32
+"""Type of the log-distributions that chains were drawn from, which the draft sends to the target: [P, K, V]."""
+
+
 class ChainAssignment(NamedTuple):
     """The particle that every row of chains continues; int64."""
 
@@ -535,3 +540,10 @@ class ChainDraws(NamedTuple):
     """int64 row of the step before."""
     token_X: Tensor
     logq_X: Tensor
+
+
+def message_layouts() -> str:
+    """Describe the tensors that the models send to each other in rounds (`smc.executor.model_runner`). They travel as
+    bytes, so both sides must have the same layouts."""
+    rows, block = 7, 5  # sizes that show which axis is which
+    return "\n\n".join((DraftedRows.memory(rows, block).layout, RoundSelection.memory(rows).layout, str(DISTRIBUTION)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +22,11 @@ from services.link.messages import TRANSFERS, Transfer, check_incarnation
 from services.link.store import StoreServer
 from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.workers.process import PeerChannel
+from smc.arrays import FieldMemory, field
 from smc.executor.graph_runner import StageRunner
+from smc.round.slot_state import RoundSelection
+from smc.round.tensors import DraftedRows
+from smc.types import ModelRole
 
 CPU = torch.device("cpu")
 INCARNATION = 3
@@ -221,6 +227,40 @@ def test_forged_addresses_reveal_no_secret():
     assert is_proven(heard[0].items(), "secret", there.address)
     for server in (there, here):
         server.close()
+
+
+def swapped(fields: FieldMemory) -> FieldMemory:
+    """The layout of a build that has two fields of the same type in the other order."""
+    like = fields._like
+    names = [name for name in like._fields if name not in ("taken_A", "cut_A", "root_X", "count_X")]
+    first = ("cut_A", "taken_A") if "taken_A" in like._fields else ("count_X", "root_X")
+    other = namedtuple(type(like).__name__, (*first, *names))
+    return FieldMemory(other(**like._asdict()))
+
+
+def wider(fields: FieldMemory) -> FieldMemory:
+    """The layout of a build that has a field of another type."""
+    like = fields._like
+    return FieldMemory(like._replace(**{like._fields[-1]: field(np.float64, like[-1].shape)}))
+
+
+@pytest.mark.parametrize("kind", [DraftedRows, RoundSelection])
+@pytest.mark.parametrize("change", [swapped, wider])
+def test_a_leader_whose_tensors_lie_otherwise_is_refused(link, kind, change, monkeypatch):
+    """A build whose commands are the same, but not the tensors that the leaders exchange as bytes."""
+    store = StoreServer("127.0.0.1", "secret", 20.0)
+    where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 2.0)
+    where.check_layouts(where.store())
+    where.check_layouts(where.store())
+    layout = kind.memory
+    monkeypatch.setattr(kind, "memory", lambda *sizes: change(layout(*sizes)))
+    server = StreamServer("127.0.0.1", "secret") if link == "grpc" else None
+    for role in ModelRole:
+        with pytest.raises(LinkError, match="must run the same version of smcserve"):
+            peer_end(where, where.store(), role, CPU, server)
+    if server is not None:
+        server.close()
+    replace(where, incarnation=INCARNATION + 1).check_layouts(where.store())
 
 
 def test_messages_of_another_incarnation_are_refused(link):
