@@ -29,7 +29,7 @@ from torch import Tensor
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import step_attention
 from smc.kernels.launch import supports_pdl
-from smc.kernels.packed_rows import store_kv
+from smc.kernels.packed_rows import CacheTensors, store_kv
 from smc.round.tensors import RowGroups, RowSpans, RowTables
 
 HEADS, OWN, BANDWIDTH = (
@@ -225,7 +225,7 @@ def store(inputs: Inputs) -> Call:
     page_T = inputs.own_RB[:, OWN:].flatten()
     q_out = torch.empty(tokens, HEADS[0], dim, dtype=inputs.qkv.dtype, device="cuda")
     return lambda layer: store_kv(
-        inputs.qkv, q_out, inputs.keys[layer], inputs.values[layer], rope, position_T, page_T, HEADS
+        inputs.qkv, q_out, CacheTensors(inputs.keys[layer], inputs.values[layer]), rope, position_T, page_T, HEADS
     )
 
 
@@ -235,7 +235,7 @@ def step(inputs: Inputs) -> Call:
     rope = torch.randn(LONGEST + 64, inputs.q_THD.shape[-1], device="cuda")
     out_THD = torch.empty(inputs.q_THD.shape, dtype=torch.bfloat16, device="cuda")
     return lambda layer: step_attention(
-        inputs.qkv, inputs.keys[layer], inputs.values[layer], rope, tables, spans, out_THD
+        inputs.qkv, CacheTensors(inputs.keys[layer], inputs.values[layer]), rope, tables, spans, out_THD
     )
 
 

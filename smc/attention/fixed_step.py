@@ -12,24 +12,21 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smc.attention.fixed_order import FixedTiling, first_tile, nothing, walk, write_output
-from smc.attention.step import HeadNorms, rotated, step_arguments
+from smc.attention.step import rotated, step_arguments
 from smc.kernels.launch import launch_options, one_variant
 from smc.kernels.norm import sum_parts
-from smc.kernels.packed_rows import CacheTensors, page_at, row_tables
+from smc.kernels.packed_rows import CacheTensors, HeadNorms, page_at, row_tables
 from smc.round.tensors import RowSpans, RowTables
 
 
 def step_attention_fixed(
     qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: CacheTensors,
     rope: Tensor,
     tables: RowTables,
     spans: RowSpans,
     out_THD: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    norm: HeadNorms | None = None,
     *,
     window: int | None = None,
     path_RB: Tensor | None = None,
@@ -37,12 +34,10 @@ def step_attention_fixed(
     pdl: bool = False,
 ) -> None:
     """As `smc.attention.step.step_attention`. `tiling`: by default `FixedTiling.choose`."""
-    norm = HeadNorms(q_norm, k_norm, eps) if q_norm is not None and k_norm is not None else None
-    (_, h, d), j, rows = out_THD.shape, keys.shape[1], len(spans.start_R)
+    (_, h, d), j, rows = out_THD.shape, cache.k_BJD.shape[1], len(spans.start_R)
     queries = len(out_THD) // rows
     y = queries * h // j
-    tune = tiling or FixedTiling.choose(1, 1, queries, (h, j), d, keys.dtype)
-    cache = CacheTensors(keys, values)
+    tune = tiling or FixedTiling.choose(1, 1, queries, (h, j), d, cache.k_BJD.dtype)
     arguments, constants = step_arguments(qkv, cache, rope, tables, spans, out_THD, norm, path_RB)
     _fixed_step_kernel[(j, rows, triton.cdiv(y, tune.block_x))](
         *arguments, **constants, BLOCK_Y=tune.block_x, BLOCK_P=tune.block_p, UNIT=tune.unit, STAGES=tune.stages,

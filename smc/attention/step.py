@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smc.attention.kernels import LOG2_E, LOWEST, floor_rows, take_in
 from smc.kernels.launch import MULTIPROCESSORS, launch_options, one_variant
 from smc.kernels.norm import pair_sum, sum_parts
-from smc.kernels.packed_rows import CacheTensors, page_at, row_tables, table_arguments
+from smc.kernels.packed_rows import CacheTensors, HeadNorms, page_at, row_tables, table_arguments
 from smc.round.tensors import RowSpans, RowTables
 
 LEAST_Y = 16
@@ -64,25 +64,14 @@ class RowPaths(NamedTuple):
     width: int
 
 
-class HeadNorms(NamedTuple):
-    """Weights of RMSNorm of queries and keys."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
-
-
 def step_attention(
     qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: CacheTensors,
     rope: Tensor,
     tables: RowTables,
     spans: RowSpans,
     out_THD: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    norm: HeadNorms | None = None,
     *,
     window: int | None = None,
     path_RB: Tensor | None = None,
@@ -91,18 +80,15 @@ def step_attention(
 ) -> None:
     """Compute the attention into contiguous `out_THD`. Tokens past a row's count get zeros and store nothing.
 
-    qkv [T, (H + 2J) * D], or partial sums of it [parts, T, (H + 2J) * D]; keys, values [pages + 1, J, D]; rope
-    [positions, D] float32 as made by `RopeTable`. `tables` name the pages of the tokens of `spans` and of all tokens
-    before them, none of which may be a new token of another row, except with `path`: then Q is 1, and row r's own
-    positions, from its tail's first on, are those of rows path_RB[r, 0], path_RB[r, 1], .. up to itself. Indices are
-    int32; q_norm, k_norm [D] or neither. `window`: number of positions that a token sees, itself included; None:
-    all."""
-    norm = HeadNorms(q_norm, k_norm, eps) if q_norm is not None and k_norm is not None else None
-    (_, h, d), j, rows = out_THD.shape, keys.shape[1], len(spans.start_R)
+    qkv [T, (H + 2J) * D], or partial sums of it [parts, T, (H + 2J) * D]; rope [positions, D] float32 as made by
+    `RopeTable`. `tables` name the pages of the tokens of `spans` and of all tokens before them, none of which may be a
+    new token of another row, except with `path`: then Q is 1, and row r's own positions, from its tail's first on, are
+    those of rows path_RB[r, 0], path_RB[r, 1], .. up to itself. Indices are int32. `window`: number of positions that a
+    token sees, itself included; None: all."""
+    (_, h, d), j, rows = out_THD.shape, cache.k_BJD.shape[1], len(spans.start_R)
     queries = len(out_THD) // rows
     y = queries * h // j
-    tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, keys.element_size())
-    cache = CacheTensors(keys, values)
+    tiling = tiling or StepTiling.choose(queries, y, j * floor_rows(rows), d, cache.k_BJD.element_size())
     arguments, constants = step_arguments(qkv, cache, rope, tables, spans, out_THD, norm, path_RB)
     _step_kernel[(j, rows, triton.cdiv(y, tiling.block_y))](
         *arguments, **constants, BLOCK_Y=tiling.block_y, BLOCK_P=tiling.block_p, STAGES=tiling.stages,

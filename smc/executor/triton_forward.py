@@ -26,7 +26,8 @@ from smc.kernels.int4 import gate_up_int4, linear_int4, multiply_widened
 from smc.kernels.launch import supports_pdl
 from smc.kernels.linear import gate_up_silu, linear, multiplies_fp8, reduce
 from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows, silu_mul, square_sums, whole_norm
-from smc.kernels.packed_rows import Prepared, store_kv
+from smc.kernels.packed_rows import CacheTensors, HeadNorms, Prepared, store_kv
+from smc.memory.kv_cache import KVPool
 from smc.model.config import ModelConfig
 from smc.model.decoder import Activations, Addend, AttendLayer, Experts, Layer, LayerOps, run_layers
 from smc.model.linear import Linear, QuantisedRows
@@ -77,7 +78,7 @@ class TritonForward(StaticForward, LayerOps):
         self.longest, self._dtype = reader.width, weight.dtype
         self._own_fp8 = multiplies_fp8(weight.device)
         self._pdl = pdl and supports_pdl(weight.device)
-        self._head_norms = [head_norms(layer) for layer in reader.model.layers]
+        self._head_norms = [head_norms(layer, config.rms_eps) for layer in reader.model.layers]
         self._attentions: dict[tuple[int, int, int, int], RowAttention] = {}
 
     @property
@@ -99,10 +100,9 @@ class TritonForward(StaticForward, LayerOps):
         out_THD = self._heads_of(rows)
 
         def attend(layer: Layer, qkv: Tensor, output_T: Tensor | None) -> Tensor:
-            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
-            where = (self.rope.of(layer), rows.tables, rows.spans)
-            norms, window = self._head_norms[layer.index], self.pool.windows[layer.index]
-            given = (qkv, keys, values, *where, out_THD, *norms, self.model.config.rms_eps)
+            cache, norm = cache_of(layer, self.pool), self._head_norms[layer.index]
+            given = (qkv, cache, self.rope.of(layer), rows.tables, rows.spans, out_THD, norm)
+            window = self.pool.windows[layer.index]
             self.step_attention(*given, window=window, path_RB=rows.path_RB, pdl=self._pdl)
             return out_THD.flatten(1)
 
@@ -120,11 +120,10 @@ class TritonForward(StaticForward, LayerOps):
         prepared = attention.prepare(rows.tables, rows.spans, rows.groups)
 
         def attend(layer: Layer, qkv: Tensor, output_T: Tensor | None) -> Tensor:
-            keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
+            cache, norm = cache_of(layer, self.pool), self._head_norms[layer.index]
             where = (self.rope.of(layer), prepared.layout.position_T, prepared.layout.page_T)
-            norms = self._head_norms[layer.index]
-            store_kv(qkv, q_THD, keys, values, *where, heads, *norms, eps=config.rms_eps, pdl=self._pdl)
-            attention.run(q_THD, keys, values, prepared, out_THD, self.pool.windows[layer.index])
+            store_kv(qkv, q_THD, cache, *where, heads, norm, self._pdl)
+            attention.run(q_THD, *cache, prepared, out_THD, self.pool.windows[layer.index])
             return out_THD.flatten(1)
 
         return attend
@@ -241,10 +240,9 @@ def run_prompt_by(
     q_THD = x_TE.new_empty(len(tokens_T), config.num_heads, config.head_dim)
 
     def attend(layer: Layer, qkv: Tensor, kept_T: Tensor | None) -> Tensor:
-        pool = (reader.pool.keys[layer.index], reader.pool.values[layer.index])
         where = (reader.rope.of(layer), position_T, page_T)
         heads = (config.num_heads, config.num_kv_heads)
-        store_kv(qkv, q_THD, *pool, *where, heads, *head_norms(layer), eps=config.rms_eps)
+        store_kv(qkv, q_THD, cache_of(layer, reader.pool), *where, heads, head_norms(layer, config.rms_eps))
         if kept_T is not None and not len(kept_T):
             return q_THD[:0].flatten(1)
         out_THD = planned.read(layer.index, q_THD)
@@ -294,13 +292,19 @@ def residual_of(addend: Addend | None, config: ModelConfig) -> Residual:
     return Residual(weight_of(addend.norm), addend.layer.residual_multiplier, addend.layer.norm_offset)
 
 
-def head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weights of the norms of single heads, as attention's kernels take them."""
-    weights = layer.head_norms
-    if not layer.norm_offset:
-        return weights
-    query, key = (None if weight is None else weight.float() + layer.norm_offset for weight in weights)
-    return query, key
+def cache_of(layer: Layer, pool: KVPool) -> CacheTensors:
+    """Return a layer's keys and values."""
+    return CacheTensors(pool.keys[layer.index], pool.values[layer.index])
+
+
+def head_norms(layer: Layer, eps: float) -> HeadNorms | None:
+    """Return the norms of single heads, as attention's kernels take them; None for a model without them."""
+    query, key = layer.head_norms
+    if query is None or key is None:
+        return None
+    if layer.norm_offset:
+        query, key = (weight.float() + layer.norm_offset for weight in (query, key))
+    return HeadNorms(query, key, eps)
 
 
 def normalise_whole(layer: Layer, qkv: Tensor, dtype: torch.dtype) -> Tensor:

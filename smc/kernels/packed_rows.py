@@ -63,6 +63,14 @@ class CacheTensors(NamedTuple):
     v_BJD: Tensor
 
 
+class HeadNorms(NamedTuple):
+    """Weights of RMSNorm of single heads of queries and keys [D]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 class PieceShape(NamedTuple):
     """Sizes of pieces, and the room that they need."""
 
@@ -310,38 +318,34 @@ def _lowest(head, reach, lead, next_head, next_reach, next_lead):
 def store_kv(
     qkv: Tensor,
     q_out: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cache: CacheTensors,
     rope: Tensor,
     position_T: Tensor,
     page_T: Tensor,
     heads: tuple[int, int],
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    norm: HeadNorms | None = None,
     pdl: bool = False,
 ) -> None:
     """Normalise and rotate queries into `q_out` [T, H, D]; write keys, likewise normalised and rotated, and values to
     their pages, but never to page 0.
 
-    qkv [T, (H + 2J) * D], or partial sums of it [parts, T, (H + 2J) * D]; keys, values [B + 1, J, D]; rope [positions,
-    D] float32 as made by `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table;
-    heads (H, J); q_norm, k_norm [D] or neither. All arithmetic is float32, rounded once."""
-    (h, j), d = heads, keys.shape[-1]
+    qkv [T, (H + 2J) * D], or partial sums of it [parts, T, (H + 2J) * D]; rope [positions, D] float32 as made by
+    `RopeTable`; position_T, page_T int32, where padding has page 0 and any position of the table; heads (H, J). All
+    arithmetic is float32, rounded once."""
+    (h, j), d = heads, cache.k_BJD.shape[-1]
     assert qkv.shape[-1] == (h + 2 * j) * d and qkv.is_contiguous() and rope.shape[1] == d and rope.is_contiguous()
-    assert keys.is_contiguous() and values.is_contiguous() and q_out.is_contiguous() and keys.shape[1] == j
-    assert (q_norm is None) == (k_norm is None)
+    assert all(each.is_contiguous() for each in (*cache, q_out)) and cache.k_BJD.shape[1] == j
     block, tokens = min(16, triton.next_power_of_2(h + 2 * j)), qkv.shape[-2]
     _store_kernel[(tokens, triton.cdiv(h + 2 * j, block))](
-        qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, tokens * qkv.shape[-1],
+        qkv, q_out, cache, rope, position_T, page_T, norm, tokens * qkv.shape[-1],
         H=h, J=j, D=d, HEADS=block, SPLITS=len(qkv) if qkv.dim() == 3 else 1, num_warps=2,
         enable_fp_fusion=False, **launch_options(pdl),
     )  # fmt: skip
 
 
-@one_variant("qkv", "q_out", "keys", "values", "rope", "q_norm", "k_norm", "split_stride")
+@one_variant("qkv", "q_out", "cache", "rope", "norm", "split_stride")
 def _store_kernel(
-    qkv, q_out, keys, values, rope, position_T, page_T, q_norm, k_norm, eps, split_stride,
+    qkv, q_out, cache, rope, position_T, page_T, norm, split_stride,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Process one token and HEADS of its H + 2J heads, as two halves of D // 2 dimensions."""
@@ -358,10 +362,10 @@ def _store_kernel(
     a = sum_parts(at, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     b = sum_parts(at + D // 2, split_stride, n < H + 2 * J, SPLITS).to(q_out.dtype.element_ty).to(tl.float32)
     x, y = a, b
-    if q_norm is not None:
-        scale = tl.rsqrt(pair_sum(a * a + b * b) / D + eps)[:, None]
-        x *= scale * tl.where(is_q, tl.load(q_norm + d), tl.load(k_norm + d)).to(tl.float32)
-        y *= scale * tl.where(is_q, tl.load(q_norm + D // 2 + d), tl.load(k_norm + D // 2 + d)).to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(pair_sum(a * a + b * b) / D + norm.eps)[:, None]
+        x *= scale * tl.where(is_q, tl.load(norm.q + d), tl.load(norm.k + d)).to(tl.float32)
+        y *= scale * tl.where(is_q, tl.load(norm.q + D // 2 + d), tl.load(norm.k + D // 2 + d)).to(tl.float32)
     cos = tl.load(rope + position.to(tl.int64) * D + d)
     sin = tl.load(rope + position.to(tl.int64) * D + D // 2 + d)
     x, y = x * cos - y * sin, y * cos + x * sin
@@ -370,7 +374,7 @@ def _store_kernel(
     tl.store(q_at + D // 2, y, mask=is_q)
     # The dummy page keeps its content: padding tokens may hold anything, and a masked position must not read a NaN.
     to = page.to(tl.int64) * J * D + d
-    k_at, v_at = keys + to + (n - H) * D, values + to + (n - H - J) * D
+    k_at, v_at = cache.k_BJD + to + (n - H) * D, cache.v_BJD + to + (n - H - J) * D
     tl.store(k_at, x, mask=is_k & (page != 0))
     tl.store(k_at + D // 2, y, mask=is_k & (page != 0))
     tl.store(v_at, a, mask=is_v & (page != 0))

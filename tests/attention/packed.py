@@ -12,6 +12,7 @@ from torch import Tensor
 
 from smc.attention.kernels import SharedPrefixAttention
 from smc.attention.step import StepTiling, step_attention
+from smc.kernels.packed_rows import CacheTensors
 from smc.round.tensors import RowGroups, RowSpans, RowTables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,7 +180,7 @@ class Built:
             store[self.page_T[self.exists_T].long()] = torch.nan
         rope = torch.cat((torch.ones(2000, d // 2), torch.zeros(2000, d // 2)), 1).to(DEVICE)
         out_THD = torch.full(self.q_THD.shape, torch.nan, dtype=self.case.dtype, device=DEVICE)
-        step_attention(qkv, keys, values, rope, self.tables(), self.spans(), out_THD, tiling=tiling)
+        step_attention(qkv, CacheTensors(keys, values), rope, self.tables(), self.spans(), out_THD, tiling=tiling)
         for store, expected in ((keys, self.keys), (values, self.values)):
             assert torch.equal(store.cpu().nan_to_num(7.0), expected.nan_to_num(7.0)), (
                 "new keys and values are stored, and nothing else"

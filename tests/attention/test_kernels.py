@@ -18,7 +18,7 @@ from smc.attention.fixed_order import FixedTiling
 from smc.attention.fixed_step import step_attention_fixed
 from smc.attention.kernels import SharedPrefixAttention, Tuning, floor_rows
 from smc.attention.step import StepTiling, step_attention
-from smc.kernels.packed_rows import store_kv
+from smc.kernels.packed_rows import CacheTensors, HeadNorms, store_kv
 from smc.round.plan import SHORT, SHORT_SINGLE
 from smc.round.tensors import RowSpans, RowTables
 from tests.attention.packed import DEVICE, FOREIGN, PAGES, SMALL, TOLERANCE, Built, Case, error
@@ -297,21 +297,23 @@ def test_one_launch_does_what_storing_and_attending_do(name, splits, norm):
     qkv = torch.randn(tokens, (h + 2 * j) * d, generator=generator).to(case.dtype)
     qkv[~built.exists_T] = torch.nan  # Values of padding rows must not matter.
     parts = qkv if splits == 1 else torch.stack((qkv.float() - 1, torch.ones_like(qkv, dtype=torch.float32)))
-    norms = [torch.randn(d, generator=generator).to(case.dtype) for _ in "qk"] if norm else [None, None]
+    norms = [torch.randn(d, generator=generator).to(case.dtype).to(DEVICE) for _ in "qk"] if norm else []
     rope, q_THD = torch.randn(300, d, generator=generator), torch.empty(tokens, h, d, dtype=case.dtype)
 
-    def on_device(*tensors: Tensor | None) -> list[Tensor | None]:
-        return [x if x is None else x.to(DEVICE).clone() for x in tensors]
+    def on_device(*tensors: Tensor) -> list[Tensor]:
+        return [x.to(DEVICE).clone() for x in tensors]
 
     expected = on_device(parts, q_THD, built.keys, built.values, rope)
-    norms = on_device(*norms)
+    head_norms = HeadNorms(*norms, 1e-6) if norm else None
     attention = built.attention()
     prepared = attention.prepare(built.tables(), built.spans(), built.groups())
-    store_kv(*expected, prepared.layout.position_T, prepared.layout.page_T, (h, j), *norms, eps=1e-6)
+    where = (expected[4], prepared.layout.position_T, prepared.layout.page_T)
+    store_kv(*expected[:2], CacheTensors(*expected[2:4]), *where, (h, j), head_norms)
     out_THD = attention.run(*expected[1:4], prepared, torch.empty_like(expected[1]))
 
     found = on_device(parts, built.keys, built.values, rope, torch.full_like(q_THD, torch.nan))
-    step_attention(*found[:4], built.tables(), built.spans(), found[4], *norms, eps=1e-6)
+    cache = CacheTensors(*found[1:3])
+    step_attention(found[0], cache, found[3], built.tables(), built.spans(), found[4], head_norms)
     # The kernel sums a norm in two halves.
     tolerance = {"atol": 1e-5, "rtol": 8e-3} if norm else {"atol": 0, "rtol": 0}
     torch.testing.assert_close(found[1], expected[2], **tolerance, equal_nan=True)
@@ -344,7 +346,7 @@ def test_rows_of_one_token_read_tokens_that_other_rows_run(name, window, step):
     def run(qkv: Tensor, tables: RowTables, spans: RowSpans, path_RB: Tensor | None = None) -> list:
         given = [x.to(DEVICE, copy=True) for x in (qkv, built.keys, built.values)]
         out_THD = torch.full((len(qkv), h, d), torch.nan, dtype=case.dtype, device=DEVICE)
-        step(*given, rope, tables, spans, out_THD, window=window, path_RB=path_RB)
+        step(given[0], CacheTensors(*given[1:]), rope, tables, spans, out_THD, window=window, path_RB=path_RB)
         return [out_THD.cpu(), *(x.cpu() for x in given[1:])]
 
     expected = run(qkv, built.tables(), built.spans())

@@ -11,7 +11,7 @@ from tests.pairwise import few_of_pairs
 
 pytest.importorskip("triton")
 
-from smc.kernels.packed_rows import store_kv
+from smc.kernels.packed_rows import CacheTensors, HeadNorms, store_kv
 from smc.model.decoder import rotate
 from tests.attention.packed import DEVICE
 
@@ -36,13 +36,12 @@ def test_store_normalises_rotates_and_writes(dtype, heads, dim, norm, splits):
         torch.tensor([4, 1, 9, 0, 0], dtype=torch.int32),
     )
     keys, values = (torch.randn(11, j, dim, generator=generator).to(dtype) for _ in "kv")
-    norms = [torch.randn(dim, generator=generator).to(dtype) for _ in "qk"] if norm else [None, None]
+    norms = [torch.randn(dim, generator=generator).to(dtype) for _ in "qk"] if norm else []
     q_out = torch.full((tokens, h, dim), torch.nan, dtype=dtype)
     parts = qkv if splits == 1 else torch.stack((qkv.float() - 1, torch.ones_like(qkv, dtype=torch.float32)))
-    on_device = [
-        x if x is None else x.to(DEVICE).clone() for x in (parts, q_out, keys, values, rope, position_T, page_T, *norms)
-    ]
-    store_kv(*on_device[:7], heads, *on_device[7:], eps=1e-6)
+    on_device = [x.to(DEVICE).clone() for x in (parts, q_out, keys, values, rope, position_T, page_T)]
+    head_norms = HeadNorms(*(x.to(DEVICE) for x in norms), 1e-6) if norm else None
+    store_kv(*on_device[:2], CacheTensors(*on_device[2:4]), *on_device[4:], heads, head_norms)
     out, new_keys, new_values = (x.cpu() for x in on_device[1:4])
 
     q_THD, k_TJD, v_TJD = qkv.float().unflatten(1, (-1, dim)).split((h, j, j), 1)
