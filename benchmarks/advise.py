@@ -159,7 +159,8 @@ def _mode_of(division: Division) -> Mode:
 def measure_split(backend: PromptBackend, mode: Mode, effort: Effort, rows: int) -> LatencyModel:
     """Measure the latency model of the devices of a mode, for draft steps of up to `rows` rows. One model works at a
     time, so that models on one GPU do not slow each other down."""
-    mode = replace(mode, config=EngineConfig(form="lockstep", block=PROBED_BLOCK), particles=WIDE_ROWS)
+    probed = EngineConfig(form="lockstep", block=PROBED_BLOCK, numerics=mode.config.numerics)
+    mode = replace(mode, config=probed, particles=WIDE_ROWS)
     longest = min(backend.shape(mode, role).max_context for role in ModelRole)
     context = min(room_for(effort.context, PROBED_BLOCK), longest)
     # Every timed row reads its own pages, and so does the request whose whole rounds are timed.

@@ -26,7 +26,7 @@ from smc.model.draft_vocab import DraftHead
 from smc.model.tokenizer import Tokenizer
 from smc.scheduler.engine import Engine
 from smc.stops import TokenBytes
-from smc.types import ModelRole, Numerics
+from smc.types import Decoding, ModelRole, Numerics
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,13 @@ class MixedBackend:
 
     def _of(self, mode: Mode) -> BenchBackend:
         return self._local if mode.name == "lockstep" else self._apart
+
+
+def numerics_of_models(engine: Engine, decoding: Decoding) -> Numerics:
+    """Return what the bits of results depend on: invariant if all models that take part in this decoding run so,
+    whatever the engine was asked for."""
+    invariant = all(engine.workers[role].numerics is Numerics.INVARIANT for role in decoding.roles)
+    return Numerics.INVARIANT if invariant else Numerics.FASTEST
 
 
 def read_bytes(model: Decoder, draft_head: DraftHead | None = None) -> int:

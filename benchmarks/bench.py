@@ -18,6 +18,7 @@ from benchmarks.reports.speed import (
     CURVES_LEGEND,
     LOCAL_LEGEND,
     MODES,
+    NUMERICS_LEGEND,
     PROCESS_LEGEND,
     PROMPT_CONTEXTS,
     PROMPT_LEGEND,
@@ -44,6 +45,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.api.settings import CLUSTER
 from smc.terminal import out, progress_bar
+from smc.types import Numerics
 
 if TYPE_CHECKING:
     from benchmarks.backends import BenchBackend, CpuBackend, PromptBackend
@@ -90,6 +92,15 @@ BranchesList = Annotated[
         "--branches",
         "-f",
         metavar="F",
+    ),
+]
+NumericsList = Annotated[
+    list[str] | None,
+    options.option(
+        options.ENGINE,
+        "Order of sums on GPUs; may be repeated on cuda. The table and the JSON file name the one that ran. "
+        f"Default: {EngineConfig().numerics}.",
+        metavar="|".join(Numerics),
     ),
 ]
 Advise = Annotated[
@@ -244,6 +255,7 @@ class BenchOptions:
         ),
     ] = None
     verified: Annotated[str | None, options.option_of(EngineConfig, "verified")] = None
+    numerics: NumericsList = None
     no_prefix_cache: options.NoPrefixCache = False
     threads: options.Threads = None
     json: Annotated[
@@ -282,6 +294,11 @@ class BenchOptions:
         return tuple(dict.fromkeys(self.mode or (APART if self.link else MODES)))
 
     @property
+    def all_numerics(self) -> Sequence[str]:
+        """Orders of sums, each once, in the order given."""
+        return tuple(dict.fromkeys(self.numerics or [EngineConfig().numerics]))
+
+    @property
     def decodings(self) -> list[dict[str, Any]]:
         """The given settings of modes that use both models: a mapping by name in `SamplingParams` for each method. If
         there are several methods, each gets only the option that it has itself."""
@@ -315,11 +332,13 @@ class BenchOptions:
         return ROUNDS if self.rounds is None else self.rounds
 
     def check(self, idle: Mapping[str, Any], *paths: Path | None) -> None:
-        """Check counts, and the files to be written. `idle`: settings that have no effect without --link. Raises
-        ValueError."""
+        """Check counts, orders of sums, and the files to be written. `idle`: settings that have no effect without
+        --link. Raises ValueError."""
         for name, values in (("concurrency", self.loads), ("rounds", [self.timed_rounds])):
             if min(values) < 1:
                 raise ValueError(f"--{name} {min(values)}; allowed: >= 1")
+        for numerics in self.all_numerics:
+            EngineConfig(numerics=numerics).check_numerics(self.device, self.target_dtype)
         for path in filter(None, paths):
             if not path.absolute().parent.is_dir():
                 raise ValueError(f"cannot write {path}: its directory does not exist")
@@ -379,7 +398,7 @@ def _advise(arguments: BenchOptions) -> None:
     """Find the best division of GPUs, and print and store it."""
     idle = arguments.named("mode") | {"prompts": arguments.prompts or None}
     idle |= arguments.named("rounds", "trace", "method", "population", "verification", "guidance_scale")
-    refuse_idle(idle | arguments.named("drafting", "verified"), "with --advise")
+    refuse_idle(idle | arguments.named("drafting", "verified", "numerics"), "with --advise")
     if arguments.context and len(arguments.context) > 1:
         raise ValueError(f"--context {' '.join(map(str, arguments.context))}; allowed with --advise: one")
     on_gpu = arguments.device == "cuda"
@@ -468,6 +487,7 @@ def _bench_gpus(arguments: BenchOptions) -> None:
         arguments.drafting or "always",
         temperatures=(None,) if arguments.prompts else arguments.temperature or (None,),
         verified=arguments.verified,
+        numerics=arguments.all_numerics,
     )
     prompts = _file_prompts(arguments)
     if prompts:
@@ -642,7 +662,8 @@ def _cpu_backend(arguments: BenchOptions) -> CpuBackend:
 def _measure_speed(plan: SpeedPlan, backend: BenchBackend, gpus: int, arguments: BenchOptions) -> None:
     # The file is written after every line, since a run can take an hour.
     rows = measure_speed(plan, backend, gpus, arguments.trace, lambda found: _write(arguments.json, found))
-    out.print(speed_table(rows), SPEED_LEGEND.format(rounds=plan.rounds), sep="\n")
+    legend = SPEED_LEGEND.format(rounds=plan.rounds, numerics=NUMERICS_LEGEND if plan.names_numerics else "")
+    out.print(speed_table(rows, plan.names_numerics), legend, sep="\n")
     if tables := curve_tables(latency_of_speeds(rows, plan.drafting)):
         out.print(*tables, CURVES_LEGEND, sep="\n")
 
@@ -651,5 +672,7 @@ def _measure_prompts(plan: SpeedPlan, backend: PromptBackend, gpus: int, json: P
     from benchmarks.prompts import REPEATS
 
     rows = measure_prompts(replace(plan, concurrency=(0, *plan.concurrency)), backend, gpus)
-    out.print(first_token_table(rows), PROMPT_LEGEND.format(repeats=REPEATS, rounds=plan.rounds), sep="\n")
+    numerics = NUMERICS_LEGEND if plan.names_numerics else ""
+    legend = PROMPT_LEGEND.format(repeats=REPEATS, rounds=plan.rounds, numerics=numerics)
+    out.print(first_token_table(rows, plan.names_numerics), legend, sep="\n")
     _write(json, rows)

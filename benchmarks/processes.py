@@ -236,14 +236,15 @@ class ProcessBackend:
 
     def _for(self, mode: Mode) -> RankProcesses:
         """Return the processes of the last mode if it has the same GPUs, so that weights are loaded once; otherwise
-        start new ones."""
+        start new ones. Ranks that share a model add their parts in the order that they are loaded with."""
         config, (draft, target) = self._config, mode.degrees
         if mode.shared:
             places = {SHARED: list(range(target))}
         else:
             places = placed(mode.degrees, (config.draft_tp, config.target_tp), self._gpus)
             draft, target = (len(places[role]) for role in ModelRole)
-        key = ((draft, target), places)
+        numerics = mode.config.numerics if max(draft, target) > 1 else None
+        key = ((draft, target), places, numerics)
         if self._processes is None or self._processes[0] != key:
             self.close()
             engine = EngineConfig(form="lockstep") if mode.shared else config.engine

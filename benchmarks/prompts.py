@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.backends import Mode, PromptBackend
+from benchmarks.backends import Mode, PromptBackend, numerics_of_models
 from benchmarks.load import ClosedLoop, Load, repeated
 from benchmarks.speed import WARM_UP
 from smc.api.engine_config import GPU_PREFILL, EngineConfig
@@ -28,7 +28,7 @@ from smc.model.config import ModelConfig
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import rules_of
 from smc.scheduler.prefill_budget import LEAST
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 PEAK = 7.9e14
 """Operations a second that an H200 reaches in matrix products in bfloat16."""
@@ -50,6 +50,8 @@ class FirstToken:
     """Medians over prompts, in milliseconds unless said otherwise."""
 
     mode: str
+    numerics: str
+    """Order of sums that ran; see `benchmarks.backends.numerics_of_models`."""
     gpus: int
     context: int
     """Prompt tokens."""
@@ -133,7 +135,8 @@ class FirstTokenTimer:
                     found += [run] if i else []
                     self._on_prompt()
                 loop.stop()
-        return [self._row(mode, context, beside, quiet, found) for found in runs.values()]
+            numerics = numerics_of_models(engine, params.decoding)
+        return [self._row(mode, numerics, context, beside, quiet, found) for found in runs.values()]
 
     def _lifetime(self, mode: Mode, params: SamplingParams, context: int, beside: int) -> int:
         """Return the number of answer tokens of a request that is decoded meanwhile."""
@@ -146,13 +149,16 @@ class FirstTokenTimer:
         low = min(10, self._backend.tokenizer.size // 2)
         return torch.randint(low, self._backend.tokenizer.size, (count, tokens), generator=generator).tolist()
 
-    def _row(self, mode: Mode, context: int, beside: int, quiet: list[float], runs: list[_Run]) -> FirstToken:
+    def _row(
+        self, mode: Mode, numerics: Numerics, context: int, beside: int, quiet: list[float], runs: list[_Run]
+    ) -> FirstToken:
         median = lambda values: 1e3 * statistics.median(values)  # noqa: E731
         cached = runs[0].answer.cached_tokens
         took = {role: statistics.median(run.took[role] for run in runs) for role in ModelRole}
         steps = [step for run in runs for step in run.steps]
         return FirstToken(
             mode=mode.name,
+            numerics=numerics.value,
             gpus=mode.gpus,
             context=context,
             cached=cached,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from benchmarks.backends import BenchBackend, Mode
+from benchmarks.backends import BenchBackend, Mode, numerics_of_models
 from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
 from benchmarks.rounds import decoding_name
 from smc.api.sampling_params import Method, SamplingParams
@@ -38,6 +38,8 @@ class Speed:
     mode: str
     decoding: str
     """`target`, `exact`, or the population of SMC."""
+    numerics: str
+    """Order of sums that ran; see `benchmarks.backends.numerics_of_models`."""
     particles: int
     block: int
     branches: int
@@ -178,6 +180,7 @@ class ModeTimer:
         return Speed(
             mode=mode.name,
             decoding=decoding_name(params),
+            numerics=numerics_of_models(loop.engine, params.decoding).value,
             particles=params.rows,
             block=mode.config.block,
             branches=1 if mode.method.plain else mode.config.branches,

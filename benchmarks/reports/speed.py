@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benchmarks.reports import number_cell
 from smc.terminal import err, progress_bar
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 if TYPE_CHECKING:
     from benchmarks.backends import BenchBackend, Mode, PromptBackend
@@ -35,8 +35,11 @@ WIDE = "plain-tp"
 one GPU."""
 APART = ("plain", "lockstep-apart", "lookahead")
 """Default modes if each model is in its own process."""
+NUMERICS_LEGEND = "numerics: order of sums that ran, fastest unless all models of the mode run invariant. "
+"""Part of a legend."""
 SPEED_LEGEND = (
-    "medians of {rounds} rounds, milliseconds. T: temperature; rows: rows of a request; alone: share of its rounds "
+    "medians of {rounds} rounds, milliseconds. {numerics}"
+    "T: temperature; rows: rows of a request; alone: share of its rounds "
     "with nothing drafted (--drafting adaptive); tok/round: tokens that a round adds to an answer (exact: tokens "
     "confirmed); rounds/s: rounds a second; tok/s: answer tokens a second of one request, total: of all. step: one "
     "step of the draft; draft: its K steps; target: its pass (plain: its K steps); select: weighting and resampling; "
@@ -68,7 +71,8 @@ SHORT_PROMPT_CONTEXTS = (64, 256)
 """Default contexts of --prompts on a CPU."""
 PROMPTS_BESIDE = (8,)
 PROMPT_LEGEND = (
-    "medians of {repeats} prompts, milliseconds. cached: prompt tokens found in the prefix cache; beside: requests "
+    "medians of {repeats} prompts, milliseconds. {numerics}"
+    "cached: prompt tokens found in the prefix cache; beside: requests "
     "that are decoded meanwhile; ttft: from submission to the first token, over all models of the mode; draft, target: "
     "their time on the prompt, and the share of peak arithmetic (790 TFLOP/s a GPU) in it; chunks: passes of the "
     "target. round: the mean of {rounds} rounds without a prompt; beside it: of rounds while one runs; x: how many "
@@ -125,12 +129,15 @@ class SpeedPlan:
     """Temperatures of the target's distribution; None: that of `SamplingParams`."""
     verified: str | None = None
     """`verified` of `EngineConfig`."""
+    numerics: Sequence[str] = (Numerics.FASTEST.value,)
+    """Values of `numerics` of `EngineConfig`: every mode is measured with each."""
 
     def __post_init__(self) -> None:
         from smc.api.engine_config import EngineConfig
         from smc.api.sampling_params import SamplingParams
 
-        EngineConfig(drafting=self.drafting, verified=self.verified)
+        for numerics in self.numerics:
+            EngineConfig(drafting=self.drafting, verified=self.verified, numerics=numerics)
         for mode in self.modes:
             if mode not in (*MODES, WIDE):
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join((*MODES, WIDE))}")
@@ -141,9 +148,17 @@ class SpeedPlan:
             if context < 1:
                 raise ValueError(f"--context {context}; allowed: >= 1")
 
+    @property
+    def names_numerics(self) -> bool:
+        """Whether tables have a column for numerics: something besides the default was asked."""
+        return {*self.numerics} != {Numerics.FASTEST}
+
     def rows(self, gpus: int) -> Iterator[TableLine]:
-        """Yield the lines of the table: for every load all modes, in the order given."""
-        modes = list(self._modes(gpus))
+        """Yield the lines of the table: for every load all modes, in the order given, each with all numerics."""
+        modes = [
+            replace(mode, config=replace(mode.config, numerics=numerics))
+            for mode, numerics in product(self._modes(gpus), self.numerics)
+        ]
         loads = product(self.prompts or ("",), self.temperatures, self.contexts or (None,), self.concurrency)
         for prompts, temperature, context, requests in loads:
             for mode in modes:
@@ -204,9 +219,12 @@ class SpeedPlan:
 def in_turn(rows: Sequence[TableLine]) -> list[tuple[int, TableLine]]:
     """Return the lines in the order in which they are run, each with its index in `rows`. Lines with the same number of
     GPUs for the target follow each other, whatever their load: processes load the target for one split, and a large
-    model takes minutes to load."""
-    splits = list(dict.fromkeys(line.mode.degrees[1] for line in rows))
-    return sorted(enumerate(rows), key=lambda row: splits.index(row[1].mode.degrees[1]))
+    model takes minutes to load. Ranks that share a model are loaded for one order of sums; then lines with the same
+    numerics follow each other, too."""
+    split = any(max(line.mode.degrees) > 1 for line in rows)
+    loaded = [(line.mode.degrees[1], line.mode.config.numerics if split else "") for line in rows]
+    turns = list(dict.fromkeys(loaded))
+    return sorted(enumerate(rows), key=lambda row: turns.index(loaded[row[0]]))
 
 
 def measure_speed(
@@ -228,15 +246,16 @@ def measure_speed(
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 
-    latencies: dict[tuple[int, int], LatencyModel] = {}
+    latencies: dict[tuple[tuple[int, int], str], LatencyModel] = {}
 
     def latency(mode: Mode) -> LatencyModel:
-        if mode.degrees not in latencies:
+        key = (mode.degrees, mode.config.numerics)
+        if key not in latencies:
             timed = replace(mode, name="lockstep" if mode.degrees == (0, 1) else "lockstep-apart")
             rows = min(MOST_ROWS, max(plan.concurrency) * max(plan.particles))
-            latencies[mode.degrees] = measure_split(backend, timed, THOROUGH, rows)
-            err.print(f"latency model: {latencies[mode.degrees]}", style="dim")
-        return latencies[mode.degrees]
+            latencies[key] = measure_split(backend, timed, THOROUGH, rows)
+            err.print(f"latency model: {latencies[key]}", style="dim")
+        return latencies[key]
 
     decide = latency if plan.drafting == "adaptive" else (lambda mode: None)
     bench = ModeTimer(backend, keep if trace else None, decide)
@@ -276,16 +295,27 @@ def count_gpus() -> int:
     return gpus
 
 
-def speed_table(rows: Sequence[Speed]) -> Table:
+def _columns_of_modes(headers: str, numerics: bool) -> Table:
+    """Return a table without lines: a column for the mode, one for its numerics if they are named, and these."""
     table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("mode", no_wrap=True)
-    for header in SPEED_COLUMNS.split():
+    for header in ("mode", "numerics") if numerics else ("mode",):
+        table.add_column(header, no_wrap=True)
+    for header in headers.split():
         table.add_column(header.replace("_", " "), justify="right", no_wrap=True)
-    plain = {_load_of(row): row.per_request for row in rows if row.mode == "plain"}
+    return table
+
+
+def speed_table(rows: Sequence[Speed], numerics: bool = False) -> Table:
+    """Return the table of speeds. `numerics`: name the order of sums of each line."""
+    table = _columns_of_modes(SPEED_COLUMNS, numerics)
+    plain = {(_load_of(row), row.numerics): row.per_request for row in rows if row.mode == "plain"}
+    # Where only the target runs invariant, or nothing does, there may be no plain decoding with a line's numerics.
+    any_plain = {load: speed for (load, _), speed in plain.items()}
     for row in rows:
-        base = plain.get(_load_of(row))
+        base = plain.get((_load_of(row), row.numerics), any_plain.get(_load_of(row)))
         shape = (row.particles, row.block, row.branches, row.gpus, f"{row.temperature:g}", row.context, row.requests)
         name = " ".join(filter(None, (row.prompts, "" if row.decoding == "target" else row.decoding, row.mode)))
+        names = (name, row.numerics) if numerics else (name,)
         drafted = (f"{row.rows:.1f}", f"{row.alone:.0%}" if row.decoding == "exact" else "")
         rates = (
             f"{row.tokens:.1f}",
@@ -299,7 +329,14 @@ def speed_table(rows: Sequence[Speed]) -> Table:
             for x in (row.round, row.draft / row.block, row.draft, row.target, row.select, row.link, row.host)
         )
         table.add_row(
-            name, *map(str, shape), *drafted, *rates, *times, f"{row.idle:.0%}", f"{row.floor:.0%}", f"{row.memory:.1f}"
+            *names,
+            *map(str, shape),
+            *drafted,
+            *rates,
+            *times,
+            f"{row.idle:.0%}",
+            f"{row.floor:.0%}",
+            f"{row.memory:.1f}",
         )
     return table
 
@@ -325,11 +362,9 @@ def measure_prompts(plan: SpeedPlan, backend: PromptBackend, gpus: int) -> list[
     return [row for index in sorted(found) for row in found[index]]
 
 
-def first_token_table(rows: Sequence[FirstToken]) -> Table:
-    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("mode", no_wrap=True)
-    for header in PROMPT_COLUMNS.split():
-        table.add_column(header.replace("_", " "), justify="right", no_wrap=True)
+def first_token_table(rows: Sequence[FirstToken], numerics: bool = False) -> Table:
+    """Return the table of first tokens. `numerics`: name the order of sums of each line."""
+    table = _columns_of_modes(PROMPT_COLUMNS, numerics)
     for row in rows:
         shape = (row.gpus, f"{row.context:,}", f"{row.cached:,}", row.beside)
         work = (
@@ -341,7 +376,8 @@ def first_token_table(rows: Sequence[FirstToken]) -> Table:
             row.chunks,
         )
         rounds = (number_cell(value, ".2f") for value in (row.round, row.round_beside, row.stretch, row.longest))
-        table.add_row(row.mode, *map(str, (*shape, *work)), *rounds)
+        names = (row.mode, row.numerics) if numerics else (row.mode,)
+        table.add_row(*names, *map(str, (*shape, *work)), *rounds)
     return table
 
 
@@ -400,7 +436,7 @@ class MeasuredLatency:
     """The times in a measured line of a table, in milliseconds."""
 
     on: str
-    """Name of the GPUs or the link that run the target."""
+    """Name of the GPUs or the link that run the target, with the numerics if there are several."""
     requests: int
     particles: int
     branches: int
@@ -425,15 +461,21 @@ class MeasuredLatency:
 def latency_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredLatency]:
     """Return the times in measured speeds. `drafting`: that of `EngineConfig`; with `adaptive`, lines of exact decoding
     are left out, since the numbers of rows varied."""
+    several = len({row.numerics for row in rows}) > 1
     return [
         MeasuredLatency(
-            on=f"{row.target_gpus} GPUs" if row.target_gpus > 1 else "a GPU",
+            on=_place(row, numerics=several),
             form="plain" if row.decoding == "target" else "lookahead" if row.mode == "lookahead" else "lockstep",
             **{name: getattr(row, name) for name in ("requests", "particles", "branches", "block", "draft", "target")},
         )
         for row in rows
         if drafting == "always" or row.decoding != "exact"
     ]
+
+
+def _place(row: Speed, numerics: bool) -> str:
+    gpus = f"{row.target_gpus} GPUs" if row.target_gpus > 1 else "a GPU"
+    return f"{gpus}, {row.numerics}" if numerics else gpus
 
 
 def latency_of_rounds(rows: Sequence[RoundTime | ProcessRoundTime]) -> list[MeasuredLatency]:

@@ -180,7 +180,7 @@ def test_every_file_of_prompts_at_every_temperature():
     rows = [
         Speed(
             line.mode.name, "target" if line.mode.name == "plain" else "exact", **shape, **times, rows=1, alone=0.0,
-            prompts=line.prompts, temperature=line.temperature, tokens=4.0, round=5.0,
+            prompts=line.prompts, temperature=line.temperature, tokens=4.0, round=5.0, numerics="fastest",
             per_request=100.0 * (1 + number),
         )
         for number, line in enumerate(lines)
@@ -295,6 +295,15 @@ def test_more_gpus_than_there_are(capsys):
             ("--device", "cuda", "--method", "exact", "--drafting", "adaptive", "--verified", "rows"),
             "verified='rows'; allowed: nodes, paths",
         ),
+        (("--numerics", "slow"), "numerics='slow'; allowed: invariant, fastest"),
+        (("--numerics", "fastest", "--numerics", "invariant"), "numerics='invariant' has no effect with device='cpu'"),
+        (("--prompts", "--numerics", "invariant"), "numerics='invariant' has no effect with device='cpu'"),
+        (("--link", "grpc", "--numerics", "invariant"), "numerics='invariant' has no effect with device='cpu'"),
+        (
+            ("--device", "cuda", "--target-dtype", "float32", "--numerics", "invariant"),
+            "numerics='invariant' has no effect with dtype='float32'",
+        ),
+        (("--advise", "--numerics", "invariant"), "--numerics ['invariant'] has no effect with --advise"),
         (("--device", "cuda", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
         (("--device", "cuda", "--load", "random"), "--load random needs --target and --draft"),
     ],

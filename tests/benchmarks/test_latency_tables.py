@@ -11,6 +11,7 @@ from benchmarks.speed import Speed
 
 TIMES = dict.fromkeys(("per_request", "total", "round", "select", "link", "host", "idle", "floor", "memory"), 1.0)
 SIZES = {
+    "numerics": "fastest",
     "particles": 8,
     "branches": 1,
     "requests": 128,
