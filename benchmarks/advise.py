@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,13 +24,14 @@ from benchmarks.load import (
 )
 from benchmarks.speed import WARM_UP
 from services.launch.config import WorkerGroupError
-from services.launch.division import Degrees, DegreeTimes, Division, DivisionSpeed
+from services.launch.division import Degrees, DegreeTimes, Division, DivisionSpeed, LeftOut
+from services.link.base import first_line
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, PLAIN_BLOCK, AcceptanceCurve
 from smc.calibration.latency import Effort, measure_latency, room_for
 from smc.memory.kv_cache import pool_for
-from smc.scheduler.speculation import LatencyModel
+from smc.scheduler.speculation import LatencyModel, ModelLatency
 from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole
 
@@ -46,6 +48,8 @@ PATIENCE = 8
 """A brief run ends after this many times `RUN_SECONDS`, whatever it has timed."""
 FAILURES = (WorkerGroupError, torch.OutOfMemoryError, ValueError)
 """Errors of a division that does not fit, or that does not start."""
+NO_ROOM = "its weights do not fit"
+"""Why a degree is left out at which a model does not fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -67,35 +71,40 @@ class Advisor:
         self, degrees: Degrees, gpus: int, fits: Callable[[Division], bool], effort: Effort, rows: int
     ) -> DegreeTimes:
         """Time both models at every degree at which they fit into memory, one at a time. `rows`: maximum number of
-        rows of a timed draft step. Raises ValueError if they fit at no degree."""
-        found: dict[int, LatencyModel] = {}
-        for degree in sorted({*degrees.draft, *degrees.target}):
-            division = _timed_division(degree, degrees, gpus)
-            if division is None or not fits(division):
-                continue
-            self.say(f"timing both models, draft on {division.draft}, target on {division.target}")
-            try:
-                found[degree] = measure_split(self.backend, _mode_of(division), effort, rows)
-            except FAILURES as error:
-                self.say(f"left out: {error}")
-        if not found.keys() & {*degrees.target}:
+        rows of a timed draft step. Raises ValueError if one of them fits at no degree."""
+        timing = _Timing(degrees, gpus, fits, lambda division: self._timed(division, effort, rows))
+        for degree in degrees.target:
+            timing.time_target(degree)
+        for degree in degrees.draft:
+            timing.time_draft(degree)
+        if not timing.of_target or not timing.of_draft:
             raise ValueError("the models fit on these GPUs at no degree; give more GPUs or smaller types of weights")
-        return DegreeTimes(found, self._apart_overhead(found, degrees, gpus, effort))
+        overhead = self._apart_overhead(timing, effort)
+        return DegreeTimes(timing.of_target, timing.of_draft, overhead, tuple(timing.left_out))
 
-    def _apart_overhead(self, found: Mapping[int, LatencyModel], degrees: Degrees, gpus: int, effort: Effort) -> float:
-        """Measure the seconds of a round besides the models' passes where each has processes of its own."""
-        least = min(found)
-        targets = [degree for degree in degrees.target if degree in found and degree + degrees.draft[0] <= gpus]
-        if not targets:
-            return found[least].round_overhead
-        division = Division(LOOKAHEAD, "apart", degrees.draft[0], targets[0], 1)
-        self.say(f"timing rounds with the models apart, draft on {division.draft}, target on {division.target}")
-        brief = replace(effort, seconds=0.0)
+    def _timed(self, division: Division, effort: Effort, rows: int) -> LatencyModel | str:
+        """Return the latency model of a division; if it does not run, the reason."""
+        self.say(f"timing both models {division.placement}, draft on {division.draft}, target on {division.target}")
         try:
-            return measure_split(self.backend, _mode_of(division), brief, WIDE_ROWS).round_overhead
+            return measure_split(self.backend, _mode_of(division), effort, rows)
         except FAILURES as error:
-            self.say(f"not timed, taken as in one process: {error}")
-            return found[least].round_overhead
+            self.say(f"left out: {error}")
+            return first_line(error)
+
+    def _apart_overhead(self, timing: _Timing, effort: Effort) -> float:
+        """Return the seconds of a round besides the models' passes where each has processes of its own: those of the
+        fewest GPUs that were timed so, or else of rounds that are timed now."""
+        if timing.apart:
+            return timing.apart[min(timing.apart, key=lambda division: division.size)].round_overhead
+        in_one = timing.of_target[min(timing.of_target)].round_overhead
+        division = timing.least_apart()
+        if division is None:
+            return in_one
+        found = self._timed(division, replace(effort, seconds=0.0), WIDE_ROWS)
+        if isinstance(found, str):
+            self.say("the overhead of models apart is taken to be that of one process")
+            return in_one
+        return found.round_overhead
 
     def acceptance(self, division: Division, problems: int = PROBED_PROBLEMS) -> AcceptanceCurve:
         """Measure acceptance in exact answers to prompts, with one row and with `WIDE_ROWS`."""
@@ -139,12 +148,81 @@ class Advisor:
         return found
 
 
-def _timed_division(degree: int, degrees: Degrees, gpus: int) -> Division | None:
-    """Return the division in which a degree is timed; None if too few GPUs are left for the other model."""
-    if degree in degrees.target:
-        return Division(LOCKSTEP, "shared", degree if degree in degrees.draft else 1, degree, 1)
-    least = degrees.target[0]
-    return Division(LOCKSTEP, "apart", degree, least, 1) if degree + least <= gpus else None
+class _Timing:
+    """Chooses the divisions in which models are timed.
+
+    A target is timed with the draft in the same processes, divided alike if possible, which times both. Where that
+    does not fit or fails, it is timed apart from a draft on few GPUs. A draft that is not timed then, because no target
+    fits beside it on as many GPUs, is timed with another target."""
+
+    def __init__(
+        self,
+        degrees: Degrees,
+        gpus: int,
+        fits: Callable[[Division], bool],
+        time_division: Callable[[Division], LatencyModel | str],
+    ) -> None:
+        """`time_division` returns the latency model of a division, or why there is none."""
+        self._degrees, self._gpus, self._fits, self._time = degrees, gpus, fits, time_division
+        self.of_target: dict[int, LatencyModel] = {}
+        self.of_draft: dict[int, ModelLatency] = {}
+        self.apart: dict[Division, LatencyModel] = {}
+        """Divisions with the models apart that were timed."""
+        self.left_out: list[LeftOut] = []
+        self._failed: dict[Division, str] = {}
+
+    def time_target(self, degree: int) -> None:
+        alike = Division(LOCKSTEP, "shared", degree if degree in self._degrees.draft else 1, degree, 1)
+        apart = (self._apart(draft, degree) for draft in self._degrees.draft if draft + degree <= self._gpus)
+        if not self._fits(alike):
+            # A whole draft on each GPU takes more room still.
+            self.left_out.append(LeftOut("the weights of both models do not fit", "shared", target=degree))
+        if not self._fits(Division(PLAIN, "shared", 0, degree, 1)):
+            self.left_out.append(LeftOut(NO_ROOM, target=degree))
+        elif (failure := self._time_first([alike, *self._first(apart), replace(alike, draft=1)])) is not None:
+            self.left_out.append(LeftOut(failure, target=degree))
+
+    def time_draft(self, degree: int) -> None:
+        if degree in self.of_draft:
+            return
+        apart = [self._apart(degree, target) for target in self.of_target]
+        shared = [Division(LOCKSTEP, "shared", degree, target, 1) for target in self.of_target if degree in (1, target)]
+        if not any(map(self._fits, apart)):
+            self.left_out.append(LeftOut(NO_ROOM, draft=degree))
+        here = (division for division in apart if division.size <= self._gpus)
+        if (failure := self._time_first([*self._first(here), *self._first(shared)])) is not None:
+            self.left_out.append(LeftOut(failure, draft=degree))
+
+    def least_apart(self) -> Division | None:
+        """Return the division with the models apart and the fewest GPUs, of degrees that were timed."""
+        both = (self._apart(draft, target) for draft in self.of_draft for target in self.of_target)
+        here = [division for division in both if division.size <= self._gpus and self._fits(division)]
+        return min(here, key=lambda division: division.size, default=None)
+
+    @staticmethod
+    def _apart(draft: int, target: int) -> Division:
+        return Division(LOCKSTEP, "apart", draft, target, 1)
+
+    def _first(self, some: Iterable[Division]) -> list[Division]:
+        """Return the first division that fits and has not failed, if there is one."""
+        return list(islice((each for each in some if self._fits(each) and each not in self._failed), 1))
+
+    def _time_first(self, some: Sequence[Division]) -> str | None:
+        """Time the first of these divisions that fits and runs. Returns why the first of them does not run, if none of
+        them does."""
+        failures = []
+        for division in dict.fromkeys(filter(self._fits, some)):
+            found = self._time(division)
+            if not isinstance(found, str):
+                self.of_target.setdefault(division.target, found)
+                self.of_draft.setdefault(division.draft, found.draft)
+                if division.placement == "apart":
+                    self.apart[division] = found
+                return None
+            self._failed[division] = found
+            self.left_out.append(LeftOut(found, division.placement, division.draft, division.target))
+            failures.append(found)
+        return failures[0] if failures else None
 
 
 def _mode_of(division: Division) -> Mode:

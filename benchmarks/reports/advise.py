@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.reports.speed import MOST_ROWS, latency_table
+from benchmarks.reports.speed import MOST_ROWS, draft_table, latency_table
 from smc.terminal import err, out
 
 if TYPE_CHECKING:
@@ -104,18 +104,23 @@ def run(plan: AdvisePlan, backend: PromptBackend, config: WorkerGroupConfig, com
     from benchmarks.advise import Advisor
     from services.launch.division import divisions
     from services.launch.division_choice import DivisionMeasurement, gpu_memory, weights_fit
-    from smc.calibration.forecast import AcceptanceCurve
+    from smc.calibration.forecast import PLAIN, AcceptanceCurve
     from smc.calibration.latency import STEADY, THOROUGH
 
     advisor = Advisor(backend, plan.distribution, plan.prompts, lambda text: err.print(text, style="dim", markup=False))
     fits = weights_fit(config, gpu_memory() if config.device == "cuda" else None)
     times = advisor.times(plan.degrees, plan.gpus, fits, THOROUGH if compiles else STEADY, plan.rows)
-    found = [each for each in divisions(plan.gpus, plan.degrees, fits) if times.knows(each)]
+    found = [
+        each
+        for each in divisions(plan.gpus, plan.degrees, fits)
+        if times.knows(each) and times.left_out_of(each) is None
+    ]
     if plan.acceptance is not None:
         acceptance = AcceptanceCurve(plan.acceptance)
     else:
         advisor.say("answering prompts, to measure acceptance")
-        acceptance = advisor.acceptance(next(each for each in reversed(found) if each.placement == "shared"))
+        shared = (each for each in reversed(found) if each.placement == "shared" and each.form != PLAIN)
+        acceptance = advisor.acceptance(next(shared, found[-1]))
     ranked = _ranked(plan, found, times, acceptance, plan.loads)
     if plan.runs and plan.acceptance is None:
         ranked = _run_best(ranked, advisor.run)
@@ -199,8 +204,13 @@ def report(
         f"N^{acceptance.gain:.2f} times less often"
     )
     distribution = "".join(f", {name} {value:g}" for name, value in plan.distribution.items())
-    for degree, latency in measurement.times.of_degree.items():
+    times = measurement.times
+    for degree, latency in times.of_target.items():
         out.print(latency_table(latency, degree))
+    beside = [latency.draft for latency in times.of_target.values()]
+    for degree, draft in times.of_draft.items():
+        if draft not in beside:
+            out.print(draft_table(draft, degree))
     out.print(
         advice_table(speeds),
         LEGEND.format(distribution=distribution, how=f"a pair {how}", context=plan.context),
@@ -275,6 +285,7 @@ def plain_of(of_load: Sequence[DivisionSpeed]) -> DivisionSpeed:
 
 
 def _record(measurement: DivisionMeasurement, speeds: Sequence[DivisionSpeed]) -> dict[str, object]:
+    times = measurement.times.record()
     rows = [
         {
             "requests": speed.requests,
@@ -291,7 +302,8 @@ def _record(measurement: DivisionMeasurement, speeds: Sequence[DivisionSpeed]) -
         for speed in speeds
     ]
     return {
-        "latency": measurement.times.record()["of_degree"],
+        "latency": times["of_target"],
+        "draft_latency": times["of_draft"],
         "acceptance": asdict(measurement.acceptance),
         "speeds": rows,
     }

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.speed import Speed, TracedRound
     from smc.api.engine_config import EngineConfig
     from smc.local_engine import ModelPair
-    from smc.scheduler.speculation import LatencyModel, Point
+    from smc.scheduler.speculation import LatencyModel, ModelLatency, Point
 
 MOST_ROWS = 512
 """Maximum number of rows of a draft step whose cost is timed."""
@@ -501,10 +501,18 @@ def latency_table(latency: LatencyModel, degree: int) -> Table:
         f"without contexts; {reads} ns more for every token of context, "
         f"{1e3 * latency.round_overhead:.2f} ms a round besides"
     )
-    points = {
-        name: [(size, 1e3 * seconds) for size, seconds in part.curve.points] for name, part in latency.parts.items()
-    }
+    points = {name: _milliseconds(part) for name, part in latency.parts.items()}
     return _curve_table(points, f"target on {degree}", caption)
+
+
+def draft_table(latency: ModelLatency, degree: int) -> Table:
+    """Return the table of a draft step with this number of GPUs of the draft."""
+    caption = f"without contexts; {1e9 * latency.read:.0f} ns more for every token of context"
+    return _curve_table({"draft": _milliseconds(latency)}, f"draft on {degree}", caption)
+
+
+def _milliseconds(latency: ModelLatency) -> list[Point]:
+    return [(size, 1e3 * seconds) for size, seconds in latency.curve.points]
 
 
 def _curve_table(points: Mapping[str, Sequence[Point]], title: str, caption: str | None = None) -> Table:

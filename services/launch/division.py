@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from smc.calibration.forecast import (
@@ -22,7 +22,7 @@ from smc.calibration.forecast import (
     TreeShapes,
     forecast_round,
 )
-from smc.scheduler.speculation import LatencyModel
+from smc.scheduler.speculation import LatencyModel, ModelLatency
 from smc.types import ModelRole
 
 if TYPE_CHECKING:
@@ -112,34 +112,80 @@ def divisions(gpus: int, degrees: Degrees, fits: Callable[[Division], bool] = la
 
 
 @dataclass(frozen=True)
-class DegreeTimes:
-    """Latency models by the number of ranks of both models; a draft that cannot be divided so is whole."""
+class LeftOut:
+    """Divisions that could not be timed: those with this placement and these numbers of GPUs."""
 
-    of_degree: Mapping[int, LatencyModel]
+    reason: str
+    placement: str | None = None
+    """None: both."""
+    draft: int | None = None
+    """None: any number; so for the target."""
+    target: int | None = None
+
+    def covers(self, division: Division) -> bool:
+        if division.form == PLAIN and (self.placement is not None or self.draft is not None):
+            return False  # it needs no draft
+        given = {"placement": self.placement, "draft": self.draft, "target": self.target}
+        return all(value in (None, getattr(division, name)) for name, value in given.items())
+
+    def __str__(self) -> str:
+        counts = {"draft": self.draft, "target": self.target}
+        parts = [
+            f"{name} on {count} GPU{'' if count == 1 else 's'}" for name, count in counts.items() if count is not None
+        ]
+        where = f" with placement {self.placement}" if self.placement else ""
+        return f"{' and '.join(parts)}{where} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class DegreeTimes:
+    """Times of both models by their numbers of ranks."""
+
+    of_target: Mapping[int, LatencyModel]
+    """Latency models by the target's number of ranks, each with the draft that was timed beside it."""
+    of_draft: Mapping[int, ModelLatency]
+    """Latencies of a draft step by the draft's number of ranks."""
     apart_overhead: float
     """As `LatencyModel.round_overhead`, where each model has processes of its own."""
+    left_out: tuple[LeftOut, ...] = ()
+    """What could not be timed."""
 
     def latency(self, division: Division) -> LatencyModel:
         """Return the latency model of a group. Raises KeyError for a degree that was not timed."""
-        target = self.of_degree[division.target]
-        draft = self.of_degree[division.draft or 1].draft if division.form != PLAIN else target.draft
+        target = self.of_target[division.target]
+        draft = self.of_draft[division.draft] if division.form != PLAIN else target.draft
         overhead = self.apart_overhead if division.placement == "apart" else target.round_overhead
         return LatencyModel(draft, target.target, target.alone, overhead)
 
     def knows(self, division: Division) -> bool:
         """Whether the degrees of a division were timed."""
-        return {division.target, division.draft or division.target} <= self.of_degree.keys()
+        return division.target in self.of_target and (division.form == PLAIN or division.draft in self.of_draft)
+
+    def left_out_of(self, division: Division) -> LeftOut | None:
+        """Return why a division could not be timed, the most general reason first; None if nothing is known against
+        it."""
+        reasons = [each for each in self.left_out if each.covers(division)]
+        return min(reasons, key=lambda each: each.placement is not None, default=None)
 
     def record(self) -> dict[str, Any]:
         """Return the content for a JSON file."""
-        times = {str(degree): json.loads(each.to_json()) for degree, each in self.of_degree.items()}
-        return {"of_degree": times, "apart_overhead": self.apart_overhead}
+        return {
+            "of_target": {str(degree): json.loads(each.to_json()) for degree, each in self.of_target.items()},
+            "of_draft": {str(degree): each.record() for degree, each in self.of_draft.items()},
+            "apart_overhead": self.apart_overhead,
+            "left_out": [asdict(each) for each in self.left_out],
+        }
 
     @staticmethod
     def of_record(content: Mapping[str, Any]) -> DegreeTimes:
-        """Read the result of `record`."""
-        times = {int(degree): LatencyModel.from_json(json.dumps(each)) for degree, each in content["of_degree"].items()}
-        return DegreeTimes(times, content["apart_overhead"])
+        """Read the result of `record`. Raises ValueError, KeyError or TypeError for other content."""
+        target = {
+            int(degree): LatencyModel.from_json(json.dumps(each)) for degree, each in content["of_target"].items()
+        }
+        draft = {int(ranks): ModelLatency.of_record(each) for ranks, each in content["of_draft"].items()}
+        return DegreeTimes(
+            target, draft, content["apart_overhead"], tuple(LeftOut(**each) for each in content["left_out"])
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -20,6 +20,7 @@ from services.launch.division import (
     DegreeTimes,
     Division,
     DivisionSpeed,
+    LeftOut,
     divisions,
     rank_divisions,
 )
@@ -201,25 +202,38 @@ def choose_division(
     own = {name: (given[key],) for name, key in OWN_SHAPE.items() if given.get(key) is not None}
     among, may_be_alone = TreeShapes(**own), given.get("drafting") != "always"
     found = stored_measurement(config)
-    if found is None or not all(map(found.times.knows, candidates)):
-        why = "as nothing is measured for this pair on this machine"
-        if found is not None:
+    why, said = "as nothing is measured for this pair on this machine", ""
+    if found is not None:
+        left_out = {each: found.times.left_out_of(each) for each in candidates}
+        said = _said_of(left_out.values())
+        if not (rest := [each for each, reason in left_out.items() if reason is None]):
+            why = "as no division with these options could be timed"
+        elif all(map(found.times.knows, rest)):
+            measured = (found.acceptance, among, found.context)
+            ranked = rank_divisions(rest, found.times, requests, *measured, may_be_alone=may_be_alone)
+            best, *others = found.applied_to(ranked)
+            source = "as `bench --advise` measured it"
+            if best.measured is None:
+                source = "forecast from times that `bench --advise` measured"
+            return DivisionChoice(gpus, best, tuple(others), source + said, is_measured=True)
+        else:
             why = f"as not all divisions of {_counted(gpus, 'GPU')} are measured for this pair"
-        times = estimated_times(config, gpus, degrees)
-        assumed = (DEFAULT_ACCEPTANCE, among, DEFAULT_CONTEXT)
-        best, *others = rank_divisions(candidates, times, requests, *assumed, may_be_alone=may_be_alone)
-        source = (
-            f"estimated from the models' shapes, {why}: "
-            f"`smcserve bench --advise --device cuda --gpus {gpus}` measures it"
-        )
-        return DivisionChoice(gpus, best, tuple(others), source, is_measured=False)
-    measured = (found.acceptance, among, found.context)
-    ranked = rank_divisions(candidates, found.times, requests, *measured, may_be_alone=may_be_alone)
-    best, *others = found.applied_to(ranked)
-    source = "as `bench --advise` measured it"
-    if best.measured is None:
-        source = "forecast from times that `bench --advise` measured"
-    return DivisionChoice(gpus, best, tuple(others), source, is_measured=True)
+            candidates = rest
+    times = estimated_times(config, degrees)
+    assumed = (DEFAULT_ACCEPTANCE, among, DEFAULT_CONTEXT)
+    best, *others = rank_divisions(candidates, times, requests, *assumed, may_be_alone=may_be_alone)
+    source = (
+        f"estimated from the models' shapes, {why}: `smcserve bench --advise --device cuda --gpus {gpus}` measures it"
+    )
+    return DivisionChoice(gpus, best, tuple(others), source + said, is_measured=False)
+
+
+def _said_of(reasons: Iterable[LeftOut | None]) -> str:
+    """Return the end of a message: which divisions `bench --advise` could not time, and why; empty if there are
+    none."""
+    found = [str(each) for each in dict.fromkeys(reasons) if each is not None]
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f"; it could not time: {', '.join(found[:NAMED])}{more}" if found else ""
 
 
 def _candidates(
@@ -289,24 +303,16 @@ def weights_fit(config: WorkerGroupConfig, gpu_bytes: int | None) -> Callable[[D
     return fits
 
 
-def estimated_times(config: WorkerGroupConfig, gpus: int, degrees: Degrees) -> DegreeTimes:
+def estimated_times(config: WorkerGroupConfig, degrees: Degrees) -> DegreeTimes:
     """Estimate the latency models of all degrees from the models' shapes."""
-    from smc.calibration.estimate import LINK_SECONDS, OVERHEAD, estimate_latency
+    from smc.calibration.estimate import LINK_SECONDS, OVERHEAD, estimate_latency, estimate_pass
     from smc.model.weight_map import PLAIN_BYTES, WEIGHT_BYTES
 
-    shapes = {role: config.sources.of_role(role).config for role in ModelRole}
-    sizes = {role: WEIGHT_BYTES.get(config.dtypes[role], PLAIN_BYTES) for role in ModelRole}
+    draft, target = (config.sources.of_role(role).config for role in ModelRole)
+    sizes = [WEIGHT_BYTES.get(config.dtypes[role], PLAIN_BYTES) for role in ModelRole]
     return DegreeTimes(
-        {
-            degree: estimate_latency(
-                shapes[ModelRole.TARGET],
-                shapes[ModelRole.DRAFT],
-                (degree if degree in degrees.draft else 1, degree if degree in degrees.target else 1),
-                (sizes[ModelRole.DRAFT], sizes[ModelRole.TARGET]),
-            )
-            for degree in range(1, gpus + 1)
-            if degree in degrees.target or degree in degrees.draft
-        },
+        {degree: estimate_latency(target, draft, (1, degree), (sizes[0], sizes[1])) for degree in degrees.target},
+        {degree: estimate_pass(draft, degree, sizes[0]) for degree in degrees.draft},
         OVERHEAD + LINK_SECONDS,
     )
 

@@ -26,7 +26,7 @@ import json
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -214,6 +214,15 @@ class ModelLatency:
         """Return the seconds for a size. `context`: tokens of the contexts of all requests together."""
         return self.curve.at(size) + self.read * context
 
+    def record(self) -> dict[str, Any]:
+        """Return the content for a JSON file."""
+        return {"points": self.curve.points, "read": self.read}
+
+    @staticmethod
+    def of_record(content: Mapping[str, Any]) -> ModelLatency:
+        """Read the result of `record`. Raises ValueError, KeyError or TypeError for other content."""
+        return ModelLatency(LatencyCurve(tuple(map(tuple, content["points"]))), content["read"])
+
 
 @dataclass(frozen=True)
 class LatencyModel:
@@ -241,17 +250,14 @@ class LatencyModel:
         return {name: getattr(self, name) for name in PARTS}
 
     def to_json(self) -> str:
-        parts = {name: {"points": part.curve.points, "read": part.read} for name, part in self.parts.items()}
+        parts = {name: part.record() for name, part in self.parts.items()}
         return json.dumps(parts | {"round_overhead": self.round_overhead, "redraft_overhead": self.redraft_overhead})
 
     @staticmethod
     def from_json(text: str) -> LatencyModel:
         """Parse the output of `to_json`. Raises ValueError, KeyError or TypeError for other text."""
         found = json.loads(text)
-        parts = {
-            name: ModelLatency(LatencyCurve(tuple(map(tuple, found[name]["points"]))), found[name]["read"])
-            for name in PARTS
-        }
+        parts = {name: ModelLatency.of_record(found[name]) for name in PARTS}
         return LatencyModel(**parts, round_overhead=found["round_overhead"], redraft_overhead=found["redraft_overhead"])
 
     def __str__(self) -> str:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from benchmarks import advise
 from benchmarks.advise import Advisor, missed_share
-from benchmarks.backends import CpuBackend
+from benchmarks.backends import CpuBackend, Mode
 from benchmarks.reports.advise import to_run, with_runs
+from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.division import Degrees, DegreeTimes, Division, best_setting, divisions, rank_divisions
+from services.launch.division_choice import weights_fit
 from smc import demo
 from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes
+from smc.calibration.latency import STEADY
 from smc.local_engine import ModelPair
 from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.stats import EngineStats
-from tests.launch.test_division import CONTEXT, EIGHT, times
+from tests.launch.test_division import CONTEXT, EIGHT, flat, times
 
 COSTS = LatencyModel(
     ModelLatency(LatencyCurve(((1, 0.001), (32, 0.001), (512, 0.008))), 1e-8),
@@ -22,7 +29,9 @@ COSTS = LatencyModel(
     0.0002,
 )
 """Latencies like those of an 8B and a 1B model on one GPU each."""
-TIMES, ONE = DegreeTimes({1: COSTS}, COSTS.round_overhead), Degrees((1,), (1,))
+TIMES, ONE = DegreeTimes({1: COSTS}, {1: COSTS.draft}, COSTS.round_overhead), Degrees((1,), (1,))
+LARGE = WorkerGroupConfig(load="random", target=Path("llama-70b"), draft=Path("llama-1b"), device="cuda")
+GPU = 141 << 30
 
 
 def test_tokens_a_round_and_their_limits():
@@ -102,6 +111,95 @@ def test_what_a_pair_s_own_answers_say_of_acceptance():
     assert 0.85 < acceptance.one < 1 and 0 <= acceptance.gain <= 2
     one, eight = (acceptance.tokens(TreeShape(rows, 1, 5), lookahead=False) for rows in (1, 8))
     assert eight >= one
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Replace the timing of a split by a function that returns times in proportion to the GPUs of each model, or
+    raises. Returns a function that takes what says why a mode does not run, and returns the list of timed modes."""
+
+    def replace_timing(error_of: Callable[[Mode], str | None] = lambda mode: None) -> list[Mode]:
+        modes: list[Mode] = []
+
+        def measure(backend, mode, effort, rows):
+            modes.append(mode)
+            if (error := error_of(mode)) is not None:
+                raise WorkerGroupError(f"{error}\nin detail")
+            draft, target = mode.degrees
+            return LatencyModel(flat(1e-3 / draft), flat(2e-2 / target), flat(2e-2 / target), 3e-4)
+
+        monkeypatch.setattr(advise, "measure_split", measure)
+        return modes
+
+    return replace_timing
+
+
+def splits(modes: list[Mode]) -> list[tuple[bool, tuple[int, int]]]:
+    return [(mode.shared, mode.degrees) for mode in modes]
+
+
+def test_a_target_that_leaves_a_gpu_no_room_does_not_hide_the_draft_s_times(timed):
+    """70B in bfloat16 take 131 GiB, more than a GPU of 141 GiB can hold beside its pools. A draft on one GPU is timed
+    all the same, so that the times of all divisions that fit are known."""
+    modes, degrees, fits = timed(), Degrees.of(LARGE, 8), weights_fit(LARGE, GPU)
+    found = Advisor(None, {}).times(degrees, 8, fits, STEADY, 32)
+    assert {*found.of_target} == {*range(2, 9)} and {*found.of_draft} == {*range(1, 9)}
+    that_fit = divisions(8, degrees, fits)
+    assert len(that_fit) == 63 and all(map(found.knows, that_fit)) and not any(map(found.left_out_of, that_fit))
+    assert splits(modes) == [*((True, (each, each)) for each in range(2, 9)), (False, (1, 2))]
+    whole = found.latency(Division(LOCKSTEP, "shared", 1, 4, 1))
+    assert (whole.draft.at(1, 0), whole.target.at(1, 0)) == pytest.approx((1e-3, 5e-3))
+    (why,) = {str(found.left_out_of(each)) for each in divisions(8, degrees) if each.target == 1}
+    assert why == "target on 1 GPU (its weights do not fit)"
+
+
+def test_with_too_few_gpus_for_models_apart_the_draft_is_timed_whole(timed):
+    modes = timed()
+    found = Advisor(None, {}).times(Degrees.of(LARGE, 2), 2, weights_fit(LARGE, GPU), STEADY, 32)
+    assert splits(modes) == [(True, (2, 2)), (True, (1, 2))]
+    assert {*found.of_target} == {2} and {*found.of_draft} == {1, 2}
+
+
+def test_a_target_that_fits_alone_is_timed_apart_from_the_draft(timed):
+    """On one GPU there is room for either model, not for both."""
+    modes, both = timed(), {("shared", 1, 1)}
+
+    def fits(division: Division) -> bool:
+        return (division.placement, division.draft, division.target) not in both
+
+    found = Advisor(None, {}).times(Degrees((1, 2), (1, 2)), 3, fits, STEADY, 32)
+    assert splits(modes) == [(False, (1, 1)), (True, (2, 2))]
+    assert {*found.of_target} == {*found.of_draft} == {1, 2}
+    assert [str(each) for each in found.left_out] == [
+        "target on 1 GPU with placement shared (the weights of both models do not fit)"
+    ]
+    assert found.left_out_of(Division(PLAIN, "shared", 0, 1, 3)) is None
+
+
+def test_timings_that_fail_are_left_out_with_their_reason(timed):
+    """Processes with both models on two GPUs do not start, nor does a draft on three."""
+    modes = timed(lambda mode: "no start" if (mode.shared and mode.degrees[1] == 2) or mode.degrees[0] == 3 else None)
+    said: list[str] = []
+    degrees = Degrees((1, 2, 3), (1, 2))
+    found = Advisor(None, {}, say=said.append).times(degrees, 4, lambda division: True, STEADY, 32)
+    assert splits(modes) == [(True, (1, 1)), (True, (2, 2)), (False, (1, 2)), (False, (2, 1)), (False, (3, 1))]
+    assert {*found.of_target} == {*found.of_draft} == {1, 2}
+    assert [str(each) for each in found.left_out] == [
+        "draft on 2 GPUs and target on 2 GPUs with placement shared (no start)",
+        "draft on 3 GPUs and target on 1 GPU with placement apart (no start)",
+        "draft on 3 GPUs (no start)",
+    ]
+    known = {each.name for each in divisions(4, degrees) if found.knows(each) and found.left_out_of(each) is None}
+    assert {"2 x look-ahead 1 + 1", "look-ahead 2 + 2", "look-ahead 1 + 2", "2 x plain TP 2"} <= known
+    assert not known & {"2 x lockstep TP 2", "look-ahead 3 + 1"}
+    assert "left out: no start\nin detail" in said
+
+
+def test_models_that_fit_nowhere(timed):
+    for fits in (lambda division: False, lambda division: division.form == PLAIN):
+        timed()
+        with pytest.raises(ValueError, match="the models fit on these GPUs at no degree"):
+            Advisor(None, {}).times(EIGHT, 8, fits, STEADY, 32)
 
 
 def test_what_ran_comes_first():

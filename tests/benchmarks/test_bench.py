@@ -104,7 +104,7 @@ def test_advice_from_runs(smcserve, tmp_path, monkeypatch):
     assert "`smcserve serve --gpus 2` starts the best division" in said
     (stored,) = (tmp_path / "smcserve" / "latency").glob("division-*.json")
     found = DivisionMeasurement.from_json(stored.read_text())
-    assert {*found.times.of_degree} == {1, 2} and len(found.runs) == len(measured)
+    assert {*found.times.of_target} == {*found.times.of_draft} == {1, 2} and len(found.runs) == len(measured)
     assert found.runs[0].division.name == rows[0]["division"]
 
 

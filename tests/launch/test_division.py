@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +13,7 @@ from services.launch.division import (
     Degrees,
     DegreeTimes,
     Division,
+    LeftOut,
     best_setting,
     divisions,
     rank_divisions,
@@ -29,15 +32,14 @@ def flat(seconds: float, rows: int = 64) -> ModelLatency:
 
 def times(draft: Mapping[int, float], target: Mapping[int, float]) -> DegreeTimes:
     """Times of a step and of a pass in milliseconds, by degree."""
-    models = {
-        degree: LatencyModel(flat(1e-3 * draft[degree]), flat(1e-3 * target[degree]), flat(1e-3 * target[degree]), 3e-4)
-        for degree in draft
-    }
-    return DegreeTimes(models, 4e-4)
+    steps = {degree: flat(1e-3 * each) for degree, each in draft.items()}
+    passes = {degree: flat(1e-3 * each) for degree, each in target.items()}
+    models = {degree: LatencyModel(steps[min(steps)], each, each, 3e-4) for degree, each in passes.items()}
+    return DegreeTimes(models, steps, 4e-4)
 
 
 def best(of: DegreeTimes, requests: int, one: float = 0.8) -> Division:
-    found = divisions(8, Degrees(tuple(of.of_degree), tuple(of.of_degree)))
+    found = divisions(8, Degrees(tuple(of.of_draft), tuple(of.of_target)))
     return rank_divisions(found, of, requests, AcceptanceCurve(one), TreeShapes(), CONTEXT)[0].division
 
 
@@ -123,7 +125,23 @@ def test_times_are_those_of_each_model_s_degree():
     assert (whole.draft.at(1, 0), whole.target.at(1, 0), whole.round_overhead) == (1e-3, 2e-3, 3e-4)
     assert of.knows(Division(LOCKSTEP, "shared", 1, 4, 1)) and of.knows(Division(PLAIN, "shared", 0, 4, 1))
     assert not of.knows(Division(LOOKAHEAD, "apart", 3, 4, 1)) and not of.knows(Division(PLAIN, "shared", 0, 3, 1))
-    assert DegreeTimes.of_record(of.record()) == of
+
+
+def test_what_could_not_be_timed():
+    """A draft on three GPUs, and both models together on two, did not run: plain decoding on two GPUs needs neither."""
+    alike = LeftOut("exploded", "shared", 2, 2)
+    of = replace(times(draft={1: 1.0, 2: 0.5}, target={1: 8.0, 2: 4.0}), left_out=(alike, LeftOut("no room", draft=3)))
+    assert of.left_out_of(Division(LOCKSTEP, "shared", 2, 2, 4)) == alike
+    assert str(alike) == "draft on 2 GPUs and target on 2 GPUs with placement shared (exploded)"
+    for form in (LOOKAHEAD, LOCKSTEP):
+        assert str(of.left_out_of(Division(form, "apart", 3, 1, 1))) == "draft on 3 GPUs (no room)"
+        assert of.left_out_of(Division(form, "apart", 2, 2, 1)) is None
+    assert of.left_out_of(Division(PLAIN, "shared", 0, 2, 1)) is None
+    assert of.left_out_of(Division(LOCKSTEP, "shared", 1, 2, 1)) is None
+    whole = replace(of, left_out=(alike, LeftOut("too large", target=2)))
+    assert whole.left_out_of(Division(PLAIN, "shared", 0, 2, 1)).reason == "too large"
+    assert whole.left_out_of(Division(LOCKSTEP, "shared", 2, 2, 1)).reason == "too large", "it rules out more"
+    assert DegreeTimes.of_record(json.loads(json.dumps(of.record()))) == of
 
 
 def test_a_group_serves_its_share_of_the_requests():
@@ -132,7 +150,7 @@ def test_a_group_serves_its_share_of_the_requests():
     among = TreeShapes((setting.particles,), (1,), (setting.block,))
     speed = best_setting(group, of.latency(group), 5, AcceptanceCurve(0.8), among, CONTEXT)
     assert speed.seconds == pytest.approx(
-        5 * of.of_degree[1].draft.at(24, 3 * CONTEXT) + of.of_degree[1].target.at(3 * 8 * 6, 3 * CONTEXT) + 3e-4
+        5 * of.of_draft[1].at(24, 3 * CONTEXT) + of.of_target[1].target.at(3 * 8 * 6, 3 * CONTEXT) + 3e-4
     )
     assert speed.total == pytest.approx(5 * speed.per_request)
 
@@ -140,7 +158,7 @@ def test_a_group_serves_its_share_of_the_requests():
 def test_lockstep_with_the_models_apart():
     """With several requests each model works on one half of them while the other model works on the other half."""
     of, among = times(draft={1: 1.0}, target={1: 4.0}), TreeShapes((2,), (1,), (5,))
-    draft, target = of.of_degree[1].draft, of.of_degree[1].target
+    draft, target = of.of_draft[1], of.of_target[1].target
     division = Division(LOCKSTEP, "apart", 1, 1, 1)
     one, five = (best_setting(division, of.latency(division), n, AcceptanceCurve(0.8), among, 100) for n in (1, 5))
     assert one.seconds == pytest.approx(5 * draft.at(2, 100) + target.at(2 * 6, 100) + 4e-4)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.reports.advise import store_measurement
 from services.launch.config import WorkerGroupConfig
-from services.launch.division import Degrees, Division, DivisionSpeed, divisions, rank_divisions
+from services.launch.division import Degrees, Division, DivisionSpeed, LeftOut, divisions, rank_divisions
 from services.launch.division_choice import (
     DivisionMeasurement,
     choose_division,
@@ -93,6 +93,32 @@ def test_times_of_fewer_gpus_do_not_rule_out_larger_degrees(config):
     assert found.best.division.target > 2
     assert "estimated from the models' shapes, as not all divisions of 8 GPUs are measured" in str(found)
     assert choose_division(config, 2, 1, {}).is_measured
+
+
+def test_what_could_not_be_timed_is_not_chosen(config):
+    """Times of the other divisions are used all the same, and the reason is said. If nothing else has the given
+    options, the shapes decide."""
+    four = times(draft={1: 3.0, 2: 1.7, 4: 1.0}, target={2: 6.0, 3: 5.8, 4: 5.6})
+    left_out = (
+        LeftOut("its weights do not fit", target=1),
+        LeftOut("exploded", draft=3),
+        LeftOut("no start", "shared", 4, 4),
+    )
+    store_measurement(config, replace(MEASURED, times=replace(four, left_out=left_out)))
+    found = choose_division(config, 4, 1, {})
+    of_all = [speed.division for speed in (found.best, *found.beaten)]
+    assert found.is_measured and not any(each.covers(division) for each in left_out for division in of_all)
+    assert Division(LOCKSTEP, "shared", 1, 4, 1) in of_all and Division(LOOKAHEAD, "apart", 1, 3, 1) in of_all
+    assert str(found).endswith(
+        "`bench --advise` measured; it could not time: target on 1 GPU (its weights do not fit), draft on 3 GPUs "
+        "(exploded), draft on 4 GPUs and target on 4 GPUs with placement shared (no start)"
+    )
+    given = choose_division(config, 4, 1, {"target_tp": 1})
+    assert given.best.division.target == 1 and not given.is_measured
+    assert "as no division with these options could be timed" in str(given)
+    assert str(given).endswith("it could not time: target on 1 GPU (its weights do not fit)")
+    # Eight GPUs have degrees that nothing is known about.
+    assert not choose_division(config, 8, 1, {}).is_measured
 
 
 def test_at_least_one_worker_group(config):
