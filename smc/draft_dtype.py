@@ -7,7 +7,6 @@ exact decoding. It is chosen if a step gains more time than the narrower type is
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,16 +14,12 @@ from importlib.metadata import version
 
 import torch
 
-from smc.api.engine_config import EngineConfig
 from smc.api.limits import AUTO_DTYPE
-from smc.calibration.latency import Effort, cached_latency, device_name, measure_latency
-from smc.local_engine import ModelPair, local_engine
-from smc.memory.kv_cache import pool_for
+from smc.calibration.latency import cached_latency, device_name, measure_latency
+from smc.draft_step import BLOCK, EFFORT, ROWS, with_step_engine
 from smc.model.config import ModelConfig, default_dtype
-from smc.model.linear import DTYPES, require_fp8
-from smc.model.loader import random_model
+from smc.model.linear import require_fp8
 from smc.model.parallel import WHOLE, Shard, local_config
-from smc.model.presets import NoText
 from smc.model.source import ModelSource
 from smc.model.weight_map import int4_formats, weight_slices
 from smc.scheduler.speculation import LatencyModel
@@ -35,10 +30,6 @@ LOSS = {"fp8": 0.05, "int4": 0.25}
 """Minimum gain, as a share of a step, for which a narrower type is chosen, because fewer drafted tokens are accepted:
 the share of tokens that a lockstep round loses, divided by the share of its time that the draft's steps take, one half.
 On a real pair, int4 loses an eighth of a round's tokens and FP8 about a hundredth (benchmarks/notes/drafts.md)."""
-ROWS = 8
-"""Rows of the step that is measured."""
-EFFORT = Effort(seconds=5.0, factor=8, repeats=3, untimed=3, crowd=1, context=64)
-BLOCK, PAGES_PER_ROW, MOST_CONTEXT = 5, 512, 4096
 
 
 def draft_dtype(source: ModelSource, device: torch.device | str, dtype: str, shard: Shard = WHOLE) -> str:
@@ -113,15 +104,4 @@ def _latency(config: ModelConfig, device: torch.device, dtype: str) -> LatencyMo
 
 
 def _measured(config: ModelConfig, device: torch.device, dtype: str) -> LatencyModel | None:
-    try:
-        model = random_model(config, dtype=DTYPES[dtype], device=device)
-        pair = ModelPair(model, model, NoText(config.vocab_size), min(config.max_context, MOST_CONTEXT))
-        settings = EngineConfig(
-            form="lockstep", block=BLOCK, max_slots=ROWS, pages=pool_for(ROWS * PAGES_PER_ROW), drafting="always"
-        )
-        return measure_latency(local_engine(pair, settings), EFFORT)
-    finally:
-        pair = model = None  # type: ignore[assignment]
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    return with_step_engine(config, device, dtype, lambda engine: measure_latency(engine, EFFORT))

@@ -38,6 +38,7 @@ LIBRARY = [
     ("smc.calibration",),
     ("smc.local_engine",),
     ("smc.demo",),
+    ("smc.draft_step",),
     ("smc.probe", "smc.draft_dtype"),
     ("smc.loading",),
     ("smc.distill",),

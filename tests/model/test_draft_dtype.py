@@ -12,7 +12,7 @@ import torch
 
 from services.coordinator.client import CoordinatorClient
 from services.launch.config import WorkerGroupConfig
-from smc import demo, draft_dtype
+from smc import demo, draft_dtype, draft_step
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
@@ -52,7 +52,8 @@ def briefly(monkeypatch):
     monkeypatch.setattr(
         draft_dtype, "EFFORT", replace(draft_dtype.EFFORT, seconds=0.02, repeats=1, untimed=0, crowd=1, context=32)
     )
-    monkeypatch.setattr(draft_dtype, "ROWS", 4)
+    for module in (draft_dtype, draft_step):
+        monkeypatch.setattr(module, "ROWS", 4)
 
 
 def test_steps_are_measured_once_a_type(cache, briefly):
