@@ -16,6 +16,7 @@ from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.stats import RoundTimes
+from smc.types import ModelRole
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _row(config: WorkerGroupConfig, requests: int, params: SamplingParams, times
         form=engine.form,
         block=engine.block,
         branches=engine.branches,
-        draft_tp=config.draft_tp,
+        draft_tp=config.degree(ModelRole.DRAFT),
         target_tp=config.target_tp,
         requests=requests,
         particles=params.rows,

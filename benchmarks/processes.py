@@ -241,7 +241,7 @@ class ProcessBackend:
         if mode.shared:
             places = {SHARED: list(range(target))}
         else:
-            places = placed(mode.degrees, (config.draft_tp, config.target_tp), self._gpus)
+            places = placed(mode.degrees, (config.degree(ModelRole.DRAFT), config.target_tp), self._gpus)
             draft, target = (len(places[role]) for role in ModelRole)
         numerics = mode.config.numerics if max(draft, target) > 1 else None
         key = ((draft, target), places, numerics)

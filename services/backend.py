@@ -31,6 +31,8 @@ WITHOUT_EFFECT = (
 of earlier versions, which did not have these settings, can be resumed."""
 
 
+CHOSEN_AT_START = 0
+"""Number of a draft's ranks where they choose it themselves, see `services.workers.draft_part`."""
 START_STEPS = ("reserve", "load", "prepare")
 """Steps of the start of a worker group, in order."""
 
@@ -85,6 +87,7 @@ class Model:
     config: ModelConfig
     parameters: int
     tensor_parallel: int
+    """Number of ranks among which it is divided, or `CHOSEN_AT_START`."""
     weights: str = ""
     """Fingerprint of the weights, see `smc.model.files`."""
 

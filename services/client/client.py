@@ -112,6 +112,7 @@ class ModelDescription:
     """Key of the model's family in smc/model/families.py, such as `llama` or `qwen3`."""
     parameters: int
     tensor_parallel: int
+    """Number of processes that share it; 0 for a draft whose processes choose it, before the first start."""
     weights: str = ""
     """Fingerprint of the weights: a hash of the files' names, sizes and headers, and of samples of their contents."""
 
@@ -138,6 +139,8 @@ class WorkerGroupInfo:
     """Grows by one with every start of all its processes, or of its draft alone."""
     running: int
     queued: int
+    draft_tensor_parallel: int = 0
+    """Number of processes that share the draft; 1 if each has the whole draft, 0 before the first start."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     ) -> pb.GetModelInfoResponse:
         pair = self._pair
         return pb.GetModelInfoResponse(
-            target=_model(pair.target),
-            draft=_model(pair.draft),
+            target=_model(pair.target, pair.target.tensor_parallel),
+            draft=_model(pair.draft, self._handler.status().draft_degree or pair.draft.tensor_parallel),
             vocab_size=pair.tokenizer.size,
             max_context=pair.context,
             eos_token_ids=pair.tokenizer.eos_ids,
@@ -95,6 +95,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                     incarnation=group.incarnation,
                     running=group.stats.running,
                     queued=group.stats.queued,
+                    draft_tensor_parallel=group.draft_degree,
                 )
                 for group in status.groups
             ],
@@ -125,11 +126,11 @@ def _responses(request: Request, index: int, output: Output) -> Iterator[pb.Gene
     yield response
 
 
-def _model(model: Model) -> pb.Model:
+def _model(model: Model, tensor_parallel: int) -> pb.Model:
     return pb.Model(
         name=model.name,
         family=model.config.family,
         parameters=model.parameters,
-        tensor_parallel=model.tensor_parallel,
+        tensor_parallel=tensor_parallel,
         weights=model.weights,
     )

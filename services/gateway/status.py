@@ -19,6 +19,8 @@ class WorkerGroupStatus:
     has_target: bool = True
     """Whether it decodes."""
     has_draft: bool = True
+    draft_degree: int = 0
+    """Number of ranks among which the draft is divided; 0 before the first start."""
 
     def document(self) -> dict[str, Any]:
         """Return the state as JSON for users."""
@@ -72,6 +74,11 @@ class ServiceStatus:
         reported them."""
         totals = [group.stats.pages_total for group in self.groups if group.stats.pages_total]
         return {role: min(total[role] for total in totals) for role in totals[0]} if totals else {}
+
+    @property
+    def draft_degree(self) -> int:
+        """Number of ranks among which the draft is divided, in the first worker group that has started; 0 before."""
+        return next((group.draft_degree for group in self.groups if group.draft_degree), 0)
 
     @property
     def numerics(self) -> Numerics | None:

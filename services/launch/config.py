@@ -114,9 +114,17 @@ class WorkerGroupConfig:
         option=Option("Number of processes, and of GPUs, that share the target.", "COUNT", panel=MODELS),
     )
     """Each has its share of the heads. The model's shape decides which numbers are allowed."""
-    draft_tp: int = setting(
-        1, None, option=Option("Number of processes, and of GPUs, that share the draft.", "COUNT", panel=MODELS)
+    draft_tp: int | None = setting(
+        None,
+        None,
+        option=Option(
+            "Number of processes, and of GPUs, that share the draft. Default: 1; with placement shared and --target-tp "
+            "above 1, 1 or as --target-tp, whichever makes a draft step faster, which is timed at the start.",
+            "COUNT",
+            panel=MODELS,
+        ),
     )
+    """None only where it is chosen at the start."""
     placement: str = setting(
         "apart",
         OneOf(PLACEMENTS),
@@ -277,6 +285,8 @@ class WorkerGroupConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         self.engine.check_numerics(self.device, self.dtype)
+        if self.draft_tp is None and (self.placement == "apart" or self.target_tp == 1):
+            object.__setattr__(self, "draft_tp", 1)
         if self.placement == "shared":
             self._check_shared()
         if self.heartbeat >= self.link_timeout:
@@ -303,7 +313,7 @@ class WorkerGroupConfig:
                 "form='lookahead' with placement='shared'; allowed: form lockstep, because one process cannot run both "
                 "models at a time, or placement apart"
             )
-        if self.draft_tp not in (1, self.target_tp):
+        if self.draft_tp not in (None, 1, self.target_tp):
             raise ValueError(
                 f"draft_tp={self.draft_tp} with placement='shared' and target_tp={self.target_tp}; allowed: "
                 f"{self.target_tp}, or 1 (every process has the whole draft)"
@@ -314,12 +324,20 @@ class WorkerGroupConfig:
             )
 
     def degree(self, role: ModelRole) -> int:
-        return self.draft_tp if role == ModelRole.DRAFT else self.target_tp
+        """Return the number of ranks among which a model is divided; 1 for a draft if they may choose another one."""
+        return self.draft_tp or 1 if role == ModelRole.DRAFT else self.target_tp
+
+    @cached_property
+    def may_divide_draft(self) -> bool:
+        """Whether the ranks choose at the start if the draft is whole on each of them, or divided like the target."""
+        from smc.model.parallel import can_be_divided
+
+        return self.draft_tp is None and can_be_divided(self.sources.draft.config, self.target_tp)
 
     @property
     def rank_groups(self) -> tuple[RankGroup, ...]:
         """All ranks, in groups that start together."""
-        draft, target = {ModelRole.DRAFT: self.draft_tp}, {ModelRole.TARGET: self.target_tp}
+        draft, target = ({role: self.degree(role)} for role in ModelRole)
         if self.placement == "shared":
             return (RankGroup(SHARED, draft | target, self.target_resource),)
         return (
@@ -367,7 +385,7 @@ class WorkerGroupConfig:
 
     def serving_pair(self) -> ServingPair:
         """Look at both models without loading them. Raises ValueError if they cannot be served this way."""
-        from services.backend import Model, ServingPair
+        from services.backend import CHOSEN_AT_START, Model, ServingPair
         from smc.model.parallel import Shard, local_config
         from smc.model.source import name_dtypes
 
@@ -378,7 +396,9 @@ class WorkerGroupConfig:
                 local_config(source.config, Shard(0, degree))
             except ValueError as error:
                 raise ValueError(f"{role}_tp={degree}: {error}") from error
-            models[role] = Model(source.name, source.config, source.parameters, degree, source.fingerprint())
+            is_chosen = role == ModelRole.DRAFT and self.may_divide_draft
+            ranks = CHOSEN_AT_START if is_chosen else degree
+            models[role] = Model(source.name, source.config, source.parameters, ranks, source.fingerprint())
         return ServingPair(
             **models,
             tokenizer=sources.target.tokenizer(),
@@ -420,7 +440,7 @@ def check_gpus(config: WorkerGroupConfig, ray_address: str | None) -> None:
         why = "" if torch.version.cuda else " (this torch was built without CUDA)"
         times = "" if config.least_groups == 1 else f", for each of {config.least_groups} worker groups"
         fewer = f"; --worker-groups {count // config.ranks} fits" if count >= config.ranks else ""
-        if config.placement == "apart" and config.draft_tp in (1, config.target_tp):
+        if config.placement == "apart" and config.degree(ModelRole.DRAFT) in (1, config.target_tp):
             fewer = f"; --placement shared needs {config.least_groups * config.target_tp}"
         raise ValueError(f"this machine has {_counted(count)}{why}; {_needed(config)}{times}{fewer}")
 
@@ -459,7 +479,7 @@ def _counted(count: int) -> str:
 
 
 def _needed(config: WorkerGroupConfig) -> str:
-    target, draft = config.target_tp, config.draft_tp
+    target, draft = config.target_tp, config.degree(ModelRole.DRAFT)
     if config.placement == "shared":
         return f"--device cuda with --placement shared needs {config.ranks}: --target-tp {target}, one for each process"
     return f"--device cuda needs {target + draft}: --target-tp {target} and --draft-tp {draft}, one for each process"

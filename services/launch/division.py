@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,17 +82,13 @@ class Degrees:
     @staticmethod
     def of(config: WorkerGroupConfig, gpus: int) -> Degrees:
         """Return the degrees that the models' shapes allow, up to `gpus`."""
-        from smc.model.parallel import Shard, local_config
+        from smc.model.parallel import can_be_divided
 
-        def allowed(role: ModelRole) -> Iterator[int]:
-            for degree in range(1, gpus + 1):
-                try:
-                    local_config(config.sources.of_role(role).config, Shard(0, degree))
-                except ValueError:  # the model cannot be divided among this many ranks
-                    continue
-                yield degree
+        def allowed(role: ModelRole) -> tuple[int, ...]:
+            shape = config.sources.of_role(role).config
+            return tuple(degree for degree in range(1, gpus + 1) if can_be_divided(shape, degree))
 
-        return Degrees(tuple(allowed(ModelRole.DRAFT)), tuple(allowed(ModelRole.TARGET)))
+        return Degrees(allowed(ModelRole.DRAFT), allowed(ModelRole.TARGET))
 
 
 def divisions(gpus: int, degrees: Degrees, fits: Callable[[Division], bool] = lambda division: True) -> list[Division]:

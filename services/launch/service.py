@@ -80,7 +80,10 @@ class Service:
     def _status(self) -> ServiceStatus:
         groups = self.balancer.groups
         return ServiceStatus(
-            tuple(WorkerGroupStatus(one.incarnation, one.stats, one.serving, one.has_draft) for one in groups)
+            tuple(
+                WorkerGroupStatus(one.incarnation, one.stats, one.serving, one.has_draft, one.draft_degree)
+                for one in groups
+            )
         )
 
 

@@ -153,6 +153,11 @@ class Supervisor:
     def has_draft(self) -> bool:
         return self.serving and self._draft_incarnation > 0 and self._in_flight is None
 
+    @property
+    def draft_degree(self) -> int:
+        """Number of ranks among which the draft is divided; 0 before the first start."""
+        return 0 if self.group is None else self.group.draft_degree
+
     async def start(self) -> None:
         """Start the first worker group. Raises WorkerGroupError if it does not start. Then it may be tried again:
         `end_failed_start`, `start_again`."""

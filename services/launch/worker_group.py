@@ -55,6 +55,7 @@ def rank_spec(
             shard=place if degree > 1 else WHOLE,
             dtype=config.dtypes[role],
             draft_vocab=config.sources.draft_vocab if role == ModelRole.DRAFT else None,
+            or_shard=place if role == ModelRole.DRAFT and config.may_divide_draft else None,
         )
         for role, degree in group.degrees.items()
     }
@@ -126,6 +127,8 @@ class WorkerGroup:
         self._store: StoreServer | None = None
         self._rendezvous: Rendezvous | None = None
         self.address = ""
+        self.draft_degree = 0
+        """Number of ranks among which the draft is divided; 0 before the start."""
 
     def start(self) -> None:
         """Start every process; return when the coordinator serves. If the start fails, ends every process and raises
@@ -300,9 +303,17 @@ class WorkerGroup:
         logger.info("%sincarnation %d: waiting until %s are ready", self._prefix, self.incarnation, actors)
         if not self._wait_for([started, *self._runs], self._runs, config.start_timeout):
             raise WorkerGroupError(f"the worker group was not ready after {config.start_timeout:g} s")
-        self.address = ray.get(started)
+        self.address, self.draft_degree = ray.get(started), self._draft_degree(self._rendezvous)
         with self._adding():
             self._runs[coordinator.wait.remote()] = "coordinator"
+
+    def _draft_degree(self, rendezvous: Rendezvous) -> int:
+        """Return the number of ranks among which the draft is divided, as they have chosen it."""
+        if not self._config.may_divide_draft:
+            return self._config.degree(ModelRole.DRAFT)
+        with self._adding():
+            assert self._store is not None
+            return int(self._store.store.get(rendezvous.draft_degree))
 
     def _start_ranks(self, group: RankGroup, rendezvous: Rendezvous) -> None:
         """Reserve room for every rank of a group, and start them; each begins to load its weights."""

@@ -129,6 +129,11 @@ class Rendezvous:
         return self.name(f"{role}/loaded/{rank}")
 
     @property
+    def draft_degree(self) -> str:
+        """The name under which the ranks report among how many of them the draft is divided, if they choose it."""
+        return self.name("draft/degree")
+
+    @property
     def warmed(self) -> str:
         """The name under which the coordinator reports how many percent of the warm-up it has run."""
         return self.name("warmed")

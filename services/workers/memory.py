@@ -44,19 +44,19 @@ def agree_on_pages(spec: RankSpec, models: Mapping[ModelRole, Decoder], store: G
 
 
 @contextmanager
-def enough_for_weights(spec: RankSpec, dtypes: Mapping[ModelRole, str]) -> Iterator[None]:
+def enough_for_weights(spec: RankSpec) -> Iterator[None]:
     """Raise ValueError, which says what to lower, if there is no memory for weights inside this context."""
     free = _free(spec.device)
     try:
         yield
     except Exception as error:
-        if not _is_shortage(error):
+        if not is_shortage(error):
             raise
         needs = {
-            role: WEIGHT_BYTES[dtypes[role]] * one.source.parameters / one.shard.degree
+            role: WEIGHT_BYTES[one.dtype] * one.source.parameters / one.shard.degree
             for role, one in spec.models.items()
         }
-        types = ", ".join(f"{role}_dtype={dtypes[role]}" for role in needs)
+        types = ", ".join(f"{role}_dtype={one.dtype}" for role, one in spec.models.items())
         raise ValueError(
             f"the weights do not fit: about {_shown(needs)} for each rank, and {_gib(free)} of {_gib(_total(spec))} "
             f"were free; lower the types ({types}; allowed: fp8, int4), or raise {_degrees(spec)}"
@@ -69,7 +69,7 @@ def enough_for_pools(spec: RankSpec, models: Mapping[ModelRole, Decoder], pages:
     try:
         yield
     except Exception as error:
-        if not _is_shortage(error):
+        if not is_shortage(error):
             raise
         sizes = {role: pages * _page_bytes(model) for role, model in models.items()}
         raise ValueError(
@@ -84,7 +84,7 @@ def enough_for_rounds(spec: RankSpec, pages: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_shortage(error):
+        if not is_shortage(error):
             raise
         engine = spec.engine
         raise ValueError(
@@ -94,7 +94,8 @@ def enough_for_rounds(spec: RankSpec, pages: int) -> Iterator[None]:
         ) from error
 
 
-def _is_shortage(error: Exception) -> bool:
+def is_shortage(error: Exception) -> bool:
+    """Whether an error says that a device or this host has too little memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or CPU_SHORTAGE in str(error)

@@ -17,8 +17,9 @@ from services.link.base import LinkError, PeerEnd
 from services.link.connect import LeaderEnds, leader_ends, peer_end, progress_reporter
 from services.link.store import GroupStore
 from services.workers import memory
+from services.workers.draft_part import faster_part
 from services.workers.rank import Rank, Reconnection, TensorParallel, follow, lead
-from services.workers.spec import RankSpec
+from services.workers.spec import ModelSpec, RankSpec
 from smc.api.limits import AUTO_DTYPE
 from smc.calibration.compile_ahead import compile_ahead, watch_compiler
 from smc.constraints import Compiler
@@ -32,6 +33,7 @@ from smc.local_engine import ops_for
 from smc.model.decoder import Decoder
 from smc.model.draft_vocab import DraftHead
 from smc.model.linear import DTYPES
+from smc.model.parallel import Shard
 from smc.stops import TokenBytes
 from smc.types import ModelRole, Numerics
 
@@ -160,15 +162,15 @@ def load_rank(spec: RankSpec) -> Loaded:
         in_order = Numerics(spec.engine.numerics) is Numerics.INVARIANT
         place = (spec.place.rank, spec.place.degree, device)
         group = TensorParallel(spec.rendezvous.store(), name, *place, spec.timeout, in_order)
-    # Before anything is loaded: to choose a type for the draft takes memory for a while.
-    dtypes = {role: _dtype(spec, role, store) for role in spec.models}
+    # Before anything is loaded: to choose a type and a part of the draft takes memory for a while.
+    spec = replace(spec, models={role: _decided(spec, role, group, store) for role in spec.models})
     models: dict[ModelRole, Decoder] = {}
-    with memory.enough_for_weights(spec, dtypes):
+    with memory.enough_for_weights(spec):
         for role in sorted(spec.models, key=lambda role: role is ModelRole.DRAFT):
             one = spec.models[role]
             report = progress_reporter(store, spec.rendezvous.loaded(role, spec.place.rank))
             models[role] = one.source.load(
-                dtype=DTYPES[dtypes[role]],
+                dtype=DTYPES[one.dtype],
                 device=device,
                 shard=one.shard,
                 reduce=group if one.shard.degree > 1 else None,
@@ -181,14 +183,31 @@ def load_rank(spec: RankSpec) -> Loaded:
         return Loaded(models, group, vocab.head(models[ModelRole.DRAFT]) if vocab else None)
 
 
-def _dtype(spec: RankSpec, role: ModelRole, store: GroupStore) -> str:
+def _decided(spec: RankSpec, role: ModelRole, group: TensorParallel | None, store: GroupStore) -> ModelSpec:
+    """Return how the rank loads a model, once its data type and its part of the model are chosen."""
+    one = spec.models[role]
+    parts = [
+        replace(one, shard=shard, or_shard=None, dtype=_dtype(spec, role, shard, store))
+        for shard in (one.shard, one.or_shard)
+        if shard is not None
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    assert group is not None, "a single rank holds whole models"
+    chosen = faster_part(spec, parts, group, store)
+    if spec.leads:
+        store.set(spec.rendezvous.draft_degree, str(chosen.shard.degree))
+    return chosen
+
+
+def _dtype(spec: RankSpec, role: ModelRole, shard: Shard, store: GroupStore) -> str:
     """Return the name of a model's data type. For `auto` the first rank chooses it for all ranks of the model."""
     one = spec.models[role]
     if one.dtype != AUTO_DTYPE:
         return one.dtype
-    name = spec.rendezvous.name(f"{role}/dtype")
+    name = spec.rendezvous.name(f"{role}/dtype/{shard.degree}")
     if spec.leads:
-        store.set(name, draft_dtype(one.source, spec.device, one.dtype, one.shard))
+        store.set(name, draft_dtype(one.source, spec.device, one.dtype, shard))
     return store.get(name).decode()
 
 

@@ -94,12 +94,12 @@ class SymmetricSum:
         """Set up the sum of all ranks; return None, on every rank alike, unless all ranks are in one container of one
         host and their GPUs can read each other's memory. This is a collective: the ranks report the result of every
         step to each other, since a rank that stopped alone would leave the others waiting."""
-        if len(set(_exchange(store, f"{name}/host", rank, degree, _host_and_container()))) > 1:
+        if len(set(exchange(store, f"{name}/host", rank, degree, _host_and_container()))) > 1:
             return None
         made: list[SymmetricSum] = []
         steps = {"made": lambda: made.append(SymmetricSum()), "met": lambda: made[0].meet(store, name, rank, degree)}
         for step, act in steps.items():
-            errors = list(filter(None, _exchange(store, f"{name}/{step}", rank, degree, _error_of(act))))
+            errors = list(filter(None, exchange(store, f"{name}/{step}", rank, degree, _error_of(act))))
             if errors:
                 if rank == 0:
                     print(
@@ -153,7 +153,7 @@ def _host_and_container() -> str:
     return " ".join((boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt"))))
 
 
-def _exchange(store: dist.Store, name: str, rank: int, degree: int, word: str) -> list[str]:
+def exchange(store: dist.Store, name: str, rank: int, degree: int, word: str) -> list[str]:
     """Publish `word` for this rank; return the words of all ranks in order of rank."""
     store.set(f"{name}/{rank}", word)
     return [store.get(f"{name}/{other}").decode() for other in range(degree)]

@@ -25,6 +25,8 @@ class ModelSpec:
     """Name of the data type; for a draft also `auto`."""
     draft_vocab: DraftVocab | None
     """For a draft that proposes only some tokens by its own likelihood: those tokens. Otherwise None."""
+    or_shard: Shard | None = None
+    """Another part of a draft, which the rank loads instead if a step with it is faster; None: there is no choice."""
 
 
 @dataclass(frozen=True)

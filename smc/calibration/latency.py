@@ -108,6 +108,14 @@ def measure_latency(engine: Engine, effort: Effort) -> LatencyModel | None:
     )
 
 
+def draft_step_seconds(engine: Engine, effort: Effort) -> float | None:
+    """Return the seconds of a draft step of an idle engine, with as many rows as it has slots, at most `TREE`. The
+    number of rounds does not depend on the time that they take: ranks that share a model run equally many. Returns None
+    if contexts are too short for a timed round."""
+    context = min(effort.context, engine.context - room_for(0, engine.config.block))
+    return Timer(engine, effort).draft_step(context) if context > 0 else None
+
+
 @dataclass(frozen=True)
 class LatencySample:
     size: int
@@ -183,6 +191,12 @@ class Timer:
             return 0.0
         seconds = self._time(Decoding.WALK, self._effort.repeats, count, context, TREE, steps)["redraft"]
         return statistics.median(seconds) / steps
+
+    def draft_step(self, context: int) -> float:
+        """Return the median seconds of a draft step in rounds of one tree."""
+        config, count = self._engine.config, min(TREE, self._engine.config.max_slots)
+        seconds = self._time(Decoding.WALK, self._effort.repeats, count, context, TREE)[ModelRole.DRAFT]
+        return statistics.median(seconds) / _steps(ModelRole.DRAFT, config)
 
     def _time(
         self, decoding: Decoding, repeats: int, count: int, context: int, tree: int, redrafted: int = 0

@@ -197,6 +197,15 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
 
 
+def can_be_divided(config: ModelConfig, degree: int) -> bool:
+    """Return whether `degree` ranks can share a model of this shape."""
+    try:
+        local_config(config, Shard(0, degree))
+    except ValueError:
+        return False
+    return True
+
+
 def held_sizes(config: ModelConfig, degree: int) -> tuple[tuple[int, int, int], ...]:
     """Return the numbers of query heads, key/value heads and inner features of each rank, without padding. Raises
     ValueError if the model cannot be split."""

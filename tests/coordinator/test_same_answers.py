@@ -57,10 +57,10 @@ FORMS = {"lookahead": {"block": 4, "branches": 2, "micro_batches": 2}, "lockstep
 def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form, placement):
     """Answers equal those of the in-process engine. Three ranks of a target with 4 query heads and 2 key/value heads
     hold 2, 1 and 1 query heads; four ranks hold one each. Key/value heads are then repeated."""
-    expected = _answers_here(form)
+    expected = answers_here(form)
     degrees = {"draft_tp": draft_tp, "target_tp": target_tp}
     with coordinator(_config(form), link=link, placement=placement, **degrees) as (made, spec):
-        found = asyncio.run(_answers(made.address, spec.rendezvous.secret))
+        found = asyncio.run(answers_of(made.address, spec.rendezvous.secret))
     for one in found:
         same = expected[one.request_id]
         assert (one.tokens, one.text, one.finish_reason) == (same.tokens, same.text, same.finish_reason)
@@ -90,7 +90,7 @@ def test_over_every_link_after_misses(link, draft_tp, target_tp):
         for engine, asked in zip(engines, (exact, plain))
     )
     with coordinator(config, link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
-        found = asyncio.run(_answers(made.address, spec.rendezvous.secret, exact))
+        found = asyncio.run(answers_of(made.address, spec.rendezvous.secret, exact))
     for one in found:
         assert one.tokens == expected[one.request_id.replace("exact", "target")].tokens
         assert one.statistics.rounds == here[one.request_id].statistics.rounds
@@ -115,7 +115,7 @@ def test_exact_answers_in_bfloat16(placement, form):
     exact = [asked(number, method="exact", particles=1 + number) for number in range(4)]
     exact[1:3] = [replace(one, confirmed=expected[one.request_id][:5]) for one in exact[1:3]]
     with coordinator(_config(form), placement=placement, dtype="bfloat16") as (made, spec):
-        found = asyncio.run(_answers(made.address, spec.rendezvous.secret, exact))
+        found = asyncio.run(answers_of(made.address, spec.rendezvous.secret, exact))
     assert {one.request_id: one.tokens for one in found} == expected
     assert {one.statistics.numerics for one in found} == {"fastest"}
 
@@ -133,7 +133,7 @@ def test_one_process_with_little_memory():
     expected = {output.request_id: output.answer.tokens for output in engine.run(asked) if output.answer}
     with coordinator(replace(ample, pages=260), placement="shared") as (made, spec):
         expect_short_answers(made._remote.engine)
-        found = asyncio.run(_answers(made.address, spec.rendezvous.secret, asked))
+        found = asyncio.run(answers_of(made.address, spec.rendezvous.secret, asked))
     assert {one.request_id: one.tokens for one in found} == expected
     assert sum(one.statistics.preemptions for one in found) > 0
 
@@ -143,12 +143,12 @@ def _config(form: str) -> EngineConfig:
 
 
 @cache
-def _answers_here(form: str) -> dict[str, Answer]:
+def answers_here(form: str) -> dict[str, Answer]:
     engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), _config(form))
     return {output.request_id: output.answer for output in engine.run(ASKED) if output.answer}
 
 
-async def _answers(address: str, secret: str, asked: Sequence[Request] = ASKED) -> list[Answer]:
+async def answers_of(address: str, secret: str, asked: Sequence[Request] = ASKED) -> list[Answer]:
     """Send all requests at once and return their answers."""
     client = CoordinatorClient(address, secret, lambda step: None, lambda: None)
 

@@ -13,7 +13,7 @@ from services.pb import generation_pb2 as pb
 from smc.demo.problems import generate
 from smc.scheduler.stats import EngineStats
 from smc.types import ModelRole, Numerics
-from tests.gateway.harness import LONG, local_answer, serving
+from tests.gateway.harness import LONG, LocalBackend, local_answer, serving
 
 QUESTIONS = [problem.question for problem in generate(1, 8, "test")]
 
@@ -235,6 +235,18 @@ def test_the_order_of_sums_is_that_of_all_models_as_they_run():
     assert status().numerics is None, "no worker group has reported it"
     assert status(invariant, invariant).numerics is Numerics.INVARIANT
     assert status(invariant, fastest).numerics is Numerics.FASTEST
+
+
+def test_among_how_many_ranks_the_draft_is_divided(pair, monkeypatch):
+    """Worker groups that choose it may do so differently; GetModelInfo names the choice of the first that has."""
+    groups = [WorkerGroupStatus(1)]
+    monkeypatch.setattr(LocalBackend, "status", lambda self: ServiceStatus(tuple(groups)))
+    with serving(pair) as service, service.client() as client:
+        assert client.model_info().draft.tensor_parallel == 1
+        groups += [WorkerGroupStatus(1, draft_degree=degree) for degree in (2, 1)]
+        assert [group.draft_tensor_parallel for group in client.server_info().worker_groups] == [0, 2, 1]
+        models = client.model_info()
+    assert (models.draft.tensor_parallel, models.target.tensor_parallel) == (2, 1)
 
 
 def test_an_id_is_free_again_at_once(service):

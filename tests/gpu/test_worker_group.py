@@ -128,3 +128,15 @@ def test_stop_strings_and_plain_decoding(started):
         *requests(pair, method=Method.TARGET, stop=("=",))[8:],
     ]
     compare(started, FORMS["look-ahead"], asked)
+
+
+def test_shared_ranks_choose_their_part_of_the_draft(directories):
+    """They time it with the sums and graphs of rounds, before the models are loaded."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    pair, lockstep = dict(zip(("target", "draft"), directories["wide"])), EngineConfig(form="lockstep", block=8)
+    config = WorkerGroupConfig(**pair, device="cuda", dtype="float32", placement="shared", target_tp=2, engine=lockstep)
+    with RankProcesses(config, {"shared": [0, 1]}) as group:
+        started = Started(group, ModelPair.load(*directories["wide"]))
+        compare(started, lockstep, requests(started.on_cpu, method=Method.SMC, particles=8))
+        assert group._store.store.get("1/draft/degree") in (b"1", b"2")

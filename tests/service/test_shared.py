@@ -54,6 +54,19 @@ def test_the_placement_is_named(shared):
         assert 'placement="shared"' in response.read().decode()
 
 
+def test_two_ranks_choose_how_the_draft_is_divided(start):
+    """GetServerInfo and GetModelInfo name their choice."""
+    with (
+        start(engine=EngineConfig(**LOCKSTEP | {"micro_batches": 1}), placement="shared", target_tp=2) as running,
+        running.client() as client,
+    ):
+        (group,) = client.server_info().worker_groups
+        models = client.model_info()
+        exact, alone = (client.generate(QUESTION, method=method, **SURVIVES).tokens for method in ("exact", "target"))
+    assert group.draft_tensor_parallel in (1, 2) and exact == alone
+    assert (models.draft.tensor_parallel, models.target.tensor_parallel) == (group.draft_tensor_parallel, 2)
+
+
 def test_the_process_dies_under_load(shared):
     """Both models are lost with it. Answers that consist of the target's own draws continue after the restart and are
     unchanged; the others end with UNAVAILABLE."""
