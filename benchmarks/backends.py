@@ -7,13 +7,14 @@ Knows nothing about what is measured.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from benchmarks.library_products import LibraryOps
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.executor.round_executor import LocalRoundExecutor
@@ -27,6 +28,10 @@ from smc.model.tokenizer import Tokenizer
 from smc.scheduler.engine import Engine
 from smc.stops import TokenBytes
 from smc.types import Decoding, ModelRole, Numerics
+
+OWN, LIBRARY = "own", "library"
+OPS: Mapping[str, Callable[[], TritonOps]] = {OWN: TritonOps, LIBRARY: LibraryOps}
+"""Operations of rounds by the name of their kernels."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Mode:
     """Verification of exact decoding; None: the library's default."""
     shared: bool = False
     """Every GPU of the target holds its share of both models."""
+    kernels: str = OWN
+    """Key of `OPS`; in processes of their own, models always have their own kernels."""
 
     @property
     def gpus(self) -> int:
@@ -113,7 +120,7 @@ class GpuBackend:
         }
         for device in devices.values():
             torch.cuda.reset_peak_memory_stats(device)
-        pair = LocalRoundExecutor(config, workers, TritonOps())
+        pair = LocalRoundExecutor(config, workers, OPS[mode.kernels]())
         yield Engine(
             config.on_device("cuda"),
             workers,

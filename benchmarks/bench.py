@@ -16,6 +16,7 @@ from benchmarks.reports.advise import run as run_advice
 from benchmarks.reports.speed import (
     APART,
     CURVES_LEGEND,
+    KERNELS,
     LOCAL_LEGEND,
     MODES,
     NUMERICS_LEGEND,
@@ -256,6 +257,15 @@ class BenchOptions:
     ] = None
     verified: Annotated[str | None, options.option_of(EngineConfig, "verified")] = None
     numerics: NumericsList = None
+    kernels: Annotated[
+        list[str] | None,
+        options.option(
+            options.MEASURE,
+            "Kernels of rounds; may be repeated, cuda without --link only. own: ours; library: matrix products of the "
+            "GPU library, each kernel after the one before has ended, to show what ours bring. Default: own.",
+            metavar="|".join(KERNELS),
+        ),
+    ] = None
     no_prefix_cache: options.NoPrefixCache = False
     threads: options.Threads = None
     json: Annotated[
@@ -398,7 +408,7 @@ def _advise(arguments: BenchOptions) -> None:
     """Find the best division of GPUs, and print and store it."""
     idle = arguments.named("mode") | {"prompts": arguments.prompts or None}
     idle |= arguments.named("rounds", "trace", "method", "population", "verification", "guidance_scale")
-    refuse_idle(idle | arguments.named("drafting", "verified", "numerics"), "with --advise")
+    refuse_idle(idle | arguments.named("drafting", "verified", "numerics", "kernels"), "with --advise")
     if arguments.context and len(arguments.context) > 1:
         raise ValueError(f"--context {' '.join(map(str, arguments.context))}; allowed with --advise: one")
     on_gpu = arguments.device == "cuda"
@@ -466,8 +476,10 @@ def _bench_gpus(arguments: BenchOptions) -> None:
     """Measure tokens a second, or with --prompts the time to the first token."""
     arguments.check(arguments.named("draft_tp", "target_tp", "threads"), arguments.json, arguments.trace)
     contexts: Sequence[int] = arguments.context or (PROMPT_CONTEXTS if arguments.prompts else (256,))
+    if arguments.link:
+        refuse_idle(arguments.named("kernels"), "with --link")
     if arguments.prompts:
-        refuse_idle(arguments.named("trace", "drafting"), "with --prompts")
+        refuse_idle(arguments.named("trace", "drafting", "kernels"), "with --prompts")
     elif arguments.load == "grown":
         refuse_idle(arguments.named("context"), "with --load grown, whose prompts are problems")
         contexts = ()
@@ -488,6 +500,7 @@ def _bench_gpus(arguments: BenchOptions) -> None:
         temperatures=(None,) if arguments.prompts else arguments.temperature or (None,),
         verified=arguments.verified,
         numerics=arguments.all_numerics,
+        kernels=tuple(dict.fromkeys(arguments.kernels or KERNELS[:1])),
     )
     prompts = _file_prompts(arguments)
     if prompts:
@@ -508,7 +521,7 @@ def _bench_gpus(arguments: BenchOptions) -> None:
 
 def _bench_prompts(arguments: BenchOptions) -> None:
     """Measure the time to the first token on a CPU."""
-    idle = arguments.named("load", "mode", "trace", "drafting", *DISTRIBUTION) | {
+    idle = arguments.named("load", "mode", "trace", "drafting", "kernels", *DISTRIBUTION) | {
         "link": arguments.link and arguments.link[0]
     }
     refuse_idle(idle | arguments.named("draft_tp", "target_tp"), "with --prompts on a CPU")
@@ -530,7 +543,8 @@ def _bench_prompts(arguments: BenchOptions) -> None:
 
 def _bench_rounds(arguments: BenchOptions) -> None:
     """Measure the parts of a round's time on a CPU."""
-    refuse_idle(arguments.named("load", "mode", "context", "trace", "drafting", *DISTRIBUTION), "without --device cuda")
+    idle = arguments.named("load", "mode", "context", "trace", "drafting", "kernels", *DISTRIBUTION)
+    refuse_idle(idle, "without --device cuda")
     (particles, *more), blocks, branches = arguments.sizes
     if more:
         raise ValueError(

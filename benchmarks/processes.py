@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.backends import Mode, read_bytes
+from benchmarks.backends import OWN, Mode, read_bytes
 from services.coordinator.process import RemoteEngine
 from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.worker_group import coordinator_spec, rank_spec
@@ -211,6 +211,7 @@ class ProcessBackend:
 
     @contextmanager
     def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
+        assert mode.kernels == OWN, "only an engine of this process can have other operations"
         try:
             with self._for(mode).engine(config) as self._remote:
                 yield self._remote.engine

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from benchmarks.backends import BenchBackend, Mode, numerics_of_models
+from benchmarks.backends import OWN, BenchBackend, Mode, numerics_of_models
 from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
 from benchmarks.rounds import decoding_name
 from smc.api.sampling_params import Method, SamplingParams
@@ -79,6 +79,8 @@ class Speed:
     """Time to read the weights once for every pass at full bandwidth, as a share of the round."""
     memory: float
     """GiB in use on the fullest GPU."""
+    kernels: str = OWN
+    """Those of `Mode`."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class ModeTimer:
             idle=max(0.0, 1 - busy / whole),
             floor=self._floor(mode) / whole,
             memory=self._backend.memory(mode) / 2**30,
+            kernels=mode.kernels,
         )
 
     def _watch(self, loop: ClosedLoop | Waves, method: Method, rounds: int) -> TimedRounds:

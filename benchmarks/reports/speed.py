@@ -37,6 +37,8 @@ APART = ("plain", "lockstep-apart", "lookahead")
 """Default modes if each model is in its own process."""
 NUMERICS_LEGEND = "numerics: order of sums that ran, fastest unless all models of the mode run invariant. "
 """Part of a legend."""
+KERNELS = ("own", "library")
+"""Kernels of rounds, the default first; see `benchmarks.library_products`."""
 SPEED_LEGEND = (
     "medians of {rounds} rounds, milliseconds. {numerics}"
     "T: temperature; rows: rows of a request; alone: share of its rounds "
@@ -45,7 +47,7 @@ SPEED_LEGEND = (
     "step of the draft; draft: its K steps; target: its pass (plain: its K steps); select: weighting and resampling; "
     "link: time in which no model works; host: planning and queueing a round, hidden unless longer than the models' "
     "time; idle: share of the round in which the slower model waits; floor: share of the time that reading all "
-    "weights once a pass takes at 4.26 TB/s."
+    "weights once a pass takes at 4.26 TB/s; by library: with --kernels library."
 )
 SPEED_COLUMNS = (
     "N K F GPUs T context requests rows alone tok/round rounds/s tok/s total x_plain "
@@ -131,6 +133,8 @@ class SpeedPlan:
     """`verified` of `EngineConfig`."""
     numerics: Sequence[str] = (Numerics.FASTEST.value,)
     """Values of `numerics` of `EngineConfig`: every mode is measured with each."""
+    kernels: Sequence[str] = KERNELS[:1]
+    """Some of `KERNELS`: every mode runs with each of them."""
 
     def __post_init__(self) -> None:
         from smc.api.engine_config import EngineConfig
@@ -141,6 +145,11 @@ class SpeedPlan:
         for mode in self.modes:
             if mode not in (*MODES, WIDE):
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join((*MODES, WIDE))}")
+        for name in self.kernels:
+            if name not in KERNELS:
+                raise ValueError(f"--kernels {name!r}; allowed: {', '.join(KERNELS)}")
+            if name != KERNELS[0] and Numerics.INVARIANT in self.numerics:
+                raise ValueError(f"--kernels {name}, whose sums have no one order; allowed: --numerics fastest")
         of_pair = self.decodings if set(self.modes) - {"plain", WIDE} else ()
         for decoding, temperature in product(({"method": "target"}, *of_pair), self.temperatures):
             SamplingParams(**decoding, **self.drawn_at(temperature))
@@ -154,10 +163,11 @@ class SpeedPlan:
         return {*self.numerics} != {Numerics.FASTEST}
 
     def rows(self, gpus: int) -> Iterator[TableLine]:
-        """Yield the lines of the table: for every load all modes, in the order given, each with all numerics."""
+        """Yield the lines of the table: for every load all modes, in the order given, each with all numerics and all
+        kernels."""
         modes = [
-            replace(mode, config=replace(mode.config, numerics=numerics))
-            for mode, numerics in product(self._modes(gpus), self.numerics)
+            replace(mode, config=replace(mode.config, numerics=numerics), kernels=kernels)
+            for mode, numerics, kernels in product(self._modes(gpus), self.numerics, self.kernels)
         ]
         loads = product(self.prompts or ("",), self.temperatures, self.contexts or (None,), self.concurrency)
         for prompts, temperature, context, requests in loads:
@@ -246,10 +256,10 @@ def measure_speed(
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 
-    latencies: dict[tuple[tuple[int, int], str], LatencyModel] = {}
+    latencies: dict[tuple[tuple[int, int], str, str], LatencyModel] = {}
 
     def latency(mode: Mode) -> LatencyModel:
-        key = (mode.degrees, mode.config.numerics)
+        key = (mode.degrees, mode.config.numerics, mode.kernels)
         if key not in latencies:
             timed = replace(mode, name="lockstep" if mode.degrees == (0, 1) else "lockstep-apart")
             rows = min(MOST_ROWS, max(plan.concurrency) * max(plan.particles))
@@ -308,13 +318,16 @@ def _columns_of_modes(headers: str, numerics: bool) -> Table:
 def speed_table(rows: Sequence[Speed], numerics: bool = False) -> Table:
     """Return the table of speeds. `numerics`: name the order of sums of each line."""
     table = _columns_of_modes(SPEED_COLUMNS, numerics)
-    plain = {(_load_of(row), row.numerics): row.per_request for row in rows if row.mode == "plain"}
+    # Lines are compared with plain decoding by our own kernels, where that was measured.
+    by_ours_last = sorted(rows, key=lambda row: row.kernels == KERNELS[0])
+    plain = {(_load_of(row), row.numerics): row.per_request for row in by_ours_last if row.mode == "plain"}
     # Where only the target runs invariant, or nothing does, there may be no plain decoding with a line's numerics.
     any_plain = {load: speed for (load, _), speed in plain.items()}
     for row in rows:
         base = plain.get((_load_of(row), row.numerics), any_plain.get(_load_of(row)))
         shape = (row.particles, row.block, row.branches, row.gpus, f"{row.temperature:g}", row.context, row.requests)
-        name = " ".join(filter(None, (row.prompts, "" if row.decoding == "target" else row.decoding, row.mode)))
+        decoding, kernels = "" if row.decoding == "target" else row.decoding, _by_library(row)
+        name = " ".join(filter(None, (row.prompts, decoding, row.mode, kernels)))
         names = (name, row.numerics) if numerics else (name,)
         drafted = (f"{row.rows:.1f}", f"{row.alone:.0%}" if row.decoding == "exact" else "")
         rates = (
@@ -339,6 +352,11 @@ def speed_table(rows: Sequence[Speed], numerics: bool = False) -> Table:
             f"{row.memory:.1f}",
         )
     return table
+
+
+def _by_library(row: Speed) -> str:
+    """Return what the name of a line says about its kernels."""
+    return "" if row.kernels == KERNELS[0] else f"by {row.kernels}"
 
 
 def _load_of(row: Speed) -> tuple[str, float, int, int]:
@@ -475,7 +493,8 @@ def latency_of_speeds(rows: Sequence[Speed], drafting: str) -> list[MeasuredLate
 
 def _place(row: Speed, numerics: bool) -> str:
     gpus = f"{row.target_gpus} GPUs" if row.target_gpus > 1 else "a GPU"
-    return f"{gpus}, {row.numerics}" if numerics else gpus
+    place = " ".join(filter(None, (gpus, _by_library(row))))
+    return f"{place}, {row.numerics}" if numerics else place
 
 
 def latency_of_rounds(rows: Sequence[RoundTime | ProcessRoundTime]) -> list[MeasuredLatency]:

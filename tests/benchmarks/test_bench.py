@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import advise, prompts
 from benchmarks.bench import BenchOptions
-from benchmarks.reports.speed import SpeedPlan, speed_table
+from benchmarks.reports.speed import SpeedPlan, latency_of_speeds, speed_table
 from benchmarks.speed import Speed
 from services.launch.division_choice import DivisionMeasurement
 from smc.api.sampling_params import Method
@@ -197,6 +197,39 @@ def test_the_target_runs_what_is_asked():
     assert mode.config.on_device("cuda").verified == "nodes"
 
 
+def test_every_mode_runs_with_all_kernels():
+    """Lines by the library's products follow those by ours, and all are compared with plain decoding by ours."""
+    plan = SpeedPlan(
+        (1, 1), ("plain", "lockstep-apart", "lookahead"), (4,), (5,), (2,), (), (1,), 3, {}, kernels=("library", "own")
+    )
+    lines = [line.mode for line in plan.rows(2)]
+    assert [(mode.name, mode.kernels) for mode in lines] == [
+        (name, kernels) for name in plan.modes for kernels in ("library", "own")
+    ]
+    times = dict.fromkeys(("select", "link", "host", "idle", "floor", "memory", "total", "rows", "alone"), 1.0)
+    shape = {"particles": 4, "block": 5, "branches": 1, "requests": 1, "context": 8, "gpus": 1, "target_gpus": 1}
+    rows = [
+        Speed(
+            mode.name, "target" if mode.name == "plain" else "exact", **shape, **times, prompts="", temperature=1.0,
+            tokens=4.0, round=5.0, draft=1.0, target=2.0, per_request=100.0 * (1 + number), numerics="fastest",
+            kernels=mode.kernels,
+        )
+        for number, mode in enumerate(lines)
+    ]  # fmt: skip
+    shown = {column.header: list(column.cells) for column in speed_table(rows).columns}
+    assert shown["mode"] == [
+        *("plain by library", "plain"),
+        *("exact lockstep-apart by library", "exact lockstep-apart"),
+        *("exact lookahead by library", "exact lookahead"),
+    ]
+    assert shown["x plain"] == ["0.50", "1.00", "1.50", "2.00", "2.50", "3.00"]
+    assert [each.on for each in latency_of_speeds(rows, "always")] == ["a GPU by library", "a GPU"] * 3
+    alone = {column.header: list(column.cells) for column in speed_table(rows[::2]).columns}
+    assert alone["x plain"] == ["1.00", "3.00", "5.00"]
+    with pytest.raises(ValueError, match="--kernels 'cublas'; allowed: own, library"):
+        replace(plan, kernels=("own", "cublas"))
+
+
 def test_what_is_given_twice_is_measured_once():
     """Measurements follow the given order. With a single method, all given options apply to it, and those of another
     method are refused."""
@@ -304,6 +337,18 @@ def test_more_gpus_than_there_are(capsys):
             "numerics='invariant' has no effect with dtype='float32'",
         ),
         (("--advise", "--numerics", "invariant"), "--numerics ['invariant'] has no effect with --advise"),
+        (("--kernels", "library"), "--kernels ['library'] has no effect without --device cuda"),
+        (("--advise", "--kernels", "own"), "--kernels ['own'] has no effect with --advise"),
+        (
+            ("--device", "cuda", "--link", "nccl", "--kernels", "library"),
+            "--kernels ['library'] has no effect with --link",
+        ),
+        (("--device", "cuda", "--prompts", "--kernels", "own"), "--kernels ['own'] has no effect with --prompts"),
+        (("--device", "cuda", "--kernels", "cublas"), "--kernels 'cublas'; allowed: own, library"),
+        (
+            ("--device", "cuda", "--kernels", "own", "--kernels", "library", "--numerics", "invariant"),
+            "--kernels library, whose sums have no one order; allowed: --numerics fastest",
+        ),
         (("--device", "cuda", "--draft-tp", 2), "--draft-tp 2 has no effect without --link"),
         (("--device", "cuda", "--load", "random"), "--load random needs --target and --draft"),
     ],
