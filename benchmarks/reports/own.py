@@ -46,6 +46,8 @@ Part = tuple[str, float, list[OwnRow]]
 """Problems, temperature, and the rows for them."""
 
 
+MARGINS = (1, 3)
+"""Points about which it is said who is so near to the target."""
 PANELS = 4
 """Maximum number of panels of a picture beside each other."""
 NUMBER = re.compile(r"=(\d+)")
@@ -89,7 +91,7 @@ def print_report(record: OwnRecord, kinds: Sequence[str]) -> None:
         out.print(
             f"{problems}: {len(rows[0].answers)} problems, temperature {temperature:g}", style="bold", markup=False
         )
-        out.print(own_table(rows), *findings(rows), *depths(rows), sep="\n", soft_wrap=True)
+        out.print(own_table(rows), *findings(rows), *margins(rows), *depths(rows), sep="\n", soft_wrap=True)
         if all(row.accuracy is None and not row.cut for row in rows):
             out.print("The file has no answers, so the share of solved problems is not known.", style="dim")
     if not record.rows:
@@ -114,6 +116,27 @@ def finding(row: OwnRow, target: OwnRow) -> str:
     if low <= 0 <= high:
         return f"{name}: these problems show no difference from the target ({both})."
     return f"{name}: solves {'more' if low > 0 else 'fewer'} problems than the target ({both})."
+
+
+def margins(rows: Sequence[OwnRow]) -> list[str]:
+    """Return for each of `MARGINS` the settings of which the whole interval lies no more than so many points below the
+    target, and those of which it lies no more above it either."""
+    target = target_among(rows)
+    if target is None:
+        return []
+    others = [(row.decoding, row.difference_from(target)) for row in rows if row.key != target.key]
+    intervals = [(name, 100 * each.low, 100 * each.high) for name, each in others if each is not None]
+    if not intervals:
+        return []
+    found = []
+    for points in MARGINS:
+        good = [(name, high) for name, low, high in intervals if low >= -points]
+        near = ", ".join(name for name, high in good if high <= points) or "none"
+        found.append(
+            f"by the whole 95% interval, no more than {points} below the target: "
+            f"{', '.join(name for name, _ in good) or 'none'}; nor above it: {near}"
+        )
+    return found
 
 
 def own_table(rows: Sequence[OwnRow]) -> Table:

@@ -313,6 +313,25 @@ def test_words_say_what_a_comparison_shows():
     assert "show no difference from the target (-2.5 points" in finding(replace(close, answers=other), target)
 
 
+def test_words_say_who_is_near_the_target():
+    """Of 4,000 problems one setting loses 50: -1.6 to -0.9 points. Another solves 500 more, so it is not near."""
+    assert own.MARGINS == (1, 3)
+
+    def named(name: str, *solved: bool) -> OwnRow:
+        return replace(row_of(*solved), decoding=name)
+
+    target = named("target alone", *[True, False] * 2000)
+    close = named("close", *[False] * 100, *[True, False] * 1950)
+    far = named("far", *[True] * 1000, *[True, False] * 1500)
+    assert close.difference_from(target).low == pytest.approx(-0.016, abs=1e-4)
+    assert own.margins([target, close, far]) == [
+        "by the whole 95% interval, no more than 1 below the target: far; nor above it: none",
+        "by the whole 95% interval, no more than 3 below the target: close, far; nor above it: close",
+    ]
+    assert own.margins([close]) == own.margins([target]) == []
+    assert own.margins([target, named("cut", *[None] * 4000)]) == []
+
+
 def test_answers_to_all_files_are_compared_together():
     def rows(problems: str, *solved: bool) -> list[OwnRow]:
         row = replace(row_of(*solved), problems=problems)
