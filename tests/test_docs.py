@@ -1,13 +1,24 @@
-"""Limits of the documentation: its size, its line lengths, its links, and the files it names."""
+"""Limits of the documentation: its size, its line lengths, its links, the files it names, and what it says of settings:
+their names, defaults and allowed values."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from services.batch.config import BatchConfig
+from services.gateway.config import GatewayConfig
+from services.launch.config import WorkerGroupConfig
+from services.openai.bodies import ChatBody, CompletionBody
+from smc.api.engine_config import DISTRIBUTION_BYTES, GPU_PREFILL, MAX_QUEUE, EngineConfig
+from smc.api.sampling_params import SETTINGS, SamplingParams
+from smc.api.settings import OneOf, Setting, settings_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -37,6 +48,108 @@ def _links(page: Path) -> Iterator[tuple[str, str]]:
         if "://" not in target:
             path, _, anchor = target.partition("#")
             yield path, anchor
+
+
+def _rows(page: str, *head: str) -> list[list[str]]:
+    """The cells of all rows of a page's tables with these first columns."""
+    text = (ROOT / "docs" / page).read_text()
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        names, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        if tuple(names[: len(head)]) == head:
+            found += rows
+    return found
+
+
+def _words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def _numbers(cell: str) -> list[float]:
+    """The numbers in a cell, without words and links."""
+    plain = re.sub(r"`[^`]*`|\]\([^)]*\)", "", cell)
+    return [float(number.replace(",", "")) for number in re.findall(r"-?\d[\d,]*(?:\.\d+)?", plain)]
+
+
+OPTIONS: dict[str, tuple[Setting, Any]] = {
+    name.replace("_", "-"): (known, default)
+    for kind in (EngineConfig, WorkerGroupConfig, GatewayConfig, BatchConfig)
+    for name, known in settings_of(kind).items()
+    for default in [kind.__dataclass_fields__[name].default]
+}
+"""Options of the service, with their settings and defaults."""
+COMPUTED = {
+    "max-queue": [MAX_QUEUE],
+    "max-chains": [DISTRIBUTION_BYTES / 2**30],
+    "prefill-chunk": [EngineConfig().prefill_chunk, GPU_PREFILL["prefill_chunk"]],
+    "prefill-share": [GPU_PREFILL["prefill_share"]],
+    "smc-block": [EngineConfig().fixed_block],
+    "branches": [EngineConfig().branches],
+}
+"""Numbers in the defaults of options that are computed, or that differ between devices."""
+OPTION_ROWS = [
+    (page, *row)
+    for page, head in (("scheduling.md", "setting"), ("speculation.md", "setting of the service"))
+    for row in _rows(page, head, "default")
+]
+FIELD_ROWS = [(name, row[1]) for row in _rows("openai.md", "field") for name in _words(row[0])]
+
+
+def test_the_tables_of_settings_are_read():
+    assert len(OPTION_ROWS) >= 15 and len(FIELD_ROWS) >= 50
+
+
+@pytest.mark.parametrize(("page", "name", "default", "meaning"), OPTION_ROWS, ids=[row[1] for row in OPTION_ROWS])
+def test_tables_of_options_say_what_the_settings_say(page, name, default, meaning):
+    (shown,) = _words(name)
+    known, value = OPTIONS[shown.removeprefix("--")]
+    assert known.option is not None and shown.startswith("--") == known.option.has_flag
+    if isinstance(value, str):
+        assert _words(default) == [value] and not _numbers(default)
+    else:
+        computed = COMPUTED.get(shown.removeprefix("--"), [])
+        assert _numbers(default) == (computed or ([value] if value is not None else [])) and not _words(default)
+    if isinstance(known.check, OneOf) and shown != "--default-method":  # whose values another page lists
+        assert {*_words(default), *_words(meaning)} == set(known.check.names)
+
+
+@pytest.mark.parametrize(("name", "meaning"), FIELD_ROWS, ids=[name for name, _ in FIELD_ROWS])
+def test_tables_of_fields_say_what_the_settings_say(name, meaning):
+    """Fields exist. Where the table names bounds, they are the largest and the smallest allowed value."""
+    body = {**ChatBody.model_fields, **CompletionBody.model_fields}
+    assert name in body or name in SETTINGS
+    if name not in SETTINGS:
+        return
+    known = SETTINGS[name]
+    assert known.check is not None or "default" not in meaning
+    if isinstance(known.check, OneOf):
+        assert set(_words(meaning)) & set(known.check.names) in (set(), set(known.check.names)), "some are missing"
+    bounds = re.findall(r"(-?[\d.]+) (?:\([^)]*\) )?to (-?[\d.]+)\b", meaning)
+    if isinstance(getattr(SamplingParams(), name), bool):
+        bounds = []  # those of another type that a field has, too
+    for low, high in bounds:
+        assert known.check is not None
+        beyond = 0.001 if "." in low else 1
+        for bound, outside in ((float(low), float(low) - beyond), (float(high), float(high) + beyond)):
+            assert _allows(known.check, name, bound) and not _allows(known.check, name, outside)
+    said = re.findall(r"default:? (\d[\d.]*\d|\d)\b", meaning) + re.findall(r"`(\w+)` \(default\)", meaning)
+    values = [getattr(SamplingParams(method=method), name) for method in ("exact", "smc")]
+    assert all(one in [f"{value:g}" if isinstance(value, float) else str(value) for value in values] for one in said)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_defaults_that_sentences_name(page):
+    """As in `--option` (8192) and `option` (default 60 s)."""
+    for name, default in re.findall(r"`(?:--)?([a-z][a-z-]+)` \((?:default:? )?(\d[\d,.]*\d|\d)\b", page.read_text()):
+        if name in OPTIONS and OPTIONS[name][1] is not None:
+            assert float(default.replace(",", "")) == OPTIONS[name][1], name
+
+
+def _allows(check: Callable[[str, Any], Any], name: str, value: float) -> bool:
+    with suppress(ValueError):
+        check(name, int(value) if value.is_integer() else value)
+        return True
+    return False
 
 
 def test_size():
