@@ -3,9 +3,11 @@ their names, defaults and allowed values."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -143,6 +145,23 @@ def test_defaults_that_sentences_name(page):
     for name, default in re.findall(r"`(?:--)?([a-z][a-z-]+)` \((?:default:? )?(\d[\d,.]*\d|\d)\b", page.read_text()):
         if name in OPTIONS and OPTIONS[name][1] is not None:
             assert float(default.replace(",", "")) == OPTIONS[name][1], name
+
+
+def test_tables_of_values_name_those_of_the_chart():
+    schema = json.loads((ROOT / "deploy/helm/smcserve/values.schema.json").read_text())
+
+    def has(part: dict[str, Any], name: str) -> bool:
+        while "$ref" in part:
+            part = reduce(dict.__getitem__, part["$ref"].removeprefix("#/").split("/"), schema)
+        first, _, rest = name.partition(".")
+        inner = part.get("properties", {}).get(first)
+        within = (one for key in ("oneOf", "anyOf", "allOf") for one in part.get(key, ()))
+        return not name or (inner is not None and has(inner, rest)) or any(has(one, name) for one in within)
+
+    cells = re.findall(r"^\| ([^|]*)\|", (ROOT / "docs/kubernetes.md").read_text(), re.MULTILINE)
+    named = [name for cell in cells for name in _words(cell) if re.fullmatch(r"[a-z]\w*(\.\w+)+", name)]
+    assert len(named) >= 15
+    assert [name for name in named if not has(schema, name)] == []
 
 
 def _allows(check: Callable[[str, Any], Any], name: str, value: float) -> bool:
