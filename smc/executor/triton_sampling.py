@@ -15,7 +15,7 @@ from smc.arrays import map_tensors, to_device, to_host
 from smc.distributions import DistributionSpec, Processors
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.kernels.candidate_tokens import propose_candidates
-from smc.kernels.sampling import draw, guide, log_mass, score, spread, spread_rest, write_distribution
+from smc.kernels.sampling import DrawnTokens, draw, guide, log_mass, score, spread, spread_rest, write_distribution
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import DrawKeys
 
@@ -26,19 +26,15 @@ class TritonSampling(Sampling):
     def propose(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], mixture: float, keys: DrawKeys
     ) -> tuple[Tensor, Tensor]:
-        token_RF, logq_RF, _ = self._draw(
-            logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture)
-        )
-        return token_RF, logq_RF
+        drawn = self._draw(logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution, mixture))
+        return drawn.token_RF, drawn.logq_RF
 
     def propose_by(
         self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], keys: DrawKeys, dist_RV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        token_R1, logq_R1, _ = self._draw(
-            logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution)
-        )
+        drawn = self._draw(logits_RV, distribution.temperature_R, keys, self._cut(logits_RV, distribution))
         self.write_distribution(logits_RV, distribution, dist_RV)
-        return token_R1[:, 0], logq_R1[:, 0]
+        return drawn.token_RF[:, 0], drawn.logq_RF[:, 0]
 
     def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Tensor], dist_RV: Tensor) -> None:
         write_distribution(logits_RV, dist_RV, distribution.temperature_R, self._cut(logits_RV, distribution))
@@ -86,15 +82,14 @@ class TritonSampling(Sampling):
     ) -> tuple[Tensor, Tensor, Tensor]:
         cut = self._cut(logits_RV, distribution)
         if not distribution.active & Processors.ALPHA:
-            token_RF, logp_RF, lse_R = self._draw(logits_RV, distribution.temperature_R, keys, cut)
-            return token_RF, logp_RF, lse_R * 0.0
+            drawn = self._draw(logits_RV, distribution.temperature_R, keys, cut)
+            return drawn.token_RF, drawn.logq_RF, drawn.lse_R * 0.0
         # p^alpha is p at the temperature divided by alpha, and its normaliser follows from any of its tokens.
-        token_RF, powered_RF, lse_R = self._draw(
-            logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut
-        )
+        drawn = self._draw(logits_RV, distribution.temperature_R / distribution.alpha_R, keys, cut)
+        token_RF, powered_RF = drawn.token_RF, drawn.logq_RF
         logp_RF = self._unpowered(logits_RV, distribution, token_RF, cut, powered_RF)
         log_z_R = torch.where(distribution.alpha_R == 1, 0.0, distribution.alpha_R * logp_RF[:, 0] - powered_RF[:, 0])
-        return token_RF, logp_RF, log_z_R + lse_R * 0.0
+        return token_RF, logp_RF, log_z_R + drawn.lse_R * 0.0
 
     guide = staticmethod(guide)
 
@@ -130,9 +125,7 @@ class TritonSampling(Sampling):
     ) -> CandidateTokens:
         return propose_candidates(logits_RV, self.vocab, temperature_R, keys, cut, has_rest, coupling, kept_RV)
 
-    def _draw(
-        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> DrawnTokens:
         return draw(logits_RV, self.vocab, temperature_R, keys, cut)
 
 
@@ -153,15 +146,15 @@ class PromptSampling(TritonSampling):
     def write_distribution(self, logits_RV: Tensor, distribution: DistributionSpec[Any], dist_RV: Tensor) -> None:
         super().write_distribution(logits_RV, distribution.to(logits_RV.device), dist_RV)
 
-    def _draw(
-        self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw(self, logits_RV: Tensor, temperature_R: Tensor, keys: DrawKeys, cut: Cut | None) -> DrawnTokens:
         made = [
             super(PromptSampling, self)._draw(logits_RV, temperature_R, keys._replace(stream_RF=stream_R1), cut)
             for stream_R1 in keys.stream_RF.split(1, 1)
         ]
-        token_RF, logq_RF, _ = (torch.cat(parts, -1) for parts in zip(*made))
-        return token_RF, logq_RF, made[0][2]
+        token_RF, logq_RF = (
+            torch.cat(parts, 1) for parts in zip(*((one.token_RF, one.logq_RF) for one in made), strict=True)
+        )
+        return DrawnTokens(token_RF, logq_RF, made[0].lse_R)
 
 
 def _on(device: torch.device, keys: DrawKeys) -> DrawKeys:

@@ -68,7 +68,8 @@ def propose_candidates(
     block = block or min(4096, triton.next_power_of_2(vocab))
     splits, length, width, room = triton.cdiv(vocab, block), FAN**steps, most + has_rest, Room(logits_RV.device)
     assert block >= PART or length < PART
-    sums, largest_RZ = (room.floats(rows, splits), room.floats(rows, splits)), room.ints(rows, splits * (block // PART))
+    sums = BlockSums(room.floats(rows, splits), room.floats(rows, splits))
+    parts = PartKeys(room.ints(rows, splits * (block // PART)), splits * (block // PART))
     summary = RowSearch(room.ints(rows), room.ints(rows), room.floats(rows), room.floats(rows))
     found = CandidateTokens(room.longs(rows, width), room.floats(rows, width), room.floats(rows, width))
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
@@ -77,13 +78,12 @@ def propose_candidates(
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm, and a row's candidates do not depend on whether another row has a cut or is coupled.
     blocks["enable_fp_fusion"] = by_row["enable_fp_fusion"] = False
-    parts = (largest_RZ, largest_RZ.shape[1])
-    scores_RV, of_rows, kept = None, None, None
+    scores_RV, coupled, kept = None, None, None
     if coupling is not None:
-        scores_RV, of_rows = room.floats(rows, vocab), (position_R, rows // len(coupling.exponent_A))
-        kept = None if kept_RV is None else (kept_RV, kept_RV.stride(0), len(kept_RV))
+        scores_RV, coupled = room.floats(rows, vocab), CoupledRows(position_R, rows // len(coupling.exponent_A))
+        kept = None if kept_RV is None else KeptLogits(kept_RV, kept_RV.stride(0), len(kept_RV))
     _survey[(splits, rows)](
-        *distribution, vocab, sums, parts, coupling, of_rows, scores_RV, kept,
+        *distribution, vocab, sums, parts, coupling, coupled, scores_RV, kept,
         PART=PART if length >= PART else 0, **blocks,
     )  # fmt: skip
     if scores_RV is not None:
@@ -97,7 +97,7 @@ def propose_candidates(
         "FAN": FAN,
     }
     longest = max(search["COUNT"], CANDIDATES_PER_ROW * FAN)
-    lists = (room.longs(rows, longest), room.longs(rows, CANDIDATES_PER_ROW), longest)
+    lists = SearchLists(room.longs(rows, longest), room.longs(rows, CANDIDATES_PER_ROW), longest)
     _find[(rows,)](
         *distribution, vocab, sums, parts, lists, summary, found,
         SearchSizes(splits, most, width), PART=PART, **search, **by_row, num_warps=8,
@@ -119,9 +119,40 @@ def _steps(vocab: int) -> int:
     return next((i for i in range(MOST_STEPS) if vocab <= FEW * FAN**i), MOST_STEPS)
 
 
-@one_variant("logits", "stride", "vocab", "parts_of", "scores_RV", "kept")
+class BlockSums(NamedTuple):
+    """What the first pass finds in every block of a row."""
+
+    top_RP: Tensor
+    """float32 maximum."""
+    total_RP: Tensor
+    """float32 sum of exponentials relative to the maximum."""
+
+
+class PartKeys(NamedTuple):
+    """The `order_key` of the largest entry of each part, with which the search begins."""
+
+    largest_RZ: Tensor
+    width: int
+
+
+class CoupledRows(NamedTuple):
+    """Rows of coupled drafting: `each` adjacent ones belong to a batch index."""
+
+    position_R: Tensor
+    each: int
+
+
+class KeptLogits(NamedTuple):
+    """Where the logits after the cut are written, for the first `rows`."""
+
+    logits_RV: Tensor
+    stride: int
+    rows: int
+
+
+@one_variant("logits", "stride", "vocab", "parts", "scores_RV", "kept")
 def _survey(
-    logits, stride, temperature_R, cut, vocab, sums, parts_of, coupling, of_rows, scores_RV, kept,
+    logits, stride, temperature_R, cut, vocab, sums, parts, coupling, coupled, scores_RV, kept,
     PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce one block of one row to its maximum, its sum of exponentials relative to that, and the `order_key` of each
@@ -137,16 +168,18 @@ def _survey(
     if scores_RV is not None:
         inside = column < vocab
         if kept is not None:
-            tl.store(kept[0] + row.to(tl.int64) * kept[1] + column, logit, mask=inside & (row < kept[2]))
-        raw = coupled_score(logit, column, inside, row // of_rows[1], tl.load(of_rows[0] + row), coupling)
+            at = kept.logits_RV + row.to(tl.int64) * kept.stride + column
+            tl.store(at, logit, mask=inside & (row < kept.rows))
+        raw = coupled_score(logit, column, inside, row // coupled.each, tl.load(coupled.position_R + row), coupling)
         tl.store(scores_RV + row.to(tl.int64) * vocab + column, raw, mask=inside)
         logit = raw
     top = tl.max(logit, 0)
-    tl.store(sums[0] + row * splits + split, top)
-    tl.store(sums[1] + row * splits + split, block_sum(tl.exp(logit - finite(top))))
+    tl.store(sums.top_RP + row * splits + split, top)
+    tl.store(sums.total_RP + row * splits + split, block_sum(tl.exp(logit - finite(top))))
     if PART > 0:
         largest_Z = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
-        tl.store(parts_of[0] + row * parts_of[1] + split * (BLOCK // PART) + tl.arange(0, BLOCK // PART), largest_Z)
+        first = row * parts.width + split * (BLOCK // PART)
+        tl.store(parts.largest_RZ + first + tl.arange(0, BLOCK // PART), largest_Z)
 
 
 @triton.jit
@@ -213,6 +246,15 @@ class RowSearch(NamedTuple):
     log_sum_R: Tensor
 
 
+class SearchLists(NamedTuple):
+    """Memory of a search: the parts of one step, and those that it keeps, packed with their keys."""
+
+    list_RY: Tensor
+    best_RC: Tensor
+    width: int
+    """Room of `list` for a row."""
+
+
 class SearchSizes(NamedTuple):
     """Sizes of a search."""
 
@@ -221,24 +263,23 @@ class SearchSizes(NamedTuple):
     width: int
 
 
-@one_variant("logits", "stride", "vocab", "parts_of", "lists")
+@one_variant("logits", "stride", "vocab", "parts", "lists")
 def _find(
-    logits, stride, temperature_R, cut, vocab, sums, parts_of, lists, summary, found, sizes,
+    logits, stride, temperature_R, cut, vocab, sums, parts, lists, summary, found, sizes,
     STEPS: tl.constexpr, COUNT: tl.constexpr, MOST: tl.constexpr, FAN: tl.constexpr, PART: tl.constexpr,
     SPLITS: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
     """Search one row: its likeliest tokens, the last one's key and column, and the distribution's normaliser."""
     row, splits, most, width = tl.program_id(0), sizes.splits, sizes.most, sizes.width
-    largest_RZ, parts, list_RY, best_RC, longest = parts_of[0], parts_of[1], lists[0], lists[1], lists[2]
-    logits_V, largest_Z = logits + row.to(tl.int64) * stride, largest_RZ + row * parts
-    list_Y, best_C = list_RY + row * longest, best_RC + row * MOST
+    logits_V, largest_Z = logits + row.to(tl.int64) * stride, parts.largest_RZ + row * parts.width
+    list_Y, best_C = lists.list_RY + row * lists.width, lists.best_RC + row * MOST
     part_Y = tl.arange(0, COUNT)
-    key_Y = _largest(logits_V, vocab, largest_Z, parts, part_Y, PART, FAN**STEPS)
+    key_Y = _largest(logits_V, vocab, largest_Z, parts.width, part_Y, PART, FAN**STEPS)
     _keep_first(key_Y, part_Y, list_Y, best_C, COUNT, MOST)
     for step in tl.static_range(STEPS):
         x = tl.arange(0, MOST * FAN)
         part_Y = _part_of(tl.load(best_C + x // FAN)) * FAN + x % FAN
-        key_Y = _largest(logits_V, vocab, largest_Z, parts, part_Y, PART, FAN ** (STEPS - 1 - step))
+        key_Y = _largest(logits_V, vocab, largest_Z, parts.width, part_Y, PART, FAN ** (STEPS - 1 - step))
         _keep_first(key_Y, part_Y, list_Y, best_C, MOST * FAN, MOST)
     packed_C = tl.load(best_C + tl.arange(0, MOST))
     column_C, key_C = _part_of(packed_C), (packed_C >> 32).to(tl.int32)
@@ -251,7 +292,7 @@ def _find(
     if SCORES:
         inverse = 1.0
     logit_C = cut_logit(tl.load(logits_V + column_C), column_C, row, inverse, cut)
-    _, top, total = combine(sums[0], sums[1], row, splits, SPLITS)
+    _, top, total = combine(sums.top_RP, sums.total_RP, row, splits, SPLITS)
     log_sum = tl.log(total)
     lse = top + log_sum
     # lse - lse is 0, or NaN if the row has no distribution.

@@ -136,10 +136,10 @@ def _spread(
         tl.store(log_mass_U + m_Y, log_mass_Y, mask=inside_Y)
         has_mass_Y = log_mass_Y > -float("inf")
         lead = tl.minimum(lead, tl.min(tl.where(has_mass_Y, m_Y, count), 0))
-        here = tl.reduce(
+        here, here_lowest, here_top = tl.reduce(
             (has_mass_Y.to(tl.int32), tl.where(has_mass_Y, log_mass_Y, float("inf")), log_mass_Y), 0, _joined
         )
-        valid, lowest, top = _joined(valid, lowest, top, here[0], here[1], here[2])
+        valid, lowest, top = _joined(valid, lowest, top, here, here_lowest, here_top)
     tl.debug_barrier()
     return valid, lowest, top, lead, nan
 
@@ -171,8 +171,10 @@ def _part(log_mass_U, relative_U, count, probe, CHUNK: tl.constexpr):
         is_upto_Y = log_mass_Y <= probe
         below_Y, above_Y = tl.where(is_upto_Y, log_mass_Y, -float("inf")), tl.where(is_upto_Y, float("inf"), log_mass_Y)
         given_Y, is_above_Y = tl.where(is_upto_Y, relative_Y, 0.0), (log_mass_Y > probe).to(tl.int32)
-        here = tl.reduce((below_Y, given_Y, above_Y, is_above_Y), 0, _parted)
-        largest, upto, least, above = _parted(largest, upto, least, above, here[0], here[1], here[2], here[3])
+        here_largest, here_upto, here_least, here_above = tl.reduce((below_Y, given_Y, above_Y, is_above_Y), 0, _parted)
+        largest, upto, least, above = _parted(
+            largest, upto, least, above, here_largest, here_upto, here_least, here_above
+        )
     return largest, upto, least, above
 
 
@@ -204,11 +206,9 @@ def find_bound(log_mass_U, relative_U, count, lowest, top, most, is_best, CHUNK:
 @triton.jit
 def _draw(
     log_mass_U, relative_U, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-    lead, lead_mass, rows_N, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+    lead, lead_mass, out, row_first, CHUNK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen candidates to the rows (parent, candidate, mass, alive) in order. Returns their number and the
-    index of the first."""
-    parent_N, candidate_N, mass_N, alive_N = rows_N
+    """Write the chosen candidates to the group's rows in order. Returns their number and the index of the first."""
     # The points lie at u, u + 1, ..., all rounded up to a whole number of 2**-52.
     reach = -(((uniform * 2.0**53).to(tl.int64) + 1) >> 1)
     taken, equal, first = 0, 0, count
@@ -230,10 +230,11 @@ def _draw(
         # Rounding of the sum must not choose one candidate too many.
         goes_Y = is_taken_Y & (rank_Y < most) & (rank_Y < size)
         mass_Y = tl.where(m_Y == lead, lead_mass, log_mass_Y) - tl.log(tl.where(goes_Y, chance_Y, 1.0))
-        tl.store(parent_N + rank_Y, (source_first + m_Y // width).to(tl.int64), mask=goes_Y)
-        tl.store(candidate_N + rank_Y, (m_Y % width).to(tl.int64), mask=goes_Y)
-        tl.store(mass_N + rank_Y, mass_Y, mask=goes_Y)
-        tl.store(alive_N + rank_Y, mass_Y > -float("inf"), mask=goes_Y)
+        x_Y = row_first + rank_Y
+        tl.store(out.parent_X + x_Y, (source_first + m_Y // width).to(tl.int64), mask=goes_Y)
+        tl.store(out.candidate_X + x_Y, (m_Y % width).to(tl.int64), mask=goes_Y)
+        tl.store(out.mass_X + x_Y, mass_Y, mask=goes_Y)
+        tl.store(out.alive_X + x_Y, mass_Y > -float("inf"), mask=goes_Y)
         first = tl.minimum(first, tl.min(tl.where(goes_Y, m_Y, count), 0))
         reach, equal = reach + tl.sum(length_Y, 0), equal + tl.sum(is_equal_Y.to(tl.int32), 0)
         taken += tl.sum(is_taken_Y.to(tl.int32), 0)
@@ -242,35 +243,34 @@ def _draw(
 
 
 @triton.jit
-def _finish(rows_N, went, size, first_parent, first_candidate, CHUNK: tl.constexpr):
-    """Let the rows beyond the chosen ones repeat the first. Returns the effective sample size."""
-    parent_N, candidate_N, mass_N, _ = rows_N
+def _finish(out, row_first, went, size, first_parent, first_candidate, CHUNK: tl.constexpr):
+    """Let the group's rows beyond the chosen ones repeat the first. Returns the effective sample size."""
     top = tl.full((), -float("inf"), tl.float64)
     for begin in range(0, size, CHUNK):
         n_Y = begin + tl.arange(0, CHUNK)
-        tl.store(parent_N + n_Y, first_parent + n_Y * 0, mask=(n_Y >= went) & (n_Y < size))
-        tl.store(candidate_N + n_Y, first_candidate + n_Y * 0, mask=(n_Y >= went) & (n_Y < size))
-        top = tl.maximum(top, tl.max(tl.load(mass_N + n_Y, mask=n_Y < went, other=-float("inf")), 0))
+        x_Y = row_first + n_Y
+        tl.store(out.parent_X + x_Y, first_parent + n_Y * 0, mask=(n_Y >= went) & (n_Y < size))
+        tl.store(out.candidate_X + x_Y, first_candidate + n_Y * 0, mask=(n_Y >= went) & (n_Y < size))
+        top = tl.maximum(top, tl.max(tl.load(out.mass_X + x_Y, mask=n_Y < went, other=-float("inf")), 0))
     total, squares = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     for begin in range(0, went, CHUNK):
         n_Y = begin + tl.arange(0, CHUNK)
-        power_Y = tl.exp(tl.load(mass_N + n_Y, mask=n_Y < went, other=-float("inf")) - top)
+        power_Y = tl.exp(tl.load(out.mass_X + row_first + n_Y, mask=n_Y < went, other=-float("inf")) - top)
         total += tl.sum(power_Y, 0)
         squares += tl.sum(power_Y * power_Y, 0)
     return tl.where(squares > 0, total * total / squares, 0.0)
 
 
 @triton.jit
-def _clear(rows_X, first, end, CHUNK: tl.constexpr):
-    """Mark rows as not kept."""
-    parent_X, candidate_X, mass_X, alive_X = rows_X
-    for begin in range(first, end, CHUNK):
-        x_Y = begin + tl.arange(0, CHUNK)
-        nothing_Y = tl.zeros((CHUNK,), tl.int64)
-        tl.store(parent_X + x_Y, nothing_Y, mask=x_Y < end)
-        tl.store(candidate_X + x_Y, nothing_Y, mask=x_Y < end)
-        tl.store(mass_X + x_Y, nothing_Y.to(tl.float64) - float("inf"), mask=x_Y < end)
-        tl.store(alive_X + x_Y, nothing_Y != 0, mask=x_Y < end)
+def _clear(out, first, size, CHUNK: tl.constexpr):
+    """Mark `size` rows as not kept."""
+    for begin in range(0, size, CHUNK):
+        n_Y = begin + tl.arange(0, CHUNK)
+        x_Y, inside_Y, nothing_Y = first + n_Y, n_Y < size, tl.zeros((CHUNK,), tl.int64)
+        tl.store(out.parent_X + x_Y, nothing_Y, mask=inside_Y)
+        tl.store(out.candidate_X + x_Y, nothing_Y, mask=inside_Y)
+        tl.store(out.mass_X + x_Y, nothing_Y.to(tl.float64) - float("inf"), mask=inside_Y)
+        tl.store(out.alive_X + x_Y, nothing_Y != 0, mask=inside_Y)
     tl.debug_barrier()
 
 
@@ -286,15 +286,14 @@ def _expand(
             size_Y = tl.load(groups.rows.size_G + g_Y, mask=g_Y < count_G, other=0).to(tl.int32)
             end_Y = tl.load(groups.rows.first_G + g_Y, mask=size_Y > 0, other=0).to(tl.int32) + size_Y
             end = tl.maximum(end, tl.max(end_Y, 0))
-        _clear((out.parent_X, out.candidate_X, out.mass_X, out.alive_X), end, total, CHUNK)
+        _clear(out, end, total - end, CHUNK)
         return
     sources, decoding = tl.load(source.groups.size_G + group).to(tl.int32), tl.load(groups.decoding_G + group)
     source_first = tl.load(source.groups.first_G + group).to(tl.int64)
     row_first = tl.load(groups.rows.first_G + group).to(tl.int64)
     size, most = tl.load(groups.rows.size_G + group).to(tl.int32), tl.load(groups.most_G + group).to(tl.int32)
     is_best = is_exact(decoding)
-    rows_N = (out.parent_X + row_first, out.candidate_X + row_first, out.mass_X + row_first, out.alive_X + row_first)
-    _clear(rows_N, 0, size, CHUNK)
+    _clear(out, row_first, size, CHUNK)
     if (sources == 0) | is_separate(decoding):
         tl.store(out.ess_G + group, 0.0)
         tl.store(out.collapsed_G + group, False)
@@ -331,10 +330,10 @@ def _expand(
     uniform = tl.sum(draw_uniforms(seed, position + tl.arange(0, 1), rounds), 0)
     went, first = _draw(
         log_mass_U, relative_U, count, total, bound, ties, factor, most, size, is_best, uniform, source_first, width,
-        lead, lead_mass, rows_N, CHUNK, LEAST,
+        lead, lead_mass, out, row_first, CHUNK, LEAST,
     )  # fmt: skip
     first = tl.where(went > 0, first, 0)
-    ess = _finish(rows_N, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK)
+    ess = _finish(out, row_first, went, size, source_first + first // width, (first % width).to(tl.int64), CHUNK)
     tl.store(out.ess_G + group, ess)
     tl.store(out.collapsed_G + group, collapsed)
     tl.store(out.nan_G + group, (is_exact(decoding) == 0) & (nan > 0))

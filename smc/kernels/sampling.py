@@ -17,6 +17,8 @@ entries of the bias tables."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -48,6 +50,17 @@ HEAD_BLOCK = 128
 """Draws of a program of `spread`."""
 
 
+class DrawnTokens(NamedTuple):
+    """Tokens drawn after rows."""
+
+    token_RF: Tensor
+    """int32."""
+    logq_RF: Tensor
+    """float32 log-probability."""
+    lse_R: Tensor
+    """float32 logsumexp(logits / temperature)."""
+
+
 def draw(
     logits_RV: Tensor,
     vocab: int,
@@ -56,9 +69,8 @@ def draw(
     cut: Cut | None = None,
     block: int | None = None,
     warps: int = 4,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw tokens. Returns them as int32 [R, F], their log-probability [R, F] and the rows' logsumexp(logits /
-    temperature) [R], float32.
+) -> DrawnTokens:
+    """Draw tokens.
 
     Only the first `vocab` columns count; the row stride is free. Temperature 0 is greedy (log-probability 0, logsumexp
     at temperature 1). All results are of the distribution after `cut`; so is the logsumexp: without its dropped
@@ -69,7 +81,7 @@ def draw(
     require_rows(logits_RV, vocab)
     max_RP, sum_RP = room.floats(rows, splits), room.floats(rows, splits)
     key_RPF, token_RPF = room.floats(rows, splits, draws), room.ints(rows, splits, draws)
-    token_RF, logq_RF, lse_R = room.ints(rows, draws), room.floats(rows, draws), room.floats(rows)
+    out = DrawnTokens(room.ints(rows, draws), room.floats(rows, draws), room.floats(rows))
     distribution = (logits_RV, logits_RV.stride(0), temperature_R, cut)
     # Without fused multiply-adds the variates equal those of `smc.philox.exponentials` to the last bit before the
     # logarithm, and a row's results do not depend on whether another row has a cut.
@@ -80,10 +92,10 @@ def draw(
         **shape, **options,
     )  # fmt: skip
     _finish_race[(rows, draws)](
-        *distribution, max_RP, sum_RP, key_RPF, token_RPF, token_RF, logq_RF, lse_R, splits,
+        *distribution, max_RP, sum_RP, key_RPF, token_RPF, *out, splits,
         BLOCK=triton.next_power_of_2(splits), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return token_RF, logq_RF, lse_R
+    return out
 
 
 def score(

@@ -209,6 +209,14 @@ class SearchAims(NamedTuple):
     low_UR: Tensor
 
 
+class GivenRows(NamedTuple):
+    """Rows of logits and their temperatures."""
+
+    logits_RV: Tensor
+    stride: int
+    temperature_R: Tensor
+
+
 class Measured(NamedTuple):
     """What a measurement finds in every block of a row."""
 
@@ -237,14 +245,19 @@ class _Search:
     def __init__(self, logits_RV: Tensor, vocab: int, temperature_R: Tensor, block: int, warps: int) -> None:
         rows, splits = len(temperature_R), triton.cdiv(vocab, block)
         bits = 16 if logits_RV.dtype == torch.bfloat16 else 32
-        self._distribution, self._vocab = (logits_RV, logits_RV.stride(0), temperature_R), vocab
-        self._grid, self._block, self._warps, self._passes = (splits, rows), block, warps, bits // DIGIT
+        self._given, self._vocab = GivenRows(logits_RV, logits_RV.stride(0), temperature_R), vocab
+        self._rows, self._splits, self._block, self._warps, self._passes = rows, splits, block, warps, bits // DIGIT
         self._sizes, room = {"BITS": bits, "SPLITS": triton.next_power_of_2(splits)}, Room(logits_RV.device)
         self._sizes["enable_fp_fusion"] = False
-        self._top_R, self._total_R, self._need_R, self._ties_R, self._drop_R = (room.floats(rows) for _ in range(5))
-        self._floor_R, self._bound_R, self._key_R, self._last_R = (room.ints(rows) for _ in range(4))
-        # The beginning of every pass's interval, and the sums that the pass finds there.
-        self._low_UR = room.ints(self._passes + 1, rows)
+        self._aims = SearchAims(
+            top_R=room.floats(rows),
+            total_R=room.floats(rows),
+            need_R=room.floats(rows),
+            floor_R=room.ints(rows),
+            low_UR=room.ints(self._passes + 1, rows),
+        )
+        self._ties_R, self._bound_R = room.floats(rows), room.ints(rows)
+        self._cut = Cut(key_R=room.ints(rows), last_R=room.ints(rows), drop_R=room.floats(rows))
         self._found_URPY = room.floats(self._passes, rows, splits, 1 << DIGIT)
         self._measured = Measured(*(room.floats(rows, splits) for _ in Measured._fields))
         self._best_RP = room.ints(rows, splits)
@@ -254,11 +267,10 @@ class _Search:
         # The memory of later measurements holds the blocks' maxima and sums for now.
         sums = RowSums(self._measured.above_RP, self._measured.mass_RP, self._best_RP)
         options = {"BLOCK": self._block, "num_warps": self._warps, "enable_fp_fusion": False}
-        sum_block[self._grid](*self._distribution, None, self._vocab, *sums, **options)
-        aims = SearchAims(self._top_R, self._total_R, self._need_R, self._floor_R, self._low_UR)
+        sum_block[(self._splits, self._rows)](*self._given, None, self._vocab, *sums, **options)
         values = (distribution.top_k_R, distribution.top_p_R, distribution.min_p_R)
-        _begin[self._grid[1:]](
-            *self._distribution, self._vocab, *values, used, sums, aims, self._grid[0], **self._sizes, num_warps=1
+        _begin[(self._rows,)](
+            *self._given, self._vocab, *values, used, sums, self._aims, self._splits, **self._sizes, num_warps=1
         )
 
     def find(self, *, counts: bool) -> None:
@@ -270,28 +282,27 @@ class _Search:
     def measure(self, *, searched: bool) -> None:
         """Measure what lies above the key that was found (without a search, the lowest allowed key), and what equals
         it."""
-        self._over_blocks(_measure, self._passes if searched else 0, self._key_R, self._measured)
+        self._over_blocks(_measure, self._passes if searched else 0, self._cut.key_R, self._measured)
 
     def turn(self, top_k_R: Tensor, top_p_R: Tensor) -> None:
         """Turn from counts to mass: top-p keeps a share of the mass that top-k has kept."""
-        aims = (self._total_R, self._need_R, self._floor_R, self._bound_R, self._ties_R, self._low_UR)
-        self._over_rows(_turn, top_k_R, top_p_R, *aims)
+        self._over_rows(_turn, top_k_R, top_p_R, self._aims, self._bound_R, self._ties_R)
 
     def end(self, share: float, used: UsedTruncations) -> Cut:
         log_share = math.log(share) if share else -math.inf
-        found = CutSearch(self._total_R, self._need_R, self._bound_R, self._ties_R, share, log_share)
-        given = (*self._distribution[:2], self._vocab, found, self._last_R, self._drop_R, used.top_k, used.top_p)
-        self._over_rows(_end, *given, BLOCK=self._block)
-        return Cut(self._key_R, self._last_R, self._drop_R)
+        found = CutSearch(self._aims.total_R, self._aims.need_R, self._bound_R, self._ties_R, share, log_share)
+        logits, cut = (self._given.logits_RV, self._given.stride, self._vocab), self._cut
+        self._over_rows(_end, *logits, found, cut.last_R, cut.drop_R, used.top_k, used.top_p, BLOCK=self._block)
+        return cut
 
     def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: object) -> None:
-        state = (self._top_R, self._need_R, self._low_UR, self._found_URPY)
-        options = {"DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps}
-        kernel[self._grid](*self._distribution, self._vocab, *state, index, *arguments, **options, **self._sizes)
+        state = (self._aims.top_R, self._aims.need_R, self._aims.low_UR, self._found_URPY)
+        options = {"DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps, **self._sizes}
+        kernel[(self._splits, self._rows)](*self._given, self._vocab, *state, index, *arguments, **options)
 
     def _over_rows(self, kernel: triton.JITFunction, *arguments: object, **options: object) -> None:
-        state = (self._distribution[2], self._top_R, self._key_R, self._measured, self._grid[0])
-        kernel[self._grid[1:]](*state, *arguments, **options, **self._sizes, num_warps=self._warps)
+        state = (self._given.temperature_R, self._aims.top_R, self._cut.key_R, self._measured, self._splits)
+        kernel[(self._rows,)](*state, *arguments, **options, **self._sizes, num_warps=self._warps)
 
 
 @triton.jit
@@ -429,20 +440,20 @@ def _measured(temperature_R, top_R, key_R, measured, row, splits, BITS: tl.const
 
 @one_variant()
 def _turn(
-    temperature_R, top_R, key_R, measured, splits, top_k_R, top_p_R, total_R, need_R, floor_R, bound_R, ties_R, low_UR,
+    temperature_R, top_R, key_R, measured, splits, top_k_R, top_p_R, aims, bound_R, ties_R,
     BITS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Record for one row where top-k ends, and aim at a share of the mass up to there; without top-k at a share of all
     mass, as if no row had it."""
     row = tl.program_id(0)
     key, above, mass, _, each = _measured(temperature_R, top_R, key_R, measured, row, splits, BITS, SPLITS)
-    ties = tl.load(need_R + row) - above
+    ties = tl.load(aims.need_R + row) - above
     tl.store(bound_R + row, key)
     tl.store(ties_R + row, ties)
-    has_top_k, floor = tl.load(top_k_R + row) > 0, tl.load(floor_R + row)
-    kept = tl.where(has_top_k, mass + ties * each, tl.load(total_R + row))
-    tl.store(need_R + row, _required(kept, tl.load(top_p_R + row)))
-    tl.store(low_UR + row, tl.where(has_top_k, tl.maximum(key, floor), floor))
+    has_top_k, floor = tl.load(top_k_R + row) > 0, tl.load(aims.floor_R + row)
+    kept = tl.where(has_top_k, mass + ties * each, tl.load(aims.total_R + row))
+    tl.store(aims.need_R + row, _required(kept, tl.load(top_p_R + row)))
+    tl.store(aims.low_UR + row, tl.where(has_top_k, tl.maximum(key, floor), floor))
 
 
 @one_variant("logits", "stride", "vocab", "measured")
