@@ -195,7 +195,8 @@ def _stored(speaks, x, reads, whole, chunk):
 
 @triton.jit
 def take_in(q_YD, k_LD, v_LD, visible_YL, masked, m_Y, l_Y, acc_YD, SCALE: tl.constexpr):
-    """Add one tile to a softmax: m is the largest base-2 logit, l the sum and acc the weighted values."""
+    """Add one tile to the sums of a softmax: m is the largest base-2 logit, l the sum of weights and acc that of the
+    weighted values."""
     s_YL = tl.dot(q_YD, tl.trans(k_LD), input_precision="ieee")
     if masked:
         s_YL = tl.where(visible_YL, s_YL, -float("inf"))
@@ -207,8 +208,10 @@ def take_in(q_YD, k_LD, v_LD, visible_YL, masked, m_Y, l_Y, acc_YD, SCALE: tl.co
 
 
 @triton.jit
-def merge(most_Y, sum_Y, total_YD, m_Y, l_Y, acc_YD):
-    """Add a split to a query's softmax."""
+def merge(query, part):
+    """Add the sums of a split to those of a query (`take_in`)."""
+    most_Y, sum_Y, total_YD = query
+    m_Y, l_Y, acc_YD = part
     new_Y = tl.maximum(most_Y, m_Y)
     fade_Y, weight_Y = tl.exp2(most_Y - new_Y), tl.exp2(m_Y - new_Y)
     total_YD = total_YD * fade_Y[:, None] + acc_YD * weight_Y[:, None]
@@ -252,7 +255,7 @@ def walk(
         if MERGES:  # noqa: SIM102 (a constant, and a condition of the device)
             # Lengths of splits are powers of two.
             if (after & (split_size(p0, UNIT) - 1)) == 0:
-                most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, m_Y, l_Y, acc_YD)
+                most_Y, sum_Y, total_YD = merge((most_Y, sum_Y, total_YD), (m_Y, l_Y, acc_YD))
                 m_Y, l_Y, acc_YD = nothing(Y, D)
     return (m_Y, l_Y, acc_YD), (most_Y, sum_Y, total_YD)
 
@@ -394,14 +397,14 @@ def _own_kernel(
         second = load_sums(at_Y + (split + 1) * step, real_Y & (split + 1 < last), work, D)
         third = load_sums(at_Y + (split + 2) * step, real_Y & (split + 2 < last), work, D)
         fourth = load_sums(at_Y + (split + 3) * step, real_Y & (split + 3 < last), work, D)
-        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, first[0], first[1], first[2])
-        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, second[0], second[1], second[2])
-        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, third[0], third[1], third[2])
-        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, fourth[0], fourth[1], fourth[2])
+        most_Y, sum_Y, total_YD = merge((most_Y, sum_Y, total_YD), first)
+        most_Y, sum_Y, total_YD = merge((most_Y, sum_Y, total_YD), second)
+        most_Y, sum_Y, total_YD = merge((most_Y, sum_Y, total_YD), third)
+        most_Y, sum_Y, total_YD = merge((most_Y, sum_Y, total_YD), fourth)
     if unfinished:
         m_Y, l_Y, acc_YD = load_sums(at_Y + whole * step, real_Y, work, D)
     elif early == border:
-        most_Y, sum_Y, total_YD = merge(most_Y, sum_Y, total_YD, m_Y, l_Y, acc_YD)
+        most_Y, sum_Y, total_YD = merge((most_Y, sum_Y, total_YD), (m_Y, l_Y, acc_YD))
         m_Y, l_Y, acc_YD = nothing(BLOCK_Y, D)
     part, query = walk(
         q_YD, position_Y, (m_Y, l_Y, acc_YD), (most_Y, sum_Y, total_YD), early, end, 0, cache,
@@ -417,7 +420,7 @@ def write_output(
     out, part, query, real_Y, y, r, j, Q: tl.constexpr, EACH: tl.constexpr, J: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """Take in the last split and store the attention; zeros where there is no token."""
-    _, sum_Y, total_YD = merge(query[0], query[1], query[2], part[0], part[1], part[2])
+    _, sum_Y, total_YD = merge(query, part)
     out_YD = tl.where(real_Y[:, None], total_YD / tl.where(real_Y, sum_Y, 1.0)[:, None], 0.0)
     at_Y = (r.to(tl.int64) * Q + y // EACH) * (J * EACH) + j * EACH + y % EACH
     at_YD = at_Y[:, None] * D + tl.arange(0, D)[None, :]
@@ -426,14 +429,14 @@ def write_output(
 
 @one_variant("q", "cache", "tables", "out", "q_stride")
 def _whole_kernel(
-    q, cache, tables, pages, spans, tile_Z2, first_R, out, q_stride,
+    q, cache, tables, pages, spans, tiles, first_R, out, q_stride,
     EACH: tl.constexpr, J: tl.constexpr, D: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_P: tl.constexpr,
     UNIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of a tile of queries of a prompt's row to all positions that they see. `tile_Z2`: row, and
-    first query among the row's; `first_R`: the row's first token among all."""
+    """Compute the attention of a tile of queries of a prompt's row to all positions that they see. `first_R`: the row's
+    first token among all."""
     j, w = tl.program_id(0), tl.program_id(1)
-    r, first = tl.load(tile_Z2 + 2 * w), tl.load(tile_Z2 + 2 * w + 1)
+    r, first = tl.load(tiles.row_Z + w), tl.load(tiles.query_Z + w)
     start, count, begins = tl.load(spans.start_R + r), tl.load(spans.count_R + r), tl.load(first_R + r)
     y, d = first + tl.arange(0, BLOCK_Y), tl.arange(0, D)[None, :]
     real_Y = y // EACH < count
@@ -448,7 +451,7 @@ def _whole_kernel(
         tl.max(position_Y, 0) + 1, lowest + 1, cache, table, tail, tail_start, tables, pages, j,
         J, D, BLOCK_P, UNIT, STAGES, WINDOW, True,
     )  # fmt: skip
-    _, sum_Y, total_YD = merge(query[0], query[1], query[2], part[0], part[1], part[2])
+    _, sum_Y, total_YD = merge(query, part)
     out_YD = total_YD / tl.where(real_Y, sum_Y, 1.0)[:, None]
     at_Y = token_Y.to(tl.int64) * (J * EACH) + head_Y
     tl.store(out + at_Y[:, None] * D + d, out_YD.to(out.dtype.element_ty), mask=real_Y[:, None])
@@ -543,10 +546,18 @@ class FixedOrderPrompts(AttentionBackend):
         return _PromptPass(pool, batch, self._tiling)
 
 
+class QueryTiles(NamedTuple):
+    """Tiles of the queries of prompts, int32."""
+
+    row_Z: Tensor
+    query_Z: Tensor
+    """First query of the tile, among the row's."""
+
+
 class _PromptPass(AttentionPass):
     def __init__(self, pool: KVPool, batch: ForwardBatch, tiling: dict[str, int]) -> None:
         super().__init__(pool, batch)
-        self._given, self._plans = tiling, dict[int, Tensor]()
+        self._given, self._plans = tiling, dict[int, QueryTiles]()
         starts_R, counts_R = batch.starts_R, batch.counts_R
         device, first_R = pool.keys.device, np.cumsum(counts_R) - counts_R
         arrays = (batch.table_RL, np.arange(len(starts_R)), starts_R, counts_R, first_R)
@@ -563,22 +574,22 @@ class _PromptPass(AttentionPass):
         if tune.block_x == 64 and tokens * h >= 4 * 64 * MULTIPROCESSORS and d <= 128:
             tune = replace(tune, block_x=128, warps=8)
         tune = replace(tune, **self._given)
-        tile_Z2 = self._tiles(h // j, tune.block_x)
+        tiles = self._tiles(h // j, tune.block_x)
         out_THD = torch.empty_like(q_THD)
-        _whole_kernel[(j, len(tile_Z2))](
-            q_THD, cache, *self._tables, self._spans, tile_Z2, self._first_R, out_THD, q_THD.stride(0),
+        _whole_kernel[(j, len(tiles.row_Z))](
+            q_THD, cache, *self._tables, self._spans, tiles, self._first_R, out_THD, q_THD.stride(0),
             EACH=h // j, J=j, D=d, BLOCK_Y=tune.block_x, BLOCK_P=tune.block_p, UNIT=tune.unit, STAGES=tune.stages,
             WINDOW=self.pool.windows[layer] or 0, num_warps=tune.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return out_THD
 
-    def _tiles(self, each: int, size: int) -> Tensor:
+    def _tiles(self, each: int, size: int) -> QueryTiles:
         """Return the tiles, those that read the most positions first."""
         if size not in self._plans:
             counts_R = -(-self.batch.counts_R * each // size)
             row_Z = np.repeat(np.arange(len(counts_R)), counts_R)
             first_Z = offsets(counts_R) * size
             order_Z = np.argsort(-(self.batch.starts_R[row_Z] + first_Z // each), kind="stable")
-            tile_Z2 = np.stack((row_Z, first_Z), 1)[order_Z].astype(np.int32)
-            self._plans[size] = to_device(tile_Z2, self.pool.keys.device)
+            packed = np.stack((row_Z[order_Z], first_Z[order_Z]), dtype=np.int32)  # one copy takes both
+            self._plans[size] = QueryTiles(*to_device(packed, self.pool.keys.device))
         return self._plans[size]
