@@ -170,6 +170,25 @@ def score_rows(inputs: ScoreInputs) -> ScoredRows:
     return RowScorer(inputs).scored_rows()
 
 
+class RowMass(NamedTuple):
+    """The mass of rows, and what is wrong with them."""
+
+    mass_X: Tensor
+    """float64 log mass."""
+    there_X: Tensor
+    """bool: there is a row."""
+    target_nan_X: Tensor
+    """bool: the target's outputs for the row are NaN."""
+    draft_nan_X: Tensor
+
+
+class GroupNan(NamedTuple):
+    """bool: the outputs of a model are NaN for some row of the group."""
+
+    target_G: Tensor
+    draft_G: Tensor
+
+
 class RowScorer:
     """Scores the rows of one round."""
 
@@ -182,12 +201,14 @@ class RowScorer:
 
     def scored_rows(self) -> ScoredRows:
         plan, lookahead = self.plan, self.inputs.lookahead
-        mass_X, there_X, nan_2X = self._rows_ahead() if lookahead else self._blocks_with_bonus()
-        nan_2G = self._of_group(nan_2X)
-        nan_2G[1] |= self._of_group(self._nan_of_blocks()[None])[0]
+        mass = self._rows_ahead() if lookahead else self._blocks_with_bonus()
+        nan = GroupNan(
+            target_G=self._of_group(mass.target_nan_X),
+            draft_G=self._of_group(mass.draft_nan_X | self._nan_of_blocks()),
+        )
         if plan.kind.has_exact:
-            mass_X, there_X, nan_2G = self._matching(mass_X, there_X, nan_2G)
-        mass_X = mass_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            mass, nan = self._matching(mass, nan)
+        mass_X = mass.mass_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         candidate_tokens = self.inputs.target.candidate_tokens
         if candidate_tokens is None:
             candidate_tokens = CandidateTokens.whole(mass_X)
@@ -199,41 +220,39 @@ class RowScorer:
             source=SourceRows(
                 candidates=candidate_tokens,
                 mass_R=mass_X,
-                there_R=there_X,
+                there_R=mass.there_X,
                 groups=Spans(plan.arrays.first_G * width, plan.arrays.size_G * width),
             ),
             alive_A=self.inputs.state.alive_S[plan.arrays.slot_A],
-            target_nan_G=nan_2G[0],
-            draft_nan_G=nan_2G[1],
+            target_nan_G=nan.target_G,
+            draft_nan_G=nan.draft_G,
             own_size_G=torch.where(plan.is_separate_G, plan.arrays.size_G, 0),
             keys_G=plan.keys_G,
         )
 
-    def _rows_ahead(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _rows_ahead(self) -> RowMass:
         """Score the rows that were drafted while the blocks were scored (look-ahead). A row's mass is the product of
-        its block's weight, its share of its root, and the target/draft ratio of its first token. Returns log masses
-        [X], which rows exist [X], and NaN of target and draft [2, X]."""
+        its block's weight, its share of its root, and the target/draft ratio of its first token."""
         verified, drafted, root_X, open_X = self.verified, self.drafted, self.drafted.root_X, self.inputs.open_X
         logq_X = drafted.logq_XK[:, 0]
         logp_X = torch.zeros_like(logq_X) if self.inputs.target.logp_X is None else self.inputs.target.logp_X
         next_X = torch.where(open_X, self.plan.arrays.alpha_A[root_X] * logp_X - logq_X, 0.0)
-        target_nan_X = (open_X & torch.isnan(logp_X)) | verified.nan_A[self.holder_X]
-        return (
-            self._weight_of_blocks()[root_X] + next_X + drafted.share_X.double(),
-            verified.blocks.alive_A[root_X] & (drafted.share_X > -torch.inf),
-            torch.stack((target_nan_X, open_X & torch.isnan(logq_X))),
+        return RowMass(
+            mass_X=self._weight_of_blocks()[root_X] + next_X + drafted.share_X.double(),
+            there_X=verified.blocks.alive_A[root_X] & (drafted.share_X > -torch.inf),
+            target_nan_X=(open_X & torch.isnan(logp_X)) | verified.nan_A[self.holder_X],
+            draft_nan_X=open_X & torch.isnan(logq_X),
         )
 
-    def _blocks_with_bonus(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Score the blocks themselves with the target's normaliser after them (lockstep). Returns the same as
-        `_rows_ahead`."""
+    def _blocks_with_bonus(self) -> RowMass:
+        """Score the blocks themselves with the target's normaliser after them (lockstep)."""
         verified, weight_A = self.verified, self._weight_of_blocks()
         log_z_A = self.inputs.target.log_z_A
         log_z_A = torch.zeros_like(weight_A) if log_z_A is None else torch.where(verified.blocks.open_A, log_z_A, 0.0)
         nan_A = verified.nan_A | torch.isnan(log_z_A)
-        return weight_A + log_z_A, verified.blocks.alive_A, torch.stack((nan_A, torch.zeros_like(nan_A)))
+        return RowMass(weight_A + log_z_A, verified.blocks.alive_A, nan_A, torch.zeros_like(nan_A))
 
-    def _matching(self, mass_X: Tensor, there_X: Tensor, nan_2G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _matching(self, mass: RowMass, nan: GroupNan) -> tuple[RowMass, GroupNan]:
         """Keep, in groups that are decoded exactly, only the rows that follow the target's own draws: in lockstep
         the block that agrees longest; in look-ahead the rows that begin where it ceases to agree, with the token that
         the target draws there."""
@@ -257,13 +276,12 @@ class RowScorer:
         column_Q = torch.arange(verified.nan_AQ.shape[1], device=holder_X.device)
         nan_A = (verified.nan_AQ[best_A] & (column_Q < right_A[:, None])).any(-1)
         is_exact_G = plan.is_exact_G
-        target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A), nan_2G[0])
         share_X = self.drafted.share_X.double().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-        return (
-            torch.where(is_exact_X, share_X, mass_X),
-            there_X & (agrees_X | ~is_exact_X),
-            torch.stack((target_nan_G, nan_2G[1] & ~is_exact_G)),
+        matching = mass._replace(
+            mass_X=torch.where(is_exact_X, share_X, mass.mass_X), there_X=mass.there_X & (agrees_X | ~is_exact_X)
         )
+        target_nan_G = torch.where(is_exact_G, plan.any_of_group(nan_A), nan.target_G)
+        return matching, GroupNan(target_nan_G, nan.draft_G & ~is_exact_G)
 
     def _agrees_up_to(self, cut_X: Tensor, matched: Matches) -> Tensor:
         """Return bool [X]: the block that a row continues, without its last `cut` tokens, is exactly the prefix that
@@ -293,9 +311,9 @@ class RowScorer:
             )
         return nan_X
 
-    def _of_group(self, masks: Tensor) -> Tensor:
-        """Return whether masks hold anywhere in a group, bool [N, G]."""
-        return self.plan.any_of_groups(masks, self.group_X)
+    def _of_group(self, mask_X: Tensor) -> Tensor:
+        """Return whether a mask holds anywhere in a group, bool [G]."""
+        return self.plan.any_of_group(mask_X, self.group_X)
 
 
 class SelectedRows(NamedTuple):

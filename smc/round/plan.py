@@ -311,14 +311,11 @@ class RoundPlan(Generic[Array]):
         slot_A = self.arrays.slot_A
         return torch.arange(len(slot_A), device=slot_A.device).repeat_interleave(width)
 
-    def any_of_group(self: RoundPlan[Tensor], mask_A: Tensor) -> Tensor:
-        """Return whether a mask holds anywhere in a group, bool [G]."""
-        return self.any_of_groups(mask_A[None], self.arrays.group_A)[0]
-
-    def any_of_groups(self: RoundPlan[Tensor], masks: Tensor, group_R: Tensor) -> Tensor:
-        """Return whether masks hold anywhere in a group, bool [masks, G]; `group_R` is the group of every entry."""
-        counts = torch.zeros(len(masks), len(self.arrays.first_G), device=masks.device)
-        return counts.index_add(1, group_R, masks.float()) > 0
+    def any_of_group(self: RoundPlan[Tensor], mask_R: Tensor, group_R: Tensor | None = None) -> Tensor:
+        """Return whether a mask holds anywhere in a group, bool [G]. `group_R`: the group of every entry; by default
+        there is one for each batch index."""
+        counts_G = torch.zeros(len(self.arrays.first_G), device=mask_R.device)
+        return counts_G.index_add(0, self.arrays.group_A if group_R is None else group_R, mask_R.float()) > 0
 
 
 PARTS = tuple(field.name for field in fields(RoundPlan))[2:]
