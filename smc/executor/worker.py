@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from smc.algorithm.expansion import SourceRows
 from smc.algorithm.resampling import Spans
 from smc.api.constraint import Constraint
-from smc.arrays import is_one_of, offsets, to_device
+from smc.arrays import is_one_of, map_tensors, offsets, to_device, where
 from smc.attention.backend import ForwardBatch
 from smc.attention.prompts import PromptAttention
 from smc.constraint_masks import Follower, MaskWriter
@@ -54,11 +54,19 @@ def last_tokens(counts_R: np.ndarray, scored_R: np.ndarray) -> np.ndarray:
     return end_T - np.repeat(scored_R, scored_R) + offsets(scored_R)
 
 
+class TopTokens(NamedTuple):
+    """The likeliest tokens, with the fields of `PromptResult` that have axis Y."""
+
+    top_YC: Tensor
+    top_logp_YC: Tensor
+    given_logp_Y: Tensor
+    given_rank_Y: Tensor
+
+
 def likeliest(
     logits: Callable[[Tensor], Tensor], sampling: Sampling, spec: TopLogprobsSpec, hidden_TE: Tensor, ends_R: np.ndarray
-) -> tuple[Tensor, ...]:
-    """Return the likeliest tokens int32 [Y, K] and their log p [Y, K], then log p and ranks of the given tokens, as in
-    `PromptResult`. `ends_R`: number of positions of every row after this pass."""
+) -> TopTokens:
+    """Return the likeliest tokens. `ends_R`: number of positions of every row after this pass."""
     device, rows = hidden_TE.device, len(spec.distribution.temperature_R)
     scored_R, ends_R = spec.scored_P[:rows], ends_R[:rows]
     row_Y = np.repeat(np.arange(rows), scored_R)
@@ -82,8 +90,8 @@ def likeliest(
         sampling.write_distribution(logits_TV, spec.distribution.take(row_Y[part]), dist_TV)
         token_TC = first_tokens(dist_TV, min(spec.count, sampling.vocab))
         logp_TC = dist_TV.gather(-1, token_TC)
-        found.append((token_TC.int(), logp_TC, *_given(spec, part, dist_TV)))
-    return tuple(map(torch.cat, zip(*found)))
+        found.append(TopTokens(token_TC.int(), logp_TC, *_given(spec, part, dist_TV)))
+    return TopTokens(*map(torch.cat, zip(*found)))
 
 
 def first_tokens(dist_TV: Tensor, count: int) -> Tensor:
@@ -121,6 +129,33 @@ def _tables(spec: TopLogprobsSpec, vocab: int, device: torch.device) -> BiasTabl
         if machine is not None:
             biases.set(row, machine)
     return biases.tables
+
+
+class FirstTokens(NamedTuple):
+    """The first tokens of answers."""
+
+    token_RF: Tensor
+    """Integers of any type."""
+    logp_RF: Tensor
+    """float32 log p."""
+    logw_RF: Tensor
+    """float64 log-weight of the particle that begins with the token; -inf where none does."""
+
+
+def _empty_result(rows: int) -> PromptResult[Tensor]:
+    """Return the result of prompts without draws and scored tokens."""
+    none_R0, none_00, none_0 = torch.zeros(rows, 0), torch.zeros(0, 0), torch.zeros(0)
+    return PromptResult(
+        drawn_RF=none_R0.int(),
+        drawn_logp_RF=none_R0,
+        raw_logp_RF=none_R0,
+        logw_RF=none_R0.double(),
+        log_z_R=none_R0.sum(1),
+        top_YC=none_00.int(),
+        top_logp_YC=none_00,
+        given_logp_Y=none_0,
+        given_rank_Y=none_0.int(),
+    )
 
 
 class ModelWorker:
@@ -172,21 +207,19 @@ class ModelWorker:
         with self.stages.working():
             began = self.stages.event()
             last_R = np.cumsum(batch.counts_R) - 1
-            none_R0 = torch.zeros(len(batch.counts_R), 0)
-            drawn: tuple[Tensor, ...] = (none_R0.int(), none_R0, none_R0, none_R0.double(), none_R0.sum(1))
-            none_00, none_0 = torch.zeros(0, 0), torch.zeros(0)
-            top_logprobs: tuple[Tensor, ...] = (none_00.int(), none_00, none_0, none_0.int())
+            result = _empty_result(len(batch.counts_R))
             failures: dict[int, str] = {}
             if batch.draws is not None:
-                drawn = self._drawn(batch.draws, self._logits(self._forward(batch, last_R)), batch, failures)
+                result = self._drawn(batch.draws, self._logits(self._forward(batch, last_R)), batch, failures)
             elif batch.top_logprobs is not None:
                 hidden_TE = self._forward(batch, last_tokens(batch.counts_R, batch.top_logprobs.scored_P))
-                top_logprobs = likeliest(
+                top = likeliest(
                     self._logits, self._sampling, batch.top_logprobs, hidden_TE, batch.starts_R + batch.counts_R
                 )
+                result = result._replace(**top._asdict())
             else:
                 self._forward(batch, last_R[:0])
-            result = PromptResult(*(tensor.to("cpu", non_blocking=True) for tensor in (*drawn, *top_logprobs)))
+            result = map_tensors(lambda tensor: tensor.to("cpu", non_blocking=True), result)
             arrived = self.stages.event()
             return AsyncResult(result, arrived, {"prompt": (began, arrived)}, failures)
 
@@ -250,23 +283,29 @@ class ModelWorker:
 
     def _drawn(
         self, draws: Draws, logits_TV: Tensor, batch: PromptBatch, failures: dict[int, str]
-    ) -> tuple[Tensor, ...]:
-        """Return the first arrays of a `PromptResult`, those of draws, from the logits after all rows. Adds to
-        `failures`, by row, why constraints cannot be followed."""
+    ) -> PromptResult[Tensor]:
+        """Return a result with draws, from the logits after all rows. Adds to `failures`, by row, why constraints
+        cannot be followed."""
         rows = len(draws.seed_R)
         ends_R = (batch.starts_R + batch.counts_R)[:rows]
-        token_RF, logp_RF, *weights = self._draw(draws, self._guided(draws, logits_TV), ends_R, failures)
-        raw_logp_RF = logp_RF[:, :0]
+        first, log_z_R = self._draw(draws, self._guided(draws, logits_TV), ends_R, failures)
+        token_RF, raw_logp_RF = first.token_RF, first.logp_RF[:, :0]
         if draws.raw_logprobs:
             row_X = torch.arange(rows, device=self.device).repeat_interleave(token_RF.shape[1])
             raw_logp_X = self._sampling.raw_score(logits_TV[:rows], token_RF.flatten(), row_X)
             raw_logp_RF = raw_logp_X.view(token_RF.shape)
-        return token_RF, logp_RF, raw_logp_RF, *weights
+        return _empty_result(rows)._replace(
+            drawn_RF=token_RF.int(),
+            drawn_logp_RF=first.logp_RF,
+            raw_logp_RF=raw_logp_RF,
+            logw_RF=first.logw_RF,
+            log_z_R=log_z_R,
+        )
 
     def _draw(
         self, draws: Draws, logits_RV: Tensor, position_R: np.ndarray, failures: dict[int, str]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the drawn tokens, their log p, log-weights and log Z of a `PromptResult`, on the device."""
+    ) -> tuple[FirstTokens, Tensor]:
+        """Return the drawn tokens, and log Z of a `PromptResult`, on the device."""
         numbers = (draws.seed_R, draws.round_R, draws.stream_RF, position_R.astype(np.int64))
         # On the host, where the random words are computed: reading the keys from the device would wait for it.
         seed_R, round_R, stream_RF, drawn_at_R = map(torch.from_numpy, numbers)
@@ -297,15 +336,13 @@ class ModelWorker:
         # A group that is decoded exactly begins with one draw of the target.
         none_RF = is_one_of(decoding_R, EXACT)[:, None] & ~first_F
         logw_RF = weight_R[:, None].expand(token_RF.shape).masked_fill(none_RF, -torch.inf)
+        first = FirstTokens(token_RF, logp_RF, logw_RF)
         if (draws.decoding_R == Decoding.DISTINCT).any():
             theirs = self._draw_distinct(sampling, draws, distribution, logits_RV, keys, weight_R)
             if mass_R is not None:
-                theirs = (theirs[0], theirs[1] + mass_R[:, None], theirs[2])
-            is_distinct_R1 = (decoding_R == Decoding.DISTINCT)[:, None]
-            token_RF, logp_RF, logw_RF = (
-                torch.where(is_distinct_R1, *pair) for pair in zip(theirs, (token_RF, logp_RF, logw_RF))
-            )
-        return token_RF.int(), logp_RF, logw_RF, log_z_R
+                theirs = theirs._replace(logp_RF=theirs.logp_RF + mass_R[:, None])
+            first = where((decoding_R == Decoding.DISTINCT)[:, None], theirs, first)
+        return first, log_z_R
 
     def _constrained(
         self, draws: Draws, logits_RV: Tensor, failures: dict[int, str]
@@ -348,9 +385,8 @@ class ModelWorker:
         logits_RV: Tensor,
         keys: DrawKeys,
         weight_R: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw without replacement. Returns tokens [R, F], their log p [R, F] and log-weights [R, F]. `weight`: log of
-        each row's total mass."""
+    ) -> FirstTokens:
+        """Draw without replacement. `weight`: log of each row's total mass."""
         most = keys.stream_RF.shape[1]
         keys = keys._replace(stream_RF=keys.stream_RF[:, :1])
         candidate_tokens, candidate_logp_RC, _ = sampling.propose_bonus(logits_RV, distribution, keys)
@@ -363,4 +399,4 @@ class ModelWorker:
         chosen = self.ops.expand(source, kept, count_R, decoding_R, keys_R, FIRST_STEP, len(rows) * most)
         token_X = candidate_tokens.token_RC[chosen.parent_X, chosen.candidate_X]
         logp_X = candidate_logp_RC[chosen.parent_X, chosen.candidate_X]
-        return token_X.view(-1, most), logp_X.view(-1, most), chosen.mass_X.view(-1, most)
+        return FirstTokens(token_X.view(-1, most), logp_X.view(-1, most), chosen.mass_X.view(-1, most))
