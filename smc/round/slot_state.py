@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smc.algorithm.selection import NextParticles
-from smc.arrays import FieldMemory, field, to_device
+from smc.arrays import FieldMemory, field, map_tensors, to_device
 from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import RoundPlan
 from smc.stops import START, StopMachine, StopTables
@@ -60,6 +60,43 @@ class SequenceHandoff:
     tokens_RL: np.ndarray | None = None
     """int32 token of every page of `pages_RL`, for a request with penalties or a constraint; None for other
     requests."""
+
+
+class JoiningParticles(NamedTuple, Generic[Array]):
+    """The numbers of a `SequenceHandoff`, one for each particle, in the types of `SlotState`."""
+
+    slots_N: Array
+    base_N: Array
+    limit_N: Array
+    least_N: Array
+    entry_N: Array
+    end_N: Array
+    pending_N: Array
+    pending_NQ: Array
+    text_N: Array
+    logw_N: Array
+    ended_N: Array
+    alive_N: Array
+
+    @staticmethod
+    def of(group: SequenceHandoff) -> JoiningParticles[np.ndarray]:
+        def of_all(value: int) -> np.ndarray:
+            return np.full(len(group.slots_N), value, dtype=np.int64)
+
+        return JoiningParticles(
+            slots_N=group.slots_N.astype(np.int64),
+            base_N=of_all(group.base),
+            limit_N=of_all(group.limit),
+            least_N=of_all(group.least),
+            entry_N=of_all(group.stops),
+            end_N=group.end_N.astype(np.int64),
+            pending_N=group.pending_N.astype(np.int64),
+            pending_NQ=group.pending_NQ.astype(np.int64),
+            text_N=group.text_N.astype(np.int64),
+            logw_N=group.logw_N,
+            ended_N=group.ended_N,
+            alive_N=group.alive_N,
+        )
 
 
 class SlotState(NamedTuple):
@@ -135,23 +172,24 @@ class SlotState(NamedTuple):
 
         All numbers take one copy. Assigning a Python number by index would copy it by itself, from memory that is not
         pinned, and such a copy waits for all work queued on the device."""
-        each = (group.slots_N, group.end_N, group.pending_N, group.text_N, group.ended_N, group.alive_N)
-        of_all = (group.base, group.limit, group.least, group.stops)
-        columns = np.broadcast_arrays(*each, group.logw_N.view(np.int64), *of_all, *group.pending_NQ.T)
-        numbers_FN = to_device(np.stack(columns, dtype=np.int64), self.device)
-        slots_N, end_N, pending_N, text_N, ended_N, alive_N, logw_N, base_N, limit_N, least_N, entry_N = numbers_FN[:11]
+        here = JoiningParticles.of(group)
+        memory = FieldMemory(here)
+        packed = memory.allocate(torch.device("cpu"))
+        map_tensors(np.copyto, map_tensors(Tensor.numpy, packed.fields), here)
+        there: JoiningParticles[Tensor] = memory.views(to_device(packed.memory.numpy(), self.device))
+        slots_N = there.slots_N
         for field_S, values_N in (
-            (self.base_S, base_N),
-            (self.limit_S, limit_N),
-            (self.least_S, least_N),
-            (self.end_S, end_N),
-            (self.pending_S, pending_N),
-            (self.ended_S, ended_N.bool()),
-            (self.alive_S, alive_N.bool()),
-            (self.text_S, text_N),
-            (self.logw_S, logw_N.view(torch.float64)),
-            (self.entry_S, entry_N),
-            (self.pending_SQ[:, : group.pending_NQ.shape[1]], numbers_FN[11:].T),
+            (self.base_S, there.base_N),
+            (self.limit_S, there.limit_N),
+            (self.least_S, there.least_N),
+            (self.end_S, there.end_N),
+            (self.pending_S, there.pending_N),
+            (self.ended_S, there.ended_N),
+            (self.alive_S, there.alive_N),
+            (self.text_S, there.text_N),
+            (self.logw_S, there.logw_N),
+            (self.entry_S, there.entry_N),
+            (self.pending_SQ[:, : there.pending_NQ.shape[1]], there.pending_NQ),
         ):
             field_S.index_copy_(0, slots_N, values_N)
         pages_NL = to_device(group.pages_RL, self.device).expand(len(slots_N), -1)
