@@ -20,6 +20,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -282,7 +283,7 @@ class RoundScheduler:
                 each.group.fail_constraint(failures[launched_g])
         again_G = redrafted_A[population.first_G]
         depths = [step.size.redrafted + 1 if again else each.depth for each, again in zip(groups, again_G.tolist())]
-        self._count(population, depths, step.size.branches, result, current_G, more_G, (restarts_G, again_G))
+        self._count(population, depths, step.size.branches, result, current_G, more_G, restarts_G, again_G)
         if drafted is not None:
             observed = map_tensors(lambda values_A: values_A[index_A], drafted.observed)
             self._observe_draws(population, observed, [each.exponent for each in groups])
@@ -429,34 +430,34 @@ class RoundScheduler:
         result: RoundResult[np.ndarray],
         current_G: np.ndarray,
         confirmed_G: np.ndarray,
-        after_misses: tuple[np.ndarray, np.ndarray],
+        restarts_G: np.ndarray,
+        again_G: np.ndarray,
     ) -> None:
         """Fail requests for which a model returned NaN, and count what the round did to each request. `depths`: of the
-        blocks that were verified; `confirmed_G`: answer tokens that became certain; `after_misses`: `restarts` and
-        `again` of `RoundFacts` [G]."""
+        blocks that were verified; `confirmed`, `restarts`, `again`: see `TreeFacts`."""
         for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
             for g in np.flatnonzero(nan_G[current_G]):
                 population.groups[g].fail(role)
         ahead = self.rules.ahead(self.config)
         open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
-        # In the order of the fields of `RoundFacts`.
-        of_groups = (
-            result.statistics.ess_G[current_G],
-            result.statistics.log_z_G[current_G],
-            result.statistics.resampled_G[current_G].astype(bool),
-            result.statistics.collapsed_G[current_G].astype(bool),
-            confirmed_G,
-            population.size_G,
-            result.hit_G[current_G].astype(bool) & ahead,
-            *after_misses,
-            open_G,
-        )
+        hit_G = result.hit_G[current_G].astype(bool) & ahead
         # Converting whole arrays is cheaper than converting each element.
-        columns, trees = [values_G.tolist() for values_G in of_groups], Counter[TreeFacts]()
-        for group, depth, *values in zip(population.groups, depths, *columns):
+        of_trees = (each.tolist() for each in (confirmed_G, population.size_G, hit_G, restarts_G, again_G))
+        trees = map(TreeFacts, *of_trees, depths, repeat(branches), repeat(ahead))
+        of_groups = map_tensors(lambda values_G: values_G[current_G].tolist(), result.statistics)
+        facts = map(
+            RoundFacts,
+            of_groups.ess_G,
+            of_groups.log_z_G,
+            map(bool, of_groups.resampled_G),
+            map(bool, of_groups.collapsed_G),
+            open_G.tolist(),
+            trees,
+        )
+        counted = Counter[TreeFacts]()
+        for group, of_group in zip(population.groups, facts, strict=True):
             group.end_round()
             self._stats.exact_alone_rounds += group.alone
-            facts = RoundFacts._make((*values, depth, branches, ahead))
-            group.rules.count_round(group, facts, self._stats, trees)
-        for of_tree, times in trees.items():
-            of_tree.add_to(self.acceptance, times)
+            group.rules.count_round(group, of_group, self._stats, counted)
+        for tree, times in counted.items():
+            tree.add_to(self.acceptance, times)

@@ -67,13 +67,9 @@ class CountedRequest(Protocol):
     def params(self) -> SamplingParams: ...
 
 
-class RoundFacts(NamedTuple):
-    """What one round did to one request."""
+class TreeFacts(NamedTuple):
+    """What a round says about its tree, or about its population of rows. Many requests have the same in a round."""
 
-    ess: float
-    log_z: float
-    resampled: bool
-    collapsed: bool
     confirmed: int
     """Answer tokens that became certain."""
     rows: int
@@ -83,34 +79,12 @@ class RoundFacts(NamedTuple):
     """Whether the round verified one token alone, since no rows drafted ahead had continued."""
     again: bool
     """Whether it verified a block that was drafted again for the same reason."""
-    open: bool
-    """Whether a row of the request has not ended."""
     block: int
     """Maximum number of tokens that were drafted for a row."""
     branches: int
     """Rows that continued each row."""
     ahead: bool
     """Whether the round drafted the next block while the target scored the current one."""
-
-    @property
-    def of_tree(self) -> TreeFacts:
-        """What is counted about the misses of a tree."""
-        return TreeFacts(
-            self.confirmed, self.rows, self.hit, self.restarts, self.again, self.block, self.branches, self.ahead
-        )
-
-
-class TreeFacts(NamedTuple):
-    """The fields of `RoundFacts` that tell what a tree missed. Many requests have the same in a round."""
-
-    confirmed: int
-    rows: int
-    hit: bool
-    restarts: bool
-    again: bool
-    block: int
-    branches: int
-    ahead: bool
 
     def add_to(self, acceptance: Acceptance, times: int = 1) -> None:
         """Count so many rounds with these facts."""
@@ -125,6 +99,18 @@ class TreeFacts(NamedTuple):
             outcome = Miss.WHOLE if is_whole else Miss.PART, not self.hit
             tried = min(confirmed, block - 1)
             acceptance.count(tried, not is_whole, *width, block, again=self.again, outcome=outcome, times=times)
+
+
+class RoundFacts(NamedTuple):
+    """What one round did to one request."""
+
+    ess: float
+    log_z: float
+    resampled: bool
+    collapsed: bool
+    open: bool
+    """Whether a row of the request has not ended."""
+    tree: TreeFacts
 
 
 class DecodingRules(ABC):
@@ -439,18 +425,17 @@ class Exact(Competing):
     ) -> None:
         if group.error:
             return
-        confirmed, block, ahead, hit = facts.confirmed, facts.block, facts.ahead, facts.hit
-        group.counters.count_tree(confirmed, facts.rows, ahead, hit)
+        tree = facts.tree
+        group.counters.count_tree(tree.confirmed, tree.rows, tree.ahead, tree.hit)
         if self.adaptive(group.params) and facts.open:
-            of_tree = facts.of_tree
-            of_tree.add_to(group.acceptance)
-            trees[of_tree] += 1
+            tree.add_to(group.acceptance)
+            trees[tree] += 1
         # The last confirmed token is a draw of the target that was not drafted, unless rows drafted ahead begin with
         # it.
-        accepted = confirmed if hit else max(confirmed - 1, 0)
+        accepted = tree.confirmed if tree.hit else max(tree.confirmed - 1, 0)
         verification = group.params.verification
         assert verification is not None, "the verification of exact decoding is filled in"
-        stats.exact[verification].count(accepted, block, facts.rows, ahead, hit)
+        stats.exact[verification].count(accepted, tree.block, tree.rows, tree.ahead, tree.hit)
 
     def trim_checkpoint(self, checkpoint: Checkpoint) -> None:
         confirmed_N = checkpoint["block_S"] + 1
