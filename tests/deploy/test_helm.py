@@ -484,14 +484,24 @@ def test_the_commands_accept_their_files(variant, tmp_path):
     for params in asked:
         config = worker_group_config({name: value for name, value in params.items() if name not in ("target", "draft")})
         assert bool(params.get("target")) == bool(params.get("draft")) == any(given["models"]["target"].values())
+        chosen_at_start = given["placement"] == "shared" and given["target"]["tp"] > 1
         assert (config.draft_tp, config.target_tp, config.device) == (
-            given["draft"]["tp"],
+            given["draft"].get("tp", None if chosen_at_start else 1),
             given["target"]["tp"],
             given["device"],
         )
         assert config.engine.max_context == given["engine"].get("maxContext")
         assert config.engine.prefix_cache is given["engine"]["prefixCache"]
         assert config.draft_resource == (None if given["topology"] == "pod" else "smc_draft")
+
+
+def test_shared_ranks_choose_how_the_draft_is_divided(tmp_path):
+    """Unless the values say it."""
+    for draft, given in (({}, None), ({"tp": 1}, 1), ({"tp": 2}, 2)):
+        objects = render(SHARED | {"target": {"tp": 2}, "draft": draft})
+        assert read_config(objects, "serve", tmp_path).get("draft_tp") == given
+        (pod,) = of_kind(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+        assert pod["resources"]["limits"]["nvidia.com/gpu"] == 2
 
 
 @every_variant

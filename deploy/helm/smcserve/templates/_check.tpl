@@ -58,8 +58,8 @@
 {{- if $group.gpus -}}
 {{- if ne $v.device "cuda" -}}
 {{- fail (printf "%s.gpus=%v has no effect with device=%s; use device=cuda, or leave it out" $side $group.gpus $v.device) -}}
-{{- else if lt (int $group.gpus) (int $group.tp) -}}
-{{- fail (printf "%s.gpus=%v; allowed: at least %s.tp=%v, because the ranks of a model share a pod" $side $group.gpus $side $group.tp) -}}
+{{- else if lt (int $group.gpus) (default 1 $group.tp | int) -}}
+{{- fail (printf "%s.gpus=%v; allowed: at least %s.tp=%v, because the ranks of a model share a pod" $side $group.gpus $side (default 1 $group.tp)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -87,7 +87,7 @@
 {{- if ne $v.engine.form "lockstep" -}}
 {{- fail (printf "engine.form=%s with placement=shared, where the models work in turn; use engine.form=lockstep" $v.engine.form) -}}
 {{- end -}}
-{{- if not (has (int $v.draft.tp) (list 1 (int $v.target.tp))) -}}
+{{- if not (has (default 1 $v.draft.tp | int) (list 1 (default 1 $v.target.tp | int))) -}}
 {{- fail (printf "draft.tp=%v with placement=shared; allowed: target.tp=%v, or 1" $v.draft.tp $v.target.tp) -}}
 {{- end -}}
 {{- if $v.draft.gpus -}}

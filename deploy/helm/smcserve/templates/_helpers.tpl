@@ -60,7 +60,7 @@ app.kubernetes.io/component: replica
 {{/* Number of GPUs for the draft or the target of a worker group; 0 on CPUs, and for a draft that is on the target's GPUs. Arguments: root, side. */}}
 {{- define "smcserve.gpus" -}}
 {{- $group := index .root.Values .side -}}
-{{- if and (eq .root.Values.device "cuda") (not (and (eq .side "draft") (eq .root.Values.placement "shared"))) -}}{{ default $group.tp $group.gpus | int }}{{- else -}}0{{- end -}}
+{{- if and (eq .root.Values.device "cuda") (not (and (eq .side "draft") (eq .root.Values.placement "shared"))) -}}{{ default (default 1 $group.tp) $group.gpus | int }}{{- else -}}0{{- end -}}
 {{- end -}}
 
 {{/* Seconds that a pod needs to stop: preStop, drain, delivery of statuses and the end of all processes. */}}

@@ -42,7 +42,7 @@ workerGroupSpecs:
     maxReplicas: {{ $group.replicas }}
     rayStartParams:
       # CPUs for one worker group, and the custom resource that places its ranks in this group.
-      num-cpus: {{ $group.tp | quote }}
+      num-cpus: {{ default 1 $group.tp | quote }}
       num-gpus: {{ $gpus | quote }}
       resources: {{ printf "'{\"smc_%s\": 1}'" $side | quote }}
       object-store-memory: {{ int64 $v.ray.objectStoreMemory | quote }}
