@@ -13,6 +13,7 @@ Local axes: Y pairs of words."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -104,7 +105,7 @@ def linear_int4(
     out = x_TI.new_empty(shape, dtype=(dtype or x_TI.dtype) if splits == 1 else torch.float32)
     _require_few(x_TI)
     block_t = token_block(tokens, matrix.group)
-    _launch(x_TI, matrix, out, outputs, (splits, 1), tiling, block_t, pdl, GATED=False, GELU=False)
+    _launch(x_TI, matrix, out, outputs, Parts(splits, 1), tiling, block_t, pdl, GATED=False, GELU=False)
     return out
 
 
@@ -121,7 +122,7 @@ def linear_int4_fixed(
     grid_splits = 1 if tiles >= FIXED_PROGRAMS else splits
     shape = (tokens, outputs) if grid_splits == 1 else (splits, tokens, outputs)
     out = x_TI.new_empty(shape, dtype=(dtype or x_TI.dtype) if grid_splits == 1 else torch.float32)
-    parts = (grid_splits, splits // grid_splits)
+    parts = Parts(grid_splits, splits // grid_splits)
     _launch(x_TI, matrix, out, outputs, parts, tiling, block_t, pdl, GATED=False, GELU=False)
     return out
 
@@ -149,7 +150,7 @@ def gate_up_int4(
     zeros = matrix.zero is not None
     chosen = choose_int4(tokens, inner, matrix.in_features, group, zeros=zeros, gated=True, fixed=fixed)
     tiling, block_t = replace(chosen, **tunables), token_block(tokens, group, fixed=fixed)
-    _launch(x_TI, matrix, out_TI, inner, (1, 1), tiling, block_t, pdl, GATED=True, GELU=gelu)
+    _launch(x_TI, matrix, out_TI, inner, Parts(1, 1), tiling, block_t, pdl, GATED=True, GELU=gelu)
     return out_TI
 
 
@@ -176,18 +177,26 @@ def widened(matrix: Linear, rows: slice, dtype: torch.dtype) -> Tensor:
     return out_OI
 
 
+class Parts(NamedTuple):
+    """How the inputs of a product are divided."""
+
+    programs: int
+    """Number of programs among which they are divided."""
+    each: int
+    """Number of parts that each of these adds up."""
+
+
 def _launch(
     x_TI: Tensor,
     matrix: Linear,
     out: Tensor,
     outputs: int,
-    parts: tuple[int, int],
+    parts: Parts,
     tiling: ProductTiling,
     block_t: int,
     pdl: bool,
     **flags: bool,
 ) -> None:
-    """`parts`: number of programs among which the inputs are divided, and number of parts that each adds up."""
     tokens, inputs = x_TI.shape
     if inputs != matrix.in_features or x_TI.stride(1) != 1:
         raise ValueError(
@@ -195,10 +204,10 @@ def _launch(
         )
     rows = tiling.block_n // 2 if flags["GATED"] else tiling.block_n
     # Programs of the same weights are neighbours, so that the second may find the weights in the L2 cache.
-    _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), parts[0])](
+    _int4[(triton.cdiv(tokens, block_t), triton.cdiv(outputs, rows), parts.programs)](
         x_TI, matrix.weight, matrix.scale, matrix.zero, matrix.bias, out, tokens, outputs, x_TI.stride(0),
-        STEPS=inputs // matrix.group // (parts[0] * parts[1]), PARTS=parts[1], STAGES=tiling.stages, BLOCK_T=block_t,
-        BLOCK_N=tiling.block_n, GROUP=matrix.group, num_warps=tiling.warps, enable_fp_fusion=False,
+        STEPS=inputs // matrix.group // (parts.programs * parts.each), PARTS=parts.each, STAGES=tiling.stages,
+        BLOCK_T=block_t, BLOCK_N=tiling.block_n, GROUP=matrix.group, num_warps=tiling.warps, enable_fp_fusion=False,
         **flags, **launch_options(pdl),
     )  # fmt: skip
 
