@@ -188,8 +188,9 @@ def verify_chains(
     high_PQ, low_PQ, _, _ = _words(seed_P1, blocks.rank_A[index_P][:, None], position_PQ, Purpose.TRIAL)
     uniform_PQ = ((high_PQ << 21) | (low_PQ >> 11)) * 2.0**-53
     lead_U = groups.first_G[groups.size_G > 0]
-    noise = _words(seed_P1[lead_U], torch.zeros_like(seed_P1[lead_U]), position_PQ[lead_U], Purpose.REMAINDER)
-    noise_UQV = -exponentials(noise[0], noise[1], vocab).log()
+    none_U1 = torch.zeros_like(seed_P1[lead_U])
+    high_UQ, low_UQ, _, _ = _words(seed_P1[lead_U], none_U1, position_PQ[lead_U], Purpose.REMAINDER)
+    noise_UQV = -exponentials(high_UQ, low_UQ, vocab).log()
     chains = Chains(blocks.tokens_AQ[index_P], blocks.count_A[index_P], blocks.alive_A[index_P], logp_PQV, logq_PKV)
     return verify_by_rejection(chains, groups, uniform_PQ, noise_UQV)
 
