@@ -12,6 +12,7 @@ import mmap
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,15 @@ def common_blocks(one: Sequence[bytes], other: Sequence[bytes]) -> int:
     return bisect_left(
         range(1, min(len(one), len(other)) + 1), True, key=lambda count: one[count - 1] != other[count - 1]
     )
+
+
+class CachedBeginning(NamedTuple):
+    """Leading tokens of a sequence whose keys and values are cached."""
+
+    tokens: int
+    """Number of these tokens."""
+    page: int
+    """Page of the last of them; the dummy page if there are none."""
 
 
 class PrefixCache:
@@ -68,8 +78,8 @@ class PrefixCache:
         """Return the keys of the whole blocks of `tokens`, in order."""
         return block_keys(tokens, salt, self.block)
 
-    def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return the number of leading tokens that are cached, and the page of the last of them, or 0.
+    def find(self, keys: Sequence[bytes]) -> CachedBeginning:
+        """Return the leading tokens that are cached.
 
         Marks their blocks as just used. A caller that wants to keep the page must `hold` it before anything is
         evicted."""
@@ -80,7 +90,7 @@ class PrefixCache:
             known.append(key)
         for key in reversed(known):
             self._pages.move_to_end(key)
-        return len(known) * self.block, self._pages[known[-1]] if known else DUMMY_PAGE
+        return CachedBeginning(len(known) * self.block, self._pages[known[-1]] if known else DUMMY_PAGE)
 
     def count(self, queried: int, hit: int) -> None:
         """Count the tokens of a match that the caller uses."""
@@ -276,15 +286,15 @@ class KVCacheManager:
         """Return the keys of the blocks of a sequence, for either model's cache."""
         return next((cache.keys(tokens, salt) for cache in self.caches.values()), [])
 
-    def match(self, role: ModelRole, keys: list[bytes], most: int) -> tuple[int, int]:
+    def match(self, role: ModelRole, keys: list[bytes], most: int) -> CachedBeginning:
         """Look up at most `most` tokens by `PrefixCache.find`. The caller holds the page from now on, and calls
         `count_match` if it uses the match."""
         if role not in self.caches:
-            return 0, DUMMY_PAGE
+            return CachedBeginning(0, DUMMY_PAGE)
         cache = self.caches[role]
-        count, page = cache.find(keys[: most // cache.block])
-        self.allocators[role].hold([page])
-        return count, page
+        found = cache.find(keys[: most // cache.block])
+        self.allocators[role].hold([found.page])
+        return found
 
     def common(self, role: ModelRole, one: list[bytes], other: list[bytes], most: int) -> int:
         """Return how many leading tokens, at most `most`, two sequences have in common, in whole blocks of the

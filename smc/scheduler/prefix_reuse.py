@@ -9,7 +9,7 @@ import numpy as np
 
 from smc.api.engine_config import EngineConfig
 from smc.arrays import common_length
-from smc.memory.kv_cache import KVCacheManager
+from smc.memory.kv_cache import CachedBeginning, KVCacheManager
 from smc.memory.pages import DUMMY_PAGE, OutOfPages
 from smc.scheduler.methods import DecodingRules
 from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow
@@ -37,20 +37,20 @@ class PrefixReuse:
         memory, streams = self.memory, job.streams
         cached = {stream: self._match(job, stream) for stream in streams}
         try:
-            wanted = {stream: job.pages(stream) - cached[stream][0] for stream in streams}
+            wanted = {stream: job.pages(stream) - cached[stream].tokens for stream in streams}
             new_pages = self._allocate(wanted, memory.spare(job.round_pages))
-            job.count_cached(min(cached[stream][0] for stream in streams if not stream.unconditional))
+            job.count_cached(min(cached[stream].tokens for stream in streams if not stream.unconditional))
             for stream in streams:
                 sequences = job.sequences(stream)
-                memory.count_match(stream.role, len(sequences[0]), cached[stream][0])
+                memory.count_match(stream.role, len(sequences[0]), cached[stream].tokens)
                 job.rows[stream] = self._rows(stream.role, sequences, cached[stream], new_pages[stream])
             return True
         except OutOfPages:
             return False
         finally:
             # By now the rows hold references to the cached pages that they need.
-            for stream, (_, page) in cached.items():
-                memory.allocators[stream.role].release([page])
+            for stream, beginning in cached.items():
+                memory.allocators[stream.role].release([beginning.page])
 
     def reallocate(self, job: PrefillJob) -> None:
         """Replace pages of a job that has not begun, if by now more of its beginning is cached than when they were
@@ -58,14 +58,14 @@ class PrefixReuse:
         memory = self.memory
         for stream, rows in job.rows.items():
             role = stream.role
-            count, page = self._match(job, stream)
-            if count > rows[0].known:
+            cached = self._match(job, stream)
+            if cached.tokens > rows[0].known:
                 self._release(stream, rows)
                 # Pages that have not been run are not shared, so more pages were just freed than are needed.
-                new_pages = memory.allocate({role: job.pages(stream) - count})
-                job.rows[stream] = self._rows(role, job.sequences(stream), (count, page), new_pages[role])
-                memory.count_match(role, 0, count - rows[0].known)
-            memory.allocators[role].release([page])
+                new_pages = memory.allocate({role: job.pages(stream) - cached.tokens})
+                job.rows[stream] = self._rows(role, job.sequences(stream), cached, new_pages[role])
+                memory.count_match(role, 0, cached.tokens - rows[0].known)
+            memory.allocators[role].release([cached.page])
         job.count_cached(min(rows[0].known for stream, rows in job.rows.items() if not stream.unconditional))
 
     def carry(
@@ -85,7 +85,9 @@ class PrefixReuse:
         try:
             round_pages = rules.round_pages(self.config, group.params, rows)
             spare = memory.spare({stream.role: round_pages[stream.role] for stream in new})
-            new_pages = self._allocate({stream: len(sequences[stream]) - cached[stream][0] for stream in new}, spare)
+            new_pages = self._allocate(
+                {stream: len(sequences[stream]) - cached[stream].tokens for stream in new}, spare
+            )
         except OutOfPages:
             return None
         else:
@@ -94,8 +96,8 @@ class PrefixReuse:
                 for stream in new
             }
         finally:
-            for stream, (_, page) in cached.items():
-                memory.allocators[stream.role].release([page])
+            for stream, beginning in cached.items():
+                memory.allocators[stream.role].release([beginning.page])
         for stream in group.streams:
             role, sequence = stream.role, sequences[stream]
             at = int(self.slots.unconditional_S[slot]) if stream.unconditional else slot
@@ -156,7 +158,7 @@ class PrefixReuse:
         for stream in group.streams:
             self.memory.forget(self._keys(group, stream))
 
-    def _match(self, job: PrefillJob, stream: Stream) -> tuple[int, int]:
+    def _match(self, job: PrefillJob, stream: Stream) -> CachedBeginning:
         return self.memory.match(stream.role, self._keys(job.group, stream), job.most_cached(stream))
 
     def _allocate(self, wanted: dict[Stream, int], spare: dict[ModelRole, int]) -> dict[Stream, np.ndarray]:
@@ -168,10 +170,10 @@ class PrefixReuse:
         return found
 
     def _rows(
-        self, role: ModelRole, sequences: Sequence[np.ndarray], cached: tuple[int, int], new_pages: np.ndarray
+        self, role: ModelRole, sequences: Sequence[np.ndarray], cached: CachedBeginning, new_pages: np.ndarray
     ) -> list[PromptRow]:
-        """Assign pages to sequences that all begin with the `cached` (positions, page); sequences share the pages of
-        common beginnings.
+        """Assign pages to sequences that all begin with the `cached` tokens; sequences share the pages of common
+        beginnings.
 
         `new_pages`: unassigned pages, `count_pages` minus the cached positions. The caller holds one reference to the
         last page of every sequence."""
@@ -179,7 +181,7 @@ class PrefixReuse:
         rows: list[PromptRow] = []
         for i, tokens_L in enumerate(sequences):
             shared = [common_length(tokens_L, other) for other in sequences[:i]]
-            known, pages_L = cached[0], allocator.path(cached[1], cached[0])
+            known, pages_L = cached.tokens, allocator.path(cached.page, cached.tokens)
             if shared and max(shared) > known:
                 known = max(shared)
                 pages_L = rows[shared.index(known)].pages_L[:known]
