@@ -117,6 +117,20 @@ class Ways:
 
 OF_ALL = [Ways.alone, Ways.in_company, Ways.in_chunks, Ways.after_a_cached_prefix, Ways.preempted]
 EXACT = [*OF_ALL, Ways.without_draft, Ways.resumed]
+GUIDANCE = {"guidance_scale": 2.5, "negative_prompt": (7, 7, 2)}
+PENALTIES = {"repetition_penalty": 1.6, "presence_penalty": 0.8, "frequency_penalty": 0.5}
+MASK = {"constraint": {"regex": "([ab]c?[d-f]){12}"}, "ignore_eos": False}
+BIASES = {"logit_bias": {2: 1.5, 5: -1.0, 7: 1.0}, "min_tokens": 12, "ignore_eos": False}
+CHANGES = {
+    "guidance": GUIDANCE,
+    "penalties": PENALTIES,
+    "mask": MASK,
+    "biases": BIASES,
+    "all changes": GUIDANCE | PENALTIES | MASK | BIASES,
+}
+"""What changes logits before a token is drawn."""
+NEAR_TIES = {"guidance": 13, "penalties": 19, "mask": 16, "biases": 5, "all changes": 10}
+"""Seeds of near ties: torch's rounding decides some of their tokens, so that its exact answers are not the target's."""
 
 
 def cases(first: dict[str, tuple], ways: list[Callable], quick: Collection[tuple[str, Callable]]) -> list:
@@ -147,11 +161,17 @@ def in_bfloat16() -> ModelPair:
     return replace(made, target=made.target.bfloat16(), draft=made.draft.bfloat16())
 
 
+def asked(method: str, **law: object) -> Request:
+    """Return the request that the ways answer. `law`: sampling parameters, and perhaps a negative prompt."""
+    negative_prompt = law.pop("negative_prompt", None)
+    return replace(request(PROMPT, "0", method=method, **law), negative_prompt=negative_prompt)
+
+
 def assert_the_target_s(way: Callable[[Ways], Answer], made: ModelPair, config: EngineConfig, **law: object) -> Answer:
     """Assert that an exact answer is that of the target alone; with numerics=invariant bit for bit. Returns it."""
     particles = law.pop("particles")
-    expected = Ways(made, config, request(PROMPT, "0", method="target", **law)).alone()
-    found = way(Ways(made, config, request(PROMPT, "0", method="exact", particles=particles, **law)))
+    expected = Ways(made, config, asked("target", **law)).alone()
+    found = way(Ways(made, config, asked("exact", particles=particles, **law)))
     assert found.tokens == expected.tokens and len(expected.tokens) == law["max_tokens"]
     if config.numerics == "invariant":
         assert found.statistics.numerics == "invariant"
@@ -207,6 +227,28 @@ def test_exact_with_other_blocks(config, particles, way, kernels, mode, engines)
     engines(kernels)
     config = replace(in_order(config, kernels), logprobs_mode=mode)
     assert_the_target_s(way, in_bfloat16(), config, **LAW, **CUT, particles=particles)
+
+
+@pytest.mark.parametrize(
+    ("config", "particles", "name", "way", "kernels"),
+    cases(
+        {name: (*SHAPES[i % 2], name) for i, name in enumerate(CHANGES)},
+        [Ways.in_company, Ways.preempted, Ways.without_draft, Ways.resumed],
+        [("all changes", way) for way in (Ways.preempted, Ways.without_draft)],
+    ),
+)
+def test_exact_with_changed_logits(config, particles, name, way, kernels, engines):
+    engines(kernels)
+    law = LAW | CHANGES[name] | {"seed": NEAR_TIES[name] if kernels else 3}
+    assert_the_target_s(way, in_bfloat16(), in_order(config, kernels), **law, particles=particles)
+
+
+def test_each_change_of_logits_changes_the_answer():
+    """Exact answers that ignored it would not be the target's."""
+    made, one = in_bfloat16(), dict(LAW, method="target")
+    plain = Ways(made, LOCKSTEP, asked(**one)).alone().tokens
+    found = {name: Ways(made, LOCKSTEP, asked(**(one | change))).alone().tokens for name, change in CHANGES.items()}
+    assert len({plain, *found.values()}) == 1 + len(CHANGES), found
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,17 @@ from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows
 from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import Linear, QuantisedRows, pack, quantise, quantise_int4
 from smc.model.quantisation import Int4Format
-from tests.executor.test_company import CUT, EXACT, LAW, LAWS, OF_ALL, Ways, assert_as_alone, assert_the_target_s
+from tests.executor.test_company import (
+    CHANGES,
+    CUT,
+    EXACT,
+    LAW,
+    LAWS,
+    OF_ALL,
+    Ways,
+    assert_as_alone,
+    assert_the_target_s,
+)
 from tests.executor.test_company import SHAPES as WAY_SHAPES
 from tests.model.tiny import OF_FAMILY, random_decoder, tiny_config
 from tests.scheduler.harness import answers, request
@@ -39,6 +49,7 @@ SHAPES = [
 """Outputs, inputs, and whether there is a bias."""
 BF16 = torch.bfloat16
 QUICK = ("olmo2", "gemma3_text", "phi3")
+QUICK_WAYS = (Ways.in_company, Ways.without_draft)
 SHAPE = {
     "hidden_size": 256, "head_dim": 64, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 512,
     "max_context": 1024,
@@ -156,6 +167,17 @@ def on_gpu() -> ModelPair:
 def test_exact_answers_in_every_way(way, config, particles, more):
     config = replace(config, numerics="invariant")
     assert_the_target_s(way, on_gpu(), config, **LAW, **more, particles=particles)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, id=way.__name__, marks=[] if way in QUICK_WAYS else pytest.mark.slow) for way in EXACT],
+)
+@pytest.mark.parametrize(("config", "particles"), WAY_SHAPES[:2])
+@pytest.mark.parametrize("name", CHANGES)
+def test_exact_answers_with_changed_logits(way, config, particles, name):
+    config, law = replace(config, numerics="invariant"), LAW | CHANGES[name]
+    assert_the_target_s(way, on_gpu(), config, **law, particles=particles)
 
 
 @pytest.mark.parametrize("way", OF_ALL[1:], ids=lambda way: way.__name__)
