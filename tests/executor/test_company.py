@@ -70,7 +70,8 @@ def preempt(engine: Engine, steps: int) -> None:
 
 
 def lose_draft(engine: Engine, steps: int) -> None:
-    if steps == 4:
+    """Lose the draft once rounds of both models have confirmed tokens; on a GPU another one is in flight."""
+    if engine.fallback.has_draft and any(group.committed > 3 for group in running(engine)):
         assert engine.detach_draft() == []
 
 
@@ -106,7 +107,10 @@ class Ways:
         return found
 
     def without_draft(self) -> Answer:
-        return stepped(self.engine(), self.one, lose_draft)
+        engine = self.engine()
+        found = stepped(engine, self.one, lose_draft)
+        assert not engine.fallback.has_draft
+        return found
 
     def resumed(self) -> Answer:
         whole = self.alone()

@@ -161,7 +161,7 @@ def on_gpu() -> ModelPair:
     return ModelPair(target.to("cuda", BF16), draft.to("cuda", BF16), letter_tokenizer(8), 64)
 
 
-@pytest.mark.parametrize("way", [way for way in EXACT if way is not Ways.without_draft], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", EXACT, ids=lambda way: way.__name__)
 @pytest.mark.parametrize(("config", "particles"), WAY_SHAPES)
 @pytest.mark.parametrize("more", [{}, CUT], ids=["whole", "cut"])
 def test_exact_answers_in_every_way(way, config, particles, more):
