@@ -3,6 +3,8 @@ the work, nor on the kernel that does it."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -43,9 +45,9 @@ def rows_of(built: Built, **tiling: int) -> Tensor:
     return built._run_long(made)
 
 
-def step_of(built: Built, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+def step_of(built: Built, monkeypatch: pytest.MonkeyPatch, **tiling: int) -> Tensor:
     """Run the kernel of short contexts."""
-    own = FixedTiling(**TILING, block_x=16, pieces=1, alone=0, stages=2, warps=4)
+    own = FixedTiling(**(TILING | tiling), block_x=16, pieces=1, alone=0, stages=2, warps=4)
 
     def step(*args: Any, tiling: None, **options: Any) -> None:
         step_attention_fixed(*args, tiling=tiling or own, **options)
@@ -54,7 +56,7 @@ def step_of(built: Built, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     return built.run_short()
 
 
-def prompts_of(built: Built, block_x: int) -> Tensor:
+def prompts_of(built: Built, block_x: int, **tiling: int) -> Tensor:
     """Run the kernel of prompts over the same rows."""
     case, live = built.case, [r for r in built.pages if int(built.count_R[r])]
     out_THD = torch.zeros(built.q_THD.shape, dtype=case.dtype)
@@ -70,9 +72,55 @@ def prompts_of(built: Built, block_x: int) -> Tensor:
         table_RL, starts_R, counts_R, pages_T, position_T, np.arange(len(live) + 1), np.zeros(len(live), np.int64)
     )
     pool = SimpleNamespace(keys=built.keys[None].to(DEVICE), values=built.values[None].to(DEVICE), windows=(None,))
-    planned = FixedOrderPrompts(**TILING, block_x=block_x).plan(pool, batch)
+    planned = FixedOrderPrompts(**(TILING | tiling), block_x=block_x).plan(pool, batch)
     out_THD[index_T] = planned.read(0, built.q_THD[index_T].to(DEVICE)).cpu()
     return out_THD
+
+
+def cancelling(case: Case) -> Built:
+    """Build one group whose results are near ties with zero: positions half a prefix apart have equal keys and opposite
+    values, and new tokens have no values, so that every result is what rounding has left of its sums."""
+    built, half = Built(case), case.shared[0] // 2
+    first = next(iter(built.pages.values()))
+    built.keys[first[half : 2 * half]] = built.keys[first[:half]]
+    built.values[first[half : 2 * half]] = -built.values[first[:half]]
+    for pages in built.pages.values():
+        built.values[pages[2 * half :]] = 0.0
+    return built
+
+
+def some_rows(built: Built, rows: Sequence[int]) -> Built:
+    """Return a group of these rows of a built group, on the same pages."""
+    made, zeros_R = copy.copy(built), torch.zeros(len(rows), dtype=torch.int32)
+    made.rows = made.together = len(rows)
+    for name in ("slot_R", "start_R", "count_R", "tail_RB", "tail_R"):
+        setattr(made, name, getattr(built, name)[rows])
+    made.group_R, made.first_G, made.size_G, made.shared_G = (
+        zeros_R,
+        zeros_R[:1],
+        zeros_R[:1] + len(rows),
+        built.shared_G[:1],
+    )
+    made.pages = {i: built.pages[row] for i, row in enumerate(rows)}
+    made.q_THD = built.q_THD.unflatten(0, (-1, built.case.queries))[rows].flatten(0, 1)
+    return made
+
+
+def assert_near_ties_stay(
+    case: Case, counts: Sequence[int], monkeypatch: pytest.MonkeyPatch, order: dict[str, int], other: dict[str, int]
+) -> None:
+    """A row's results that cancel have the same bits alone and among `counts` rows, in all kernels. `order`, `other`:
+    tilings with two orders of sums, which the results must show."""
+    built = cancelling(case)
+    own, *others = built.pages
+    row = some_rows(built, [own])
+    alone = rows_of(row, **order)
+    for count in counts:
+        at, rows = count // 2, others[: count - 1]
+        among = some_rows(built, [*rows[:at], own, *rows[at:]])
+        for made in (rows_of(among, **order), step_of(among, monkeypatch, **order), prompts_of(among, 16, **order)):
+            assert torch.equal(made[at * case.queries : (at + 1) * case.queries], alone), count
+    assert float((rows_of(row, **other) == alone).double().mean()) < 0.5, "the order of sums can be seen"
 
 
 @pytest.mark.parametrize("name", [*SOME, *LONG])
@@ -139,3 +187,18 @@ def test_shapes_share_workspaces():
     before = first._run_long(made[0])
     second._run_long(made[1])
     assert torch.equal(first._run_long(made[0]), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("queries", "counts"),
+    [
+        (1, (2, 17, 65)),
+        (5, (9,)),
+        pytest.param(1, (257, 512), marks=pytest.mark.slow),
+        pytest.param(5, (102,), marks=pytest.mark.slow),
+    ],
+)
+def test_near_ties_of_up_to_512_queries(queries, counts, dtype, monkeypatch):
+    case = Case([300], [[(300, queries)] * max(counts)], queries, (4, 2), 16, dtype)
+    assert_near_ties_stay(case, counts, monkeypatch, TILING, {"unit": 64, "block_p": 32})

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.exactness import main as exactness
 from benchmarks.invariance import main as invariance
 from smc.api.engine_config import EngineConfig
+from smc.attention.fixed_order import UNIT, FixedTiling
 from smc.kernels.fixed_order import gate_up_fixed, linear_fixed
 from smc.kernels.int4 import gate_up_int4, linear_int4_fixed
 from smc.kernels.linear import reduce
@@ -21,6 +22,8 @@ from smc.kernels.norm import Residual, add_norm, add_norm_rounded, round_rows
 from smc.local_engine import ModelPair, local_engine
 from smc.model.linear import Linear, QuantisedRows, pack, quantise, quantise_int4
 from smc.model.quantisation import Int4Format
+from tests.attention.packed import Case
+from tests.attention.test_fixed_order import assert_near_ties_stay
 from tests.executor.test_company import (
     CHANGES,
     CUT,
@@ -33,6 +36,7 @@ from tests.executor.test_company import (
     assert_the_target_s,
 )
 from tests.executor.test_company import SHAPES as WAY_SHAPES
+from tests.kernels.test_norm import norm_near_ties, taken_in
 from tests.model.tiny import OF_FAMILY, random_decoder, tiny_config
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import letter_tokenizer, peaked
@@ -122,7 +126,7 @@ def test_products_of_1_to_512_rows(kind, outputs, inputs, biased):
     ],
 )
 def test_logits_of_a_position(shape, dtype):
-    sizes = ["--rows", "1,17,64,65,200", "--prompts", "1,65,300", "--context", "1200"]
+    sizes = ["--rows", "1,17,64,65,200,512", "--prompts", "1,65,512", "--sequences", "1,8,200,512", "--context", "1200"]
     found = invariance([shape, "--dtype", dtype, "--parts", "operations,passes", *sizes])
     assert not [finding for finding in found if finding.differ], "nothing beside the row changes its bits"
 
@@ -132,25 +136,30 @@ def test_logits_of_a_position(shape, dtype):
 )
 def test_logits_of_every_family(family):
     model = random_decoder(tiny_config(family, **SHAPE, vocab_size=4096))
-    sizes = ["--rows", "1,17,65,200", "--prompts", "1,65,300", "--context", "700"]
+    sizes = ["--rows", "1,17,65,512", "--prompts", "1,65,300", "--context", "700"]
     found = invariance(["--device", "cuda", "--dtype", "bfloat16", "--parts", "operations,passes", *sizes], model)
     assert not [finding for finding in found if finding.differ], "nothing beside the row changes its bits"
 
 
+@pytest.mark.parametrize("kind", [BF16, torch.float32])
 @pytest.mark.parametrize("features", [896, 4096, 5120, 8192])
-def test_norms_after_products_of_few_and_of_many_tokens(features):
+def test_norms_after_products_of_few_and_of_many_tokens(features, kind):
     """A row's norm is the same whether the product before it left partial sums or their rounded sum, with and without
-    a norm of the product, in bfloat16 and rounded to FP8."""
-    x_TE, weight_E = torch.randn(300, features, device="cuda").to(BF16), torch.rand(features, device="cuda").to(BF16)
-    parts_PTE = torch.randn(4, 300, features, device="cuda")
+    a norm of the product, in the type of the weights and rounded to FP8, where sums are near ties."""
+    x_TE, parts_PTE = norm_near_ties(512, features, torch.device("cuda"))
+    weight_E = torch.rand(features, device="cuda").to(kind)
     sum_TE = reduce(parts_PTE, torch.empty_like(x_TE))
-    for take_in, residual in product((add_norm, add_norm_rounded), (Residual(), Residual(weight_E))):
-        few_TE, many_TE = x_TE.clone(), x_TE.clone()
-        few = take_in(few_TE, parts_PTE, weight_E, 1e-5, residual=residual)
-        many = take_in(many_TE, sum_TE, weight_E, 1e-5, residual=residual)
-        assert torch.equal(few_TE, many_TE)
-        for one, other in zip(*((made,) if isinstance(made, Tensor) else made for made in (few, many))):
-            assert torch.equal(one.float(), other.float())
+    for add, residual in product((add_norm, add_norm_rounded), (Residual(), Residual(weight_E))):
+        few, many = (taken_in(add, x_TE, parts, weight_E, residual) for parts in (parts_PTE, sum_TE))
+        assert all(torch.equal(one, other) for one, other in zip(few, many))
+
+
+@pytest.mark.parametrize(("queries", "counts"), [(1, (2, 33, 65, 257, 512)), (5, (8, 102))])
+def test_attention_of_near_ties(queries, counts, monkeypatch):
+    """With the sizes of a model of 8B, in tiles as in service."""
+    case = Case([1800], [[(1800, queries)] * max(counts)], queries, (32, 8), 128, BF16)
+    order = {"unit": UNIT, "block_p": FixedTiling.choose(1, 1, queries, case.heads, case.dim, BF16).block_p}
+    assert_near_ties_stay(case, counts, monkeypatch, order, {"unit": 2 * UNIT, "block_p": 32})
 
 
 def on_gpu() -> ModelPair:

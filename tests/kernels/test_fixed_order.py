@@ -1,6 +1,8 @@
 """Products in one order of sums: the bits of a token are the same for every number of tokens. The numbers are such that
 sums of a part are exact and sums of parts are not, so that another order of parts would be seen, and the interpreter's
-own order within a part is not."""
+own order within a part is not.
+
+Local axes: Z experts; of gates and ups, both of each."""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ from smc.kernels.norm import silu_mul
 from smc.model.decoder import Experts
 from smc.model.linear import FP8, Linear, QuantisedRows
 from smc.model.quantisation import Int4Format
+from tests.kernels.test_experts import in_int4
 from tests.kernels.test_linear import KIND
 from tests.model.tiny import tiny_config
 
 COUNTS = (1, 2, 17, 64, 65, 130, 300)
 OUTPUTS, INPUTS = 200, 512
+HIDDEN, INNER = 64, 32
+"""Sizes of experts."""
 
 
 def whole_numbers(rows: int, columns: int, device: torch.device, seed: int, parts: int = 1) -> Tensor:
@@ -191,18 +196,56 @@ def test_the_library_is_compared_by_a_bias_that_shows_when_it_is_added(kind):
     assert share_of_equal(torch.zeros_like(bias_O)) == 1
 
 
-def test_experts(device, monkeypatch):
-    """Few tokens run through all experts, many are sorted by expert first."""
-    monkeypatch.setattr("smc.kernels.experts.MOST_TOKENS", 16)
-    config = tiny_config("qwen3_moe", hidden_size=64, intermediate_size=32)
+def some_experts(device: torch.device, **sizes: int) -> Experts:
+    config = tiny_config("qwen3_moe", hidden_size=HIDDEN, intermediate_size=INNER, **sizes)
     torch.manual_seed(9)
     module = Experts(config).to(device).to(KIND).requires_grad_(False)
     for weight in module.parameters():
         weight.normal_(0.0, 0.1)
-    x_TE = torch.randn(150, 64, device=device).to(KIND)
+    return module
+
+
+def test_experts(device, monkeypatch):
+    """Few tokens run through all experts, many are sorted by expert first."""
+    monkeypatch.setattr("smc.kernels.experts.MOST_TOKENS", 16)
+    module, x_TE = some_experts(device), torch.randn(150, HIDDEN, device=device).to(KIND)
     made = {count: experts_fixed(module, x_TE[:count]).transpose(0, 1) for count in (150, 17, 16, 1)}
     assert_alike(made)
     torch.testing.assert_close(made[150], experts(module, x_TE).transpose(0, 1), atol=1e-3, rtol=1e-2)
+
+
+def cancel(weight_OI: Tensor) -> None:
+    """Let products with inputs whose halves are equal be what rounding has left of them."""
+    half = weight_OI.shape[1] // 2
+    weight_OI[:, half:] = -weight_OI[:, :half]
+
+
+def share_of_equal(one: Tensor, other: Tensor) -> float:
+    return float((one == other).double().mean())
+
+
+@pytest.mark.parametrize("int4", [False, True])
+def test_near_ties_between_experts_of_up_to_512_tokens(device, int4):
+    """Rounding decides which experts a token chooses. In 16 bits it decides their outputs, too."""
+    module = some_experts(device, num_experts=16, experts_per_token=4)
+    x_TE = torch.randn(512, HIDDEN // 2, device=device).repeat(1, 2).to(KIND)
+    router_ZE, down, gate_up = module.router.weight.mul_(64), module.down.weight, module.gate_up.weight
+    gate_up_ZIE = gate_up.view(2 * module.count, INNER, HIDDEN)
+    gate_up_ZIE[:, INNER // 2 :] = gate_up_ZIE[:, : INNER // 2]
+    cancel(router_ZE)
+    cancel(down)
+    if int4:
+        in_int4(module, 32, zeros=True)
+    made = {count: experts_fixed(module, x_TE[:count]).transpose(0, 1) for count in (512, 257, 65, 64, 17, 1)}
+    assert_alike(made)
+    order_E, order_I = torch.randperm(HIDDEN, device=device), torch.randperm(INNER, device=device)
+    logits = [linear_fixed(x, w, 1) for x, w in ((x_TE, router_ZE), (x_TE[:, order_E], router_ZE[:, order_E]))]
+    assert share_of_equal(*(total(each) for each in logits)) < 0.5, "the order of a router's sums can be seen"
+    if not int4:
+        gate_up_ZIE.copy_(gate_up_ZIE[:, order_I])
+        down.copy_(down[:, order_I])
+        moved = experts_fixed(module, x_TE).transpose(0, 1)
+        assert share_of_equal(moved, made[512]) < 0.5, "the order of an expert's sums can be seen"
 
 
 @pytest.mark.parametrize("fp8", [False, True])
