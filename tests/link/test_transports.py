@@ -24,8 +24,9 @@ from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.workers.process import PeerChannel
 from smc.arrays import FieldMemory, field
 from smc.executor.graph_runner import StageRunner
+from smc.round import slot_state, tensors
 from smc.round.slot_state import RoundSelection
-from smc.round.tensors import DraftedRows
+from smc.round.tensors import DraftedRows, message_layouts
 from smc.types import ModelRole
 
 CPU = torch.device("cpu")
@@ -261,6 +262,17 @@ def test_a_leader_whose_tensors_lie_otherwise_is_refused(link, kind, change, mon
     if server is not None:
         server.close()
     replace(where, incarnation=INCARNATION + 1).check_layouts(where.store())
+
+
+def test_the_layouts_of_all_messages_between_models_are_compared():
+    """What has a layout in one piece of memory is sent."""
+    sent = {
+        name
+        for module in (slot_state, tensors)
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and isinstance(vars(kind).get("memory"), staticmethod)
+    }
+    assert sent == {line.partition(".")[0] for line in message_layouts().splitlines() if " at " in line}
 
 
 def test_messages_of_another_incarnation_are_refused(link):
