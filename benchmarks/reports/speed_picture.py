@@ -26,8 +26,8 @@ KINDS = {
 }
 """Kind -> colour and label. Colour-blind readers can tell them apart (Okabe and Ito)."""
 MEASURED = ("bench", "http", "rounds")
-"""How a speed was measured: by `smcserve bench`, by `benchmarks.worker_groups` over HTTP, or by a script, as the tokens
-of a round divided by the median time of rounds."""
+"""How a speed was measured: by `smcserve bench`, by `benchmarks.worker_groups` over HTTP, or by a script, as the mean of
+rounds without those that recorded graphs."""
 TITLE = (
     "Left and middle: Qwen2.5-Coder-1.5B-Instruct, grown to the size of Qwen3-8B, with Qwen2.5-Coder-0.5B-Instruct in "
     "FP8 as its draft, temperature 0.7\n"
@@ -35,7 +35,7 @@ TITLE = (
 )
 PALE = 0.35
 """Opacity of what `rounds` measured."""
-PALE_LABEL = "a later version, by medians of 200 rounds of a script"
+PALE_LABEL = "a later version, rounds of a script"
 HEIGHT = 4.4
 """Height of the picture, in inches."""
 GAP = 0.6
