@@ -26,8 +26,8 @@ KINDS = {
 }
 """Kind -> colour and label. Colour-blind readers can tell them apart (Okabe and Ito)."""
 MEASURED = ("bench", "http", "rounds")
-"""How a speed was measured: by `smcserve bench`, by `benchmarks.worker_groups` over HTTP, or by a script, as the mean of
-rounds without those that recorded graphs."""
+"""How a speed was measured: by `smcserve bench`, by `benchmarks.worker_groups` over HTTP, or by a script, as the mean
+of rounds without those that recorded graphs."""
 TITLE = (
     "Left and middle: Qwen2.5-Coder-1.5B-Instruct, grown to the size of Qwen3-8B, with Qwen2.5-Coder-0.5B-Instruct in "
     "FP8 as its draft, temperature 0.7\n"
