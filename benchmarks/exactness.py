@@ -252,12 +252,15 @@ def _compare_in_company(given: argparse.Namespace, tokenizer: Tokenizer, engines
 def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("equality", "misses", "company"))
-    parser.add_argument("--problems", type=int, help="number of problems; default: 1000 for equality, 48 for misses")
+    parser.add_argument(
+        "--problems", type=int, help="number of problems; default: 1000 for equality, 48 for misses, 400 for company"
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
         default="float32",
-        help="type of both models; only float32 rounds equally beside other requests; default: %(default)s",
+        help="type of both models; beside other requests float32 rounds nearly as alone, and other types as alone only "
+        "with --numerics invariant; default: %(default)s",
     )
     parser.add_argument("--device", default="cpu", help="device of both models, such as cuda; default: %(default)s")
     parser.add_argument(
@@ -278,7 +281,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     parser.add_argument("--verified", help="for company: nodes or paths; default: as serve")
     parser.add_argument("--max-tokens", type=int, default=MAX_ANSWER, help="for company; default: %(default)s")
     parser.add_argument(
-        "--numerics", choices=tuple(Numerics), help="for company; default: invariant on GPUs, fastest on a CPU"
+        "--numerics",
+        choices=tuple(Numerics),
+        help="for company: order of sums; default: invariant on GPUs, fastest on a CPU",
     )
     parser.add_argument("--target-tp", type=int, default=1, help="for company: GPUs that share both models")
     parser.add_argument("-n", "--particles", type=int, nargs="+", default=[1, 4, 8], help="for company: values of N")

@@ -13,7 +13,8 @@ beside random rows. `passes` computes the logits of one position in every way in
 
 A cell is `=` if all bits are those of the first column, which has the row alone, otherwise the number of results that
 differ. `-`: not applicable. The last line is JSON. Without a GPU torch computes, or with `--kernels` the kernels in
-Triton's interpreter, which needs TRITON_INTERPRET=1 and another type than bfloat16."""
+Triton's interpreter, which needs TRITON_INTERPRET=1. It multiplies bfloat16 as if its bits were integers, except after
+`import tests.interpreter`, as in `tests/executor/test_invariant.py`."""
 
 from __future__ import annotations
 
