@@ -219,12 +219,34 @@ def test_two_methods_answer_one_question(page):
     texts = page.eval_on_selector_all(".answer .text", "all => all.map(one => one.textContent)")
     assert len(texts) == 2 and texts[0] == texts[1]
     assert all("the same text" in state for state in page.evaluate(STATES))
+    assert page.locator(".answer.target .note").count() == 0
     left, right = page.locator(".answer").all()
     assert left.bounding_box()["y"] == right.bounding_box()["y"]
     rounds = page.eval_on_selector_all(".numbers div:nth-child(3) dd", "all => all.map(one => +one.textContent)")
     assert rounds[0] > 1 == rounds[1]
     # Settings that only SMC has are not sent for other methods.
     assert "idle" in page.get_attribute("[data-setting=alpha]", "class")
+
+
+@pytest.mark.slow
+@in_a_browser
+def test_an_exact_answer_says_what_holds(page):
+    def note() -> str:
+        say(page)
+        wait_for_end(page)
+        return page.text_content(".turn:last-child .answer .note")
+
+    def in_one_order(route) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, body=answer.text().replace('"fastest"', '"invariant"'))
+
+    page.select_option("#method-0", "exact")
+    assert note() == "The target's answer, but for near ties between tokens."
+    page.route("**/v1/chat/completions", in_one_order)
+    assert note() == "The target's answer, bit for bit."
+    page.evaluate("document.querySelectorAll('aside details').forEach(one => one.open = true)")
+    page.select_option("#setting-verification", "rejection")
+    assert note() == "Follows the target's distribution."
 
 
 @in_a_browser

@@ -344,7 +344,7 @@ async function* events(stream) {
 async function send(question) {
   const turn = { question, answers: columns().map((index) => newAnswer(state.methods[index])) };
   const bodies = columns().map((index) => requestBody(index, question, state.turns.length));
-  // Of one seed the exact method and the target write the same answer.
+  // Of one seed the exact method and the target write the same answer, but for near ties (`whatHolds`).
   if (state.compare && bodies.every((body) => body.seed === undefined)) {
     const seed = Math.floor(Math.random() * 2 ** 31);
     for (const body of bodies) body.seed = seed;
@@ -379,6 +379,7 @@ async function receive(body, answer, card, signal) {
   const begin = performance.now();
   let first = null;
   answer.state = "writing";
+  answer.verification = body.verification;
   showAnswer(card, answer);
   try {
     const response = await fetch(CHAT, {
@@ -542,6 +543,7 @@ function showAnswer(card, answer) {
   for (const { function: called } of answer.calls) parts.push(make("pre", "call", `${called.name}(${called.arguments})`));
   if (answer.error) parts.push(errorBox(answer.error));
   if (answer.numbers) parts.push(numbers(answer.numbers));
+  if (answer.facts?.method === "exact") parts.push(make("p", "note", whatHolds(answer)));
   if (answer.particles?.length) parts.push(particles(answer.particles));
   if (answer.facts) parts.push(unfolding("statistics", "Statistics", [facts(answer.facts)]));
   for (const part of parts) if (open.has(part.className)) part.open = true;
@@ -632,6 +634,12 @@ function numbers({ first, rate, perRound, tokens }) {
     list.append(row);
   }
   return list;
+}
+
+// What an exact answer and the target's of the same seed have in common.
+function whatHolds({ facts, verification }) {
+  if (verification === "rejection") return "Follows the target's distribution.";
+  return `The target's answer${facts.numerics === "invariant" ? ", bit for bit." : ", but for near ties between tokens."}`;
 }
 
 function unfolding(className, title, children) {
