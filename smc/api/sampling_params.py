@@ -70,7 +70,7 @@ class Method(StrEnum):
     SMC = "smc"
     EXACT = "exact"
     """The target's distribution, several tokens per round. Verified by walk (the default), the answer is that of
-    `target`."""
+    `target`, but for near ties in some arithmetics (docs/quality.md)."""
     TARGET = "target"
     """Plain decoding by the target model: the baseline of performance and quality tables."""
     DRAFT = "draft"
