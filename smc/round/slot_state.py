@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from smc.algorithm.selection import NextParticles
-from smc.arrays import FieldMemory, field, map_tensors, to_device
+from smc.arrays import FieldMemory, field, to_device
 from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import RoundPlan
 from smc.stops import START, StopMachine, StopTables
@@ -63,7 +63,7 @@ class SequenceHandoff:
 
 
 class JoiningParticles(NamedTuple, Generic[Array]):
-    """The numbers of a `SequenceHandoff`, one for each particle, in the types of `SlotState`."""
+    """The numbers of a `SequenceHandoff`, one for each particle; int64, so that one copy takes all."""
 
     slots_N: Array
     base_N: Array
@@ -72,31 +72,33 @@ class JoiningParticles(NamedTuple, Generic[Array]):
     entry_N: Array
     end_N: Array
     pending_N: Array
-    pending_NQ: Array
     text_N: Array
-    logw_N: Array
+    bits_N: Array
+    """The bits of the float64 log-weight."""
     ended_N: Array
     alive_N: Array
+    pending_NQ: Array
 
     @staticmethod
-    def of(group: SequenceHandoff) -> JoiningParticles[np.ndarray]:
-        def of_all(value: int) -> np.ndarray:
-            return np.full(len(group.slots_N), value, dtype=np.int64)
-
-        return JoiningParticles(
-            slots_N=group.slots_N.astype(np.int64),
-            base_N=of_all(group.base),
-            limit_N=of_all(group.limit),
-            least_N=of_all(group.least),
-            entry_N=of_all(group.stops),
-            end_N=group.end_N.astype(np.int64),
-            pending_N=group.pending_N.astype(np.int64),
-            pending_NQ=group.pending_NQ.astype(np.int64),
-            text_N=group.text_N.astype(np.int64),
-            logw_N=group.logw_N,
+    def of(group: SequenceHandoff, device: torch.device) -> JoiningParticles[Tensor]:
+        """Return the numbers on the device, as views of one tensor in the order of the fields."""
+        *each_N, pending_NQ = JoiningParticles[Any](
+            slots_N=group.slots_N,
+            base_N=group.base,
+            limit_N=group.limit,
+            least_N=group.least,
+            entry_N=group.stops,
+            end_N=group.end_N,
+            pending_N=group.pending_N,
+            text_N=group.text_N,
+            bits_N=group.logw_N.view(np.int64),
             ended_N=group.ended_N,
             alive_N=group.alive_N,
+            pending_NQ=group.pending_NQ,
         )
+        columns = np.broadcast_arrays(*each_N, *pending_NQ.T)
+        numbers_FN: Tensor = to_device(np.stack(columns, dtype=np.int64), device)
+        return JoiningParticles._make((*numbers_FN[: len(each_N)], numbers_FN[len(each_N) :].T))
 
 
 class SlotState(NamedTuple):
@@ -172,11 +174,7 @@ class SlotState(NamedTuple):
 
         All numbers take one copy. Assigning a Python number by index would copy it by itself, from memory that is not
         pinned, and such a copy waits for all work queued on the device."""
-        here = JoiningParticles.of(group)
-        memory = FieldMemory(here)
-        packed = memory.allocate(torch.device("cpu"))
-        map_tensors(np.copyto, map_tensors(Tensor.numpy, packed.fields), here)
-        there: JoiningParticles[Tensor] = memory.views(to_device(packed.memory.numpy(), self.device))
+        there = JoiningParticles.of(group, self.device)
         slots_N = there.slots_N
         for field_S, values_N in (
             (self.base_S, there.base_N),
@@ -184,10 +182,10 @@ class SlotState(NamedTuple):
             (self.least_S, there.least_N),
             (self.end_S, there.end_N),
             (self.pending_S, there.pending_N),
-            (self.ended_S, there.ended_N),
-            (self.alive_S, there.alive_N),
+            (self.ended_S, there.ended_N.bool()),
+            (self.alive_S, there.alive_N.bool()),
             (self.text_S, there.text_N),
-            (self.logw_S, there.logw_N),
+            (self.logw_S, there.bits_N.view(torch.float64)),
             (self.entry_S, there.entry_N),
             (self.pending_SQ[:, : there.pending_NQ.shape[1]], there.pending_NQ),
         ):
