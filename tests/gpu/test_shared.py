@@ -24,7 +24,7 @@ from tests.service.running import Running
 from tests.service.test_faults import QUESTION, SURVIVES
 
 pytestmark = pytest.mark.timeout(900)
-ENGINE = EngineConfig(form="lockstep", block=5)
+ENGINE = EngineConfig(form="lockstep", block=5, drafting="always")
 SUMS = {
     "float32": {"dtype": "float32", "engine": ENGINE},
     "invariant": {"dtype": "bfloat16", "engine": replace(ENGINE, numerics="invariant")},
