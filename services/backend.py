@@ -18,6 +18,7 @@ from smc.api.request import Output, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.model.config import ModelConfig
 from smc.model.tokenizer import Tokenizer
+from smc.types import Numerics
 
 ENGINE_FIELDS = ("form", "block", "branches", "defensive_share")
 """Settings of the engine that answers depend on."""
@@ -117,7 +118,13 @@ class ServingPair:
         """Return a hash of what answers depend on besides the request: two services, or runs of a batch, with the same
         fingerprint give the same answers for the same seeds. Of a model, its name, its number of parameters and the
         fingerprint of its weights count."""
-        settings = {name: getattr(self.engine, name) for name in ENGINE_FIELDS}
+        engine = self.engine
+        settings = {name: getattr(engine, name) for name in ENGINE_FIELDS}
+        # Left out where they are what earlier versions had.
+        if engine.fixed_block != engine.block:
+            settings["smc_block"] = engine.fixed_block
+        if engine.numerics != Numerics.FASTEST:
+            settings["numerics"] = engine.numerics
         models = [(model.name, model.parameters, model.weights) for model in (self.target, self.draft)]
         # A setting that a request leaves out has the default of the library or of the checkpoint.
         defaults = [

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from services.launch.division_choice import DivisionChoice
 
 CONFIGURATION = "Configuration"
-DIVIDED = ("placement", "form", "draft_tp", "target_tp", "worker_groups", "block", "branches", "trace", "max_queue")
+DIVIDED = (
+    *("placement", "form", "draft_tp", "target_tp", "worker_groups", "block", "smc_block", "branches", "trace"),
+    "max_queue",
+)
 """Options that have no effect on the weights that are divided among GPUs, and whose checks need a division."""
 
 RayAddress = Annotated[

@@ -24,13 +24,23 @@ def test_answers_and_streams_name_what_they_depend_on(service):
 
 
 def pair():
-    return WorkerGroupConfig(engine=EngineConfig(block=8)).serving_pair()
+    """The demo pair with the settings of an earlier version, which had one K."""
+    return WorkerGroupConfig(engine=EngineConfig(block=8, smc_block=8)).serving_pair()
 
 
 def test_what_batch_files_name_has_not_changed():
     """The fingerprint of the demo pair is fixed: output files of earlier batch runs are resumed only if it is the
     same."""
     assert pair().fingerprint() == "smc_3a49f66e5c0c4d52c3f0c48d"
+
+
+def test_settings_that_answers_depend_on_change_it():
+    changed = [{"smc_block": None}, {"smc_block": 4}, {"block": 9}, {"branches": 3}, {"numerics": "invariant"}]
+    plain = pair()
+    found = {replace(plain, engine=replace(plain.engine, **one)).fingerprint() for one in [{}, *changed]}
+    assert len(found) == len(changed) + 1
+    other = replace(plain, engine=replace(plain.engine, drafting="always", max_slots=3))
+    assert other.fingerprint() == plain.fingerprint()
 
 
 def test_other_weights_of_the_same_name_and_size_are_other_models():
