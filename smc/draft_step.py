@@ -53,6 +53,12 @@ def with_step_engine(
         return measure(local_engine(pair, settings))
     finally:
         pair = model = None  # type: ignore[assignment]
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back the memory of an engine that nothing refers to any more. After an error its traceback does, so call it
+    once more when the error has been handled."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

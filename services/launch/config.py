@@ -29,7 +29,7 @@ from smc.api.settings import (
     setting,
 )
 from smc.model.config import GENERATION_CONFIGS, sampling_defaults
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 if TYPE_CHECKING:
     from services.backend import ServingPair
@@ -119,7 +119,8 @@ class WorkerGroupConfig:
         None,
         option=Option(
             "Number of processes, and of GPUs, that share the draft. Default: 1; with placement shared and --target-tp "
-            "above 1, 1 or as --target-tp, whichever makes a draft step faster, which is timed at the start.",
+            "above 1, 1 or as --target-tp, whichever makes a draft step faster, which is timed at the start (1 with "
+            "--numerics invariant).",
             "COUNT",
             panel=MODELS,
         ),
@@ -325,14 +326,19 @@ class WorkerGroupConfig:
 
     def degree(self, role: ModelRole) -> int:
         """Return the number of ranks among which a model is divided; 1 for a draft if they may choose another one."""
-        return self.draft_tp or 1 if role == ModelRole.DRAFT else self.target_tp
+        if role == ModelRole.TARGET:
+            return self.target_tp
+        return 1 if self.draft_tp is None else self.draft_tp
 
     @cached_property
     def may_divide_draft(self) -> bool:
-        """Whether the ranks choose at the start if the draft is whole on each of them, or divided like the target."""
+        """Whether the ranks choose at the start if the draft is whole on each of them, or divided like the target. With
+        `numerics` invariant it is whole: answers of SMC would depend on times, which differ from start to start."""
         from smc.model.parallel import can_be_divided
 
-        return self.draft_tp is None and can_be_divided(self.sources.draft.config, self.target_tp)
+        if self.draft_tp is not None or self.engine.numerics == Numerics.INVARIANT:
+            return False
+        return can_be_divided(self.sources.draft.config, self.target_tp)
 
     @property
     def rank_groups(self) -> tuple[RankGroup, ...]:

@@ -138,6 +138,8 @@ class Supervisor:
         self._settled = asyncio.Event()
         """Not set between the loss of the worker group and the decision whether a request is to blame."""
         self._settled.set()
+        self.draft_degree = 0
+        """Number of ranks among which the draft is divided, at the last start; 0 before the first one."""
         self.failed_starts = 0
         """Starts of the worker group in a row that have failed."""
         self.incarnation = 0
@@ -152,11 +154,6 @@ class Supervisor:
     @property
     def has_draft(self) -> bool:
         return self.serving and self._draft_incarnation > 0 and self._in_flight is None
-
-    @property
-    def draft_degree(self) -> int:
-        """Number of ranks among which the draft is divided; 0 before the first start."""
-        return 0 if self.group is None else self.group.draft_degree
 
     async def start(self) -> None:
         """Start the first worker group. Raises WorkerGroupError if it does not start. Then it may be tried again:
@@ -223,7 +220,7 @@ class Supervisor:
             raise
         finally:
             looking.cancel()
-        self._client, self._heard = client, time.monotonic()
+        self._client, self._heard, self.draft_degree = client, time.monotonic(), self.group.draft_degree
         self._draft_incarnation, self._in_flight = self.incarnation, None
         self._log.info("serving: incarnation %d", self.incarnation)
         self._on_health(True, True)

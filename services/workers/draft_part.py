@@ -16,7 +16,7 @@ from services.workers.memory import is_shortage
 from services.workers.rank import TensorParallel, exchange
 from services.workers.spec import ModelSpec, RankSpec
 from smc.calibration.latency import draft_step_seconds
-from smc.draft_step import EFFORT, ROWS, with_step_engine
+from smc.draft_step import EFFORT, ROWS, free_memory, with_step_engine
 from smc.scheduler.engine import Engine
 from smc.types import Numerics
 
@@ -77,4 +77,6 @@ def _step_seconds(spec: RankSpec, part: ModelSpec, group: TensorParallel, store:
             raise
         all_are(first_line(error))
         own = None
+    if own is None:
+        free_memory(torch.device(spec.device))
     return max(map(float, exchange(store, name, place.rank, place.degree, str(own or math.inf))))

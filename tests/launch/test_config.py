@@ -83,6 +83,24 @@ def test_what_shared_ranks_cannot_do(settings, what):
         WorkerGroupConfig(**{"placement": "shared", "engine": EngineConfig(form="lockstep")} | settings)
 
 
+def test_where_shared_ranks_choose_their_part_of_the_draft():
+    """Not with one order of sums: answers of SMC would depend on the times of a start."""
+
+    def chooses(numerics: str = "fastest", **settings) -> bool:
+        engine = EngineConfig(form="lockstep", numerics=numerics)
+        given = {"device": "cuda", "placement": "shared", "target_tp": 2, "engine": engine} | settings
+        return WorkerGroupConfig(**given).may_divide_draft
+
+    assert chooses() and not chooses(draft_tp=1) and not chooses(draft_tp=2) and not chooses("invariant")
+    assert not chooses(target_tp=1)
+
+
+def test_a_model_has_at_least_one_rank():
+    for field in ("draft_tp", "target_tp"):
+        with pytest.raises(ValueError, match=f"{field}=0"):
+            WorkerGroupConfig(**{field: 0}).serving_pair()
+
+
 @pytest.mark.parametrize(("device", "effort"), [("cpu", BRIEF), ("cuda", THOROUGH)])
 def test_models_are_timed_where_that_decides(device, effort):
     """Models are timed at start unless drafting is `always`: briefly on CPUs, thoroughly on GPUs."""
