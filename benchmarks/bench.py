@@ -598,8 +598,8 @@ def _write(json: Path | None, rows: Sequence[Any]) -> None:
 def _configs(blocks: Sequence[int], branches: Sequence[int]) -> list[EngineConfig]:
     from smc.api.engine_config import EngineConfig
 
-    lockstep = [EngineConfig(form="lockstep", block=block) for block in blocks]
-    return lockstep + [EngineConfig(block=block, branches=count) for block in blocks for count in branches]
+    lockstep = [EngineConfig(form="lockstep", block=k, smc_block=k) for k in blocks]
+    return lockstep + [EngineConfig(block=k, smc_block=k, branches=count) for k in blocks for count in branches]
 
 
 def _measure_processes(

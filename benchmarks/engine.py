@@ -70,7 +70,9 @@ def allocated() -> list[float]:
 def mixed(args: argparse.Namespace) -> dict:
     """Run a fixed number of requests at once, with 1 to 32 particles and varied sampling settings and lengths. A new
     request replaces each answered one."""
-    config = EngineConfig(block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000)
+    config = EngineConfig(
+        block=args.block, smc_block=args.block, branches=2, max_slots=512, max_context=1024, pages=200_000
+    )
     engine, rng = make_engine(args, config), random.Random(1)
     vocab, submitted = engine.tokenizer.size, 0
     plans, ask = [], engine.executor.round
@@ -141,7 +143,9 @@ def mixed(args: argparse.Namespace) -> dict:
 
 def prefix(args: argparse.Namespace) -> dict:
     """Measure the time to the first token of a prompt of 4,096 tokens, new and cached."""
-    config = EngineConfig(block=args.block, branches=4, max_slots=16, max_context=8192, pages=60_000)
+    config = EngineConfig(
+        block=args.block, smc_block=args.block, branches=4, max_slots=16, max_context=8192, pages=60_000
+    )
     engine, found = make_engine(args, config), {"cold_ms": [], "cached_ms": [], "cached_tokens": []}
     generator = torch.Generator().manual_seed(0)
     for number in range(4):
@@ -165,7 +169,7 @@ def capacity(args: argparse.Namespace) -> dict:
     pages = int((79.1 * 2**30 - shape - (6 << 30)) // size)
     n, tokens, prompt, f, k = 32, args.tokens, 256, 2, 5
     before = pages // (prompt + n * (tokens + f * k))
-    config = EngineConfig(block=k, branches=f, max_slots=2048, max_context=prompt + tokens, pages=pages)
+    config = EngineConfig(block=k, smc_block=k, branches=f, max_slots=2048, max_context=prompt + tokens, pages=pages)
     engine, most, steps = make_engine(args, config, warm=False), 0, 0
     params = SamplingParams(method="smc", particles=n, max_tokens=tokens, ignore_eos=True, seed=1)
     for number in range(64):
@@ -206,7 +210,9 @@ def profile(args: argparse.Namespace) -> dict:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    config = EngineConfig(form=args.form, block=args.block, branches=4, max_slots=8, max_context=1024, pages=20_000)
+    config = EngineConfig(
+        form=args.form, block=args.block, smc_block=args.block, branches=4, max_slots=8, max_context=1024, pages=20_000
+    )
     engine = make_engine(args, config, warm=False)
     own = {"population": args.population} if args.method == "smc" else {}
     params = SamplingParams(method=args.method, particles=8, max_tokens=700, ignore_eos=True, seed=1, **own)

@@ -188,11 +188,9 @@ class Waves(LoadDriver):
 
 def sized_for(config: EngineConfig, params: SamplingParams, requests: int) -> EngineConfig:
     """Return the config with just enough slots, and room for the distributions of chains, for this many such requests
-    at once, and one K for all methods."""
+    at once."""
     rows = requests * params.rows
-    return replace(
-        config, smc_block=config.block, max_slots=rows * params.slots_per_row, max_chains=rules_of(params).chains(rows)
-    )
+    return replace(config, max_slots=rows * params.slots_per_row, max_chains=rules_of(params).chains(rows))
 
 
 def sized_config(config: EngineConfig, requests: Sequence[Request], concurrency: int) -> EngineConfig:

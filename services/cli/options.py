@@ -135,7 +135,8 @@ def _with_constraint(sampling: dict[str, Any]) -> dict[str, Any]:
 def with_settings(command: Callable[..., int]) -> Callable[..., int]:
     """Replace the parameter `sampling` of a command with the options of sampling and of constraints, and its parameter
     `engine`, if it has one, with options of the engine. The command gets the given ones by name."""
-    engine = {"form": Form, "block": Block, "branches": Branches, "max_context": MaxContext, "numerics": NumericsOrder}
+    of_trees = {"form": Form, "block": Block, "smc_block": SmcBlock, "branches": Branches}
+    engine = {**of_trees, "max_context": MaxContext, "numerics": NumericsOrder}
     options = {"sampling": option_types(SamplingParams) | CONSTRAINTS, "engine": engine}
 
     @wraps(command)
@@ -257,6 +258,7 @@ Threads = Annotated[
 Form = Annotated[str | None, option_of(EngineConfig, "form")]
 NumericsOrder = Annotated[str | None, option_of(EngineConfig, "numerics")]
 Block = Annotated[int | None, option_of(EngineConfig, "block")]
+SmcBlock = Annotated[int | None, option_of(EngineConfig, "smc_block")]
 Branches = Annotated[int | None, option_of(EngineConfig, "branches")]
 MaxContext = Annotated[int | None, option_of(EngineConfig, "max_context")]
 NoPrefixCache = Annotated[bool | None, option_of(EngineConfig, "prefix_cache")]

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.calibration.warm_up import DECODINGS, REPEATS, padding_plan, warm_up_plans
+from smc.calibration.warm_up import DECODINGS, REPEATS, padding_plan, queries_of, warm_up_plans
 from smc.distributions import NO_PROCESSORS, Processors
 from smc.executor.logit_changes import WIDTHS
 from smc.executor.worker import ModelWorker
 from smc.round.plan import Contexts, RoundKind, RoundPlan, UnconditionalRows
 from smc.scheduler.methods import RULES_OF_ROUNDS, fixed_steps
-from smc.scheduler.planner import COMMON
+from smc.scheduler.planner import COMMON, DraftSize
 from smc.types import OF_BOTH_MODELS, Decoding, ModelRole
 
 if TYPE_CHECKING:
@@ -159,14 +159,21 @@ def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarra
         ):
             if reports_raw and (processors or biased or len(decodings) > 1):
                 continue
-            plan = padding_plan(decodings, shape, 1, config.max_slots, Contexts.SHORT, processors=processors)
+            size = DraftSize(shape.branches, fixed_steps(config, decodings))
+            queries = queries_of(config, shape, size.steps)
+            plan = padding_plan(
+                *(decodings, shape, 1, config.max_slots, Contexts.SHORT),
+                processors=processors,
+                queries=queries,
+                size=size,
+            )
             arrays = plan.arrays
             if Decoding.REJECTION in decodings:
                 first_P = np.zeros(chains, dtype=np.int64)
                 arrays = arrays._replace(chain_P=first_P, distribution_P=first_P, size_G=arrays.size_G + 1)
             unconditional = None
             if is_guided and ModelRole.TARGET in roles:
-                unconditional = _unconditional(plan, shape.target or shape.begin + shape.branch)
+                unconditional = _unconditional(plan, queries or shape.begin + shape.branch)
             kind = replace(plan.kind, biased=biased, raw_logprobs=reports_raw)
             yield replace(plan, kind=kind, arrays=arrays, target_unconditional=unconditional).sized()
     # After a long prompt the draft alone begins with one token, unlike a block.

@@ -118,7 +118,7 @@ def warm_up_plans(
             ):
                 continue
             given = (decodings, shape, batch_size, config.max_slots, contexts)
-            queries = min(shape.target, config.scored(steps or config.block))
+            queries = queries_of(config, shape, steps)
             nodes = int(share * batch_size * queries)
             size = DraftSize(shape.branches, steps, nodes, again)
             queries = max(queries, again + 1) if again else queries
@@ -156,6 +156,15 @@ def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[
         *((shape, None, share, again) for share in shares),
         *((shape, steps, share, again) for steps in levels for share in shares[:1]),
     ]
+
+
+def queries_of(config: EngineConfig, shape: PagesPerRow, steps: int | None) -> int:
+    """Return the number of tokens of a block that the target runs in rounds that draft `steps` tokens for a row, None:
+    K."""
+    steps = steps or config.block
+    if config.lookahead:
+        steps = min(level for level in config.block_levels if level >= steps)
+    return min(shape.target, config.scored(steps))
 
 
 def padding_plan(

@@ -18,7 +18,7 @@ FORMS = [
     EngineConfig(form="lookahead", block=8, branches=3, max_slots=64, max_chains=16),
 ]
 WAYS = {
-    "independent": {"method": "smc"},
+    "independent": {"method": "smc", "population": "independent"},
     "distinct": {"method": "smc", "population": "distinct"},
     "rejection": {"method": "exact", "verification": "rejection"},
 }
