@@ -31,7 +31,7 @@ class FakeWorkerGroup:
     silent: ClassVar[tuple[int, ...]] = ()
     drafts: ClassVar[list[int]] = []
     """Incarnations of drafts that were started beside a running target."""
-    secret = ""
+    secret, draft_degree = "", 1
 
     def __init__(self, config, pair, incarnation: int, name: str) -> None:
         self.incarnation = self.address = incarnation
