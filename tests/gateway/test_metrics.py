@@ -253,7 +253,7 @@ def test_a_worker_group_that_does_not_serve_has_no_slots(metrics):
 def test_a_lost_worker_group_holds_nothing(metrics, monkeypatch):
     """When a worker group is lost, its gauges fall to zero. Otherwise its last values would stand until the next
     group's first step and look like a queue that does not move."""
-    told, group = {}, SimpleNamespace(start=lambda: None, address="", secret="")
+    told, group = {}, SimpleNamespace(start=lambda: None, address="", secret="", draft_degree=1)
 
     def connect(address, secret, on_step, on_lost) -> SimpleNamespace:
         told.update(step=on_step, lost=on_lost)
