@@ -190,7 +190,7 @@ class EngineConfig:
         option=Option(
             "Whether the draft drafts again after a miss in look-ahead, before the target goes on (exact decoding). "
             "adaptive: as many tokens as pay by the latency model, possibly none; always: a whole block. Answers are "
-            "the same. Default: adaptive on a CPU, never on GPUs, where no link between processes has carried it yet.",
+            "the same. Default: adaptive on a CPU, never on GPUs, where a test of it over gRPC has failed.",
             panel=ENGINE,
             has_flag=False,
         ),
@@ -334,6 +334,10 @@ class EngineConfig:
         than a miss brings."""
         least, levels = 2 if self.lookahead else 1, sorted({*BLOCK_LEVELS, self.fixed_block}, reverse=True)
         return (self.block, *(level for level in levels if least <= level < self.block))
+
+    def level_of(self, tokens: int) -> int:
+        """Return the smallest of `block_levels` that is at least this number of tokens."""
+        return min(level for level in self.block_levels if level >= tokens)
 
     @property
     def redrafted(self) -> int:

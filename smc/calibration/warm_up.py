@@ -163,7 +163,7 @@ def queries_of(config: EngineConfig, shape: PagesPerRow, steps: int | None) -> i
     K."""
     steps = steps or config.block
     if config.lookahead:
-        steps = min(level for level in config.block_levels if level >= steps)
+        steps = config.level_of(steps)
     return min(shape.target, config.scored(steps))
 
 

@@ -105,8 +105,8 @@ class RoundKind:
     decodings: frozenset[Decoding]
     """How groups may be decoded. A round of several kinds counts as one of all three common ones."""
     steps: int | None = None
-    """Number of tokens by which the draft extends every row; None: all K of a block. Only rounds of exact decoding
-    alone have fewer."""
+    """Number of tokens by which the draft extends every row; None: all K of a block. Rounds have fewer where
+    the latency model chooses it, or a request has a K of its own."""
     biased: int = 0
     """Maximum number of tokens whose logits are changed for a row, one of `smc.executor.logit_changes.WIDTHS`; 0: no
     row has any."""

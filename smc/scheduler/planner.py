@@ -154,7 +154,7 @@ class DraftSize(NamedTuple):
 
 DecideSize = Callable[[Sequence[SequenceGroup], int, int], DraftSize]
 """Decides how much is drafted in a round. Arguments: the requests, all with an adaptive tree; the number of rows; the
-tokens of context. Results are at most the config's F and K, which other requests get."""
+tokens of context. Results are at most the config's F and K."""
 
 
 class RoundPlanner:
@@ -179,11 +179,12 @@ class RoundPlanner:
         all, so its answer does not depend on the others. Rounds that are guided or have masks do not draft again: they
         have further work between the steps of the draft."""
         groups, config, params = population.groups, self.config, population.params
-        steps = fixed_steps(config, {g.rules.decoding for g in groups})
-        chosen = DraftSize(self.shape.branches, steps, redrafted=config.redrafted)
         if self._decide and all(g.adaptive for g in groups):
             context = int(self._shared(population).sum())
             chosen = self._decide(groups, bucket(len(population.slot_A)), context)
+        else:
+            steps = fixed_steps(config, {g.rules.decoding for g in groups})
+            chosen = DraftSize(self.shape.branches, steps, redrafted=config.redrafted)
         may_redraft = self.rules.ahead(config) and any(g.rules.redrafts for g in groups)
         if not may_redraft or any(p.guided or p.masked for p in params):
             return chosen._replace(redrafted=0)
@@ -221,8 +222,8 @@ class RoundPlanner:
         rounds_G = np.array([len(g.in_flight) + 1 for g in groups], dtype=np.int64)
         # A round that drafts again grows an answer by that block, too.
         again_G = np.array([sum(REDRAFTED in each for each in (*g.in_flight, own)) for g, own in zip(groups, pages)])
-        stride_G = np.array([g.rules.stride(config) for g in groups])
-        grown_G = stride_G * rounds_G + self.shape.branch * again_G
+        stride = max(rules.stride(config) for rules in {g.rules for g in groups})
+        grown_G = stride * rounds_G + self.shape.branch * again_G
         prompt_G = np.maximum([g.prompt_size for g in groups], [g.negative_size for g in groups])
         length_G = population.largest(self.slots.length_S[population.slot_A])
         return min(int((prompt_G + length_G + grown_G).max()) + config.block + 2, self.width)
@@ -320,8 +321,7 @@ class RoundPlanner:
         if steps is None and not (self._decide and all(g.adaptive for g in groups)):
             return most
         needed = max(group.drafted if group.in_flight else self._pending(group) for group in groups)
-        least = max(needed, steps or config.block, size.redrafted + 1)
-        return min(level for level in config.block_levels if level >= least)
+        return config.level_of(max(needed, steps or config.block, size.redrafted + 1))
 
     def _pending(self, group: SequenceGroup) -> int:
         """Maximum number of tokens of a row that the target has not run. No round of the request is in flight."""
