@@ -29,7 +29,7 @@ LEAD = 1e300
 """Log mass, above every other, of the candidates that are always kept."""
 LEAD_GAIN = 1e9
 """Gain of the nodes of the first row of every step of a draft tree, above the gains of every other path. So every tree
-holds the row that a tree of a single row would have (`smc.executor.draft_tree`)."""
+holds the row that a tree of a single row would have (`smc.executor.draft`)."""
 EXPANSION_POSITION = 2 << 20
 """Position of the first uniform for sampling without replacement; the index of the step is added."""
 

@@ -23,11 +23,11 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
           `redraft.begin_redraft`, `DraftStage.redraft`, `VerifyStage.redrafted`
   draft   `draft`: `DraftStage.draft`
           1. run the last token of each particle, and rank outcomes by coupled drafting -> `CandidateTokens`
-          `begin_draft`, `draft_tree.with_inner_nodes`
+          `begin_draft`, `with_inner_nodes`
           2. in each of K steps keep the N F likeliest rows of a group -> `TokenTree`, at last `GrownRows`
-          `DraftStage.extend`, `draft_tree.limit_outcomes`, `reparent`
+          `DraftStage.extend`, `limit_outcomes`, `reparent`
           3. choose by their paths the rows that may be verified next -> `DraftedRows`, sent to the target
-          `draft_tree.prune_tree`, `pack_rows`
+          `prune_tree`, `pack_rows`
   verify  `verify`: `VerifyStage.verify`
           one pass over the blocks in flight, with the target's own draw after each token -> `VerifyOutputs`
           `lay_out_blocks`, `lay_out_nodes` if `RoundKind.nodes`, `collect_outputs`
@@ -40,7 +40,7 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
   remap   `remap`: block tables and pending tokens follow the selection
           target `VerifyStage.remap`: `remap_target`, `advance`
           draft  `DraftStage.remap` -> `DraftReport` with the draft's `Lineage`: `observe_draws`,
-          `draft_tree.store_inner_nodes` (candidates that the next round adds as outcomes), `remap_draft`, `advance`
+          `store_inner_nodes` (candidates that the next round adds as outcomes), `remap_draft`, `advance`
   report  `RoundScheduler._read`, on GPUs while the next round runs: `RequestedRound.result` -> `RoundReports`;
           `_record`: pages by `_remap_pages`, tokens (those of the new block included) by `_write_tokens`; those before
           it and its first are certain (`commit_tokens`), and `smc.scheduler.results.ResultReporter` streams them

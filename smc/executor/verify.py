@@ -240,14 +240,14 @@ def _drafted(state: SlotState, logq_SQ: Tensor, plan: RoundPlan[Tensor], drafted
 def lay_out_nodes(plan: RoundPlan[Tensor], inputs: VerifyInputs) -> VerifyInputs:
     """Return the inputs of a pass over the nodes of blocks.
 
-    The blocks of a group are paths of one tree (`smc.executor.draft_tree`), and many begin alike: of eight blocks of
+    The blocks of a group are paths of one tree (`smc.executor.draft`), and many begin alike: of eight blocks of
     six tokens, on average 43 tokens are drafted and 24 are different. A node is a token together with all tokens of its
     block before it. It runs as a row of one token, on the page of the first block that holds it; this block's earlier
     tokens are its ancestors, whose pages it reads. Blocks then have the pages and outputs of their nodes, so everything
     after the pass is as if each block had run by itself.
 
     Shapes follow from the plan: there is room for a fixed number of nodes, of which each group has a share. The draft
-    keeps its trees to these shares (`smc.executor.draft_tree.prune_tree`). In look-ahead, a block was drafted by an
+    keeps its trees to these shares (`smc.executor.draft.prune_tree`). In look-ahead, a block was drafted by an
     earlier plan, whose shares may have been larger: tokens without a node are not verified."""
     blocks, rows, most = inputs.blocks, inputs.rows, plan.kind.nodes
     tokens_AQ, pages_AQ = blocks.tokens_AQ, plan.arrays.target_pages_AQ

@@ -1,4 +1,4 @@
-"""The draft tree of exact decoding: the Triton form of `smc.executor.draft_tree`.
+"""The draft tree of exact decoding: the Triton form of `smc.executor.draft`.
 
 `_prune_tree` has a program for every group. If groups may have many nodes, each of its phases is a launch of its own,
 and all phases but the first have several programs a group. `_take_rows` has a program for every few rows,
@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
 
 
 def prune_tree(plan: RoundPlan[Tensor], grown: GrownRows, lookahead: bool) -> GrownRows:
-    """See `smc.executor.draft_tree.prune_tree`."""
+    """See `smc.executor.draft.prune_tree`."""
     steps = contiguous(grown.steps)
     (rows, tokens), pages = steps[0].tree.tokens_XK.shape, steps[0].tree.tail_XB.shape[1]
     arrays, branches = plan.arrays, plan.kind.branches
@@ -420,7 +420,7 @@ def _take_rows(
 def store_inner_nodes(
     nodes: InnerNodes, state: SlotState, plan: RoundPlan[Tensor], grown: GrownRows, selection: RoundSelection[Tensor]
 ) -> None:
-    """See `smc.executor.draft_tree.store_inner_nodes`."""
+    """See `smc.executor.draft.store_inner_nodes`."""
     tokens_XK, leaf_X = grown.tree.tokens_XK, grown.leaf_X
     assert leaf_X is not None, "rows of exact decoding have been chosen"
     (batch_size, block), (_, inner, most) = (plan.kind.batch_size, tokens_XK.shape[1]), nodes.share_SKC.shape
@@ -436,7 +436,7 @@ def store_inner_nodes(
 def with_inner_nodes(
     nodes: InnerNodes, plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens
 ) -> tuple[CandidateTokens, TokenTree, Spans]:
-    """See `smc.executor.draft_tree.with_inner_nodes`."""
+    """See `smc.executor.draft.with_inner_nodes`."""
     (batch_size, width), (_, inner, most) = candidates.share_RC.shape, nodes.share_SKC.shape
     room, groups, count = Room(tree.mass_X.device), len(plan.arrays.first_G), batch_size * (inner + 1)
     none_P, text_P = room.longs(count), room.longs(count)
@@ -473,7 +473,7 @@ def with_inner_nodes(
 def limit_outcomes(
     plan: RoundPlan[Tensor], tree: TokenTree, candidates: CandidateTokens, has_rest: bool
 ) -> CandidateTokens:
-    """See `smc.executor.draft_tree.limit_outcomes`."""
+    """See `smc.executor.draft.limit_outcomes`."""
     (count, width), room = candidates.share_RC.shape, Room(tree.mass_X.device)
     limited_XC, log_mass_U = room.floats(count, width), room.doubles(count * width)
     _limit_outcomes[(count,)](

@@ -117,7 +117,7 @@ class TokenTree(NamedTuple):
     """int64 position of the next token."""
     cut_X: Tensor
     """int64 number of the root's last tokens that the row rolls back first: it begins at an inner node of the root's
-    block (`smc.executor.draft_tree`)."""
+    block (`smc.executor.draft`)."""
     outcome_X: Tensor
     """int64 row of the first step that it continues. Rows with the same outcome are adjacent."""
 
@@ -222,7 +222,7 @@ class GrownRows(NamedTuple):
     steps: tuple[DraftStep, ...]
     """All steps, in a round with draft trees of exact decoding; otherwise empty."""
     leaf_X: Tensor | None = None
-    """int64 node at which each row ends: step times X, plus the row of that step (`smc.executor.draft_tree`). None: the
+    """int64 node at which each row ends: step times X, plus the row of that step (`smc.executor.draft`). None: the
     rows are those of the last step."""
     raw_logp_XK: Tensor | None = None
     """float32 log-probability of every token under the softmax of the model's own logits. None: the round does not

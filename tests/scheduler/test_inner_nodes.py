@@ -1,4 +1,4 @@
-"""Look-ahead continues from inner nodes of a block (`smc.executor.draft_tree`): rows drafted ahead are kept where the
+"""Look-ahead continues from inner nodes of a block (`smc.executor.draft`): rows drafted ahead are kept where the
 target's draws leave the block, and answers do not depend on it."""
 
 from __future__ import annotations
