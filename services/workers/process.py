@@ -26,8 +26,7 @@ from smc.constraints import Compiler
 from smc.draft_dtype import draft_dtype
 from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import Sharing
-from smc.executor.model_runner import DraftRunner, TargetRunner
-from smc.executor.round_executor import LocalRoundExecutor, OneModelExecutor
+from smc.executor.round_executor import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ops_for
 from smc.model.decoder import Decoder
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerChannel:
-    """A `smc.executor.channel.Channel`. `end`: the leader's end of the link, None at other ranks. `group`: the
+    """A `smc.executor.round_executor.Channel`. `end`: the leader's end of the link, None at other ranks. `group`: the
     ranks of this model, None if there is only one."""
 
     def __init__(
@@ -55,9 +54,8 @@ class PeerChannel:
         outlives_peer: bool = False,
     ) -> None:
         """`timeout`: seconds to wait for the other model, where the host has to wait. `host_waits`: see
-        `smc.executor.channel.Channel`. `outlives_peer`: if the other
-        model is lost, zeros replace its messages until `reconnect`, so that rounds in flight end on every rank; their
-        results are discarded."""
+        `Channel`. `outlives_peer`: if the other model is lost, zeros replace its messages until `reconnect`, so that
+        rounds in flight end on every rank; their results are discarded."""
         self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
         self.host_waits, self._outlives_peer = host_waits, outlives_peer
         self._lost = False

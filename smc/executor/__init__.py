@@ -15,8 +15,8 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
 
   plan    `smc.scheduler.engine.Engine.step` -> `smc.scheduler.decode.RoundScheduler._launch`: groups, pages, keys of
           random numbers -> `RoundPlan`, by `smc.scheduler.planner.RoundPlanner.plan`
-  run     `round_executor`: `LocalRoundExecutor.round` asks `DraftRunner` and `TargetRunner` (`model_runner`), which run
-          the stages. In the service each is in processes of its own (`services.link.remote_worker.RemotePair.round`)
+  run     `round_executor`: `LocalRoundExecutor.round` asks `DraftRunner` and `TargetRunner`, which run the
+          stages. In the service each is in processes of its own (`services.link.remote_worker.RemotePair.round`)
   redraft if the plan says so: where a block has one token, after a miss or at the start, a tree from this token; its
           rows become the particles
           -> `DraftedRows`, sent to the target before its pass, and `RedraftReport`

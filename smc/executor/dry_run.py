@@ -15,8 +15,7 @@ from smc.api.engine_config import EngineConfig
 from smc.executor.forward import Reader, StaticForward
 from smc.executor.graph_runner import NO_GARBAGE, GraphRunner, StageRunner
 from smc.executor.invariant_forward import InvariantForward, is_invariant
-from smc.executor.model_runner import DraftRunner, TargetRunner
-from smc.executor.round_executor import LocalRoundExecutor, OneModelExecutor
+from smc.executor.round_executor import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
 from smc.executor.whole_pass import PassKind, timed_rows

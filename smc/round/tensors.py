@@ -543,7 +543,7 @@ class ChainDraws(NamedTuple):
 
 
 def message_layouts() -> str:
-    """Describe the tensors that the models send to each other in rounds (`smc.executor.model_runner`). They travel as
+    """Describe the tensors that the models send to each other in rounds (`smc.executor.round_executor`). They travel as
     bytes, so both sides must have the same layouts."""
     rows, block = 7, 5  # sizes that show which axis is which
     return "\n\n".join((DraftedRows.memory(rows, block).layout, RoundSelection.memory(rows).layout, str(DISTRIBUTION)))

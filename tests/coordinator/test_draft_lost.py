@@ -20,7 +20,7 @@ from services.workers.process import run_rank
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.model_runner import DraftRunner
+from smc.executor.round_executor import DraftRunner
 from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, coordinator
 

@@ -19,7 +19,7 @@ from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.messages import ModelLost
-from smc.executor.model_runner import DraftRunner, TargetRunner
+from smc.executor.round_executor import DraftRunner, TargetRunner
 from smc.model.parallel import Shard
 from tests.coordinator.harness import HOST, SECRET, SIDES
 

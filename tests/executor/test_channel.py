@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from services.workers.process import PeerChannel
-from smc.executor.channel import Channel, LocalChannel
 from smc.executor.graph_runner import StageRunner
+from smc.executor.round_executor import Channel, LocalChannel
 
 WRONG = -1.0
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.model_runner import ModelRunner
+from smc.executor.round_executor import ModelRunner
 from smc.local_engine import local_engine
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair

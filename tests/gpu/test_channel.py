@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smc.executor.channel import LocalChannel
 from smc.executor.graph_runner import GraphRunner
+from smc.executor.round_executor import LocalChannel
 
 SIZE = 1 << 20
 LATE = 200_000_000

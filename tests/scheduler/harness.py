@@ -14,8 +14,8 @@ from smc.api.request import Answer, Output, Request
 from smc.api.sampling_params import Method, SamplingParams
 from smc.executor.forward import StaticForward
 from smc.executor.graph_runner import StageRunner
-from smc.executor.model_runner import ModelRunner
 from smc.executor.ops import RoundOps
+from smc.executor.round_executor import ModelRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.round.plan import Contexts

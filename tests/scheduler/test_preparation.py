@@ -15,9 +15,8 @@ from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.model_runner import TargetRunner
 from smc.executor.ops import RoundOps
-from smc.executor.round_executor import OneModelExecutor
+from smc.executor.round_executor import OneModelExecutor, TargetRunner
 from smc.executor.worker import ModelWorker
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine

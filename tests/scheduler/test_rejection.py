@@ -16,8 +16,8 @@ import torch
 from smc.api.engine_config import DISTRIBUTION_BYTES, EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import POPULATIONS, SamplingParams
-from smc.executor.model_runner import OBSERVED_ROOTS
 from smc.executor.ops import RoundOps
+from smc.executor.round_executor import OBSERVED_ROOTS
 from smc.local_engine import local_engine
 from smc.memory.kv_cache import pages_that_fit
 from smc.model.draft_vocab import DraftVocab

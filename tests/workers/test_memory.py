@@ -19,7 +19,7 @@ from services.workers.spec import RankSpec
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
-from smc.executor.model_runner import DraftRunner
+from smc.executor.round_executor import DraftRunner
 from smc.model.parallel import Shard
 from smc.model.source import ModelSource
 from tests.coordinator.harness import HOST, SECRET
