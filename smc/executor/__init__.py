@@ -37,7 +37,7 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
           2. keep at most N of these rows; after a miss one: the accepted tokens and the target's draw
           -> `RoundSelection`, sent to the draft, and `RoundResult` with the target's `Lineage`
           `apply_selection`
-  remap   `remap`: block tables and pending tokens follow the selection
+  remap   `select`: block tables and pending tokens follow the selection
           target `VerifyStage.remap`: `remap_target`, `advance`
           draft  `DraftStage.remap` -> `DraftReport` with the draft's `Lineage`: `observe_draws`,
           `store_inner_nodes` (candidates that the next round adds as outcomes), `remap_draft`, `advance`

@@ -47,8 +47,8 @@ from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import add_biases
 from smc.executor.masks import apply_mask
 from smc.executor.redraft import RedraftStart, known_step, plan_again, selected_again
-from smc.executor.remap import advance, remap_draft
 from smc.executor.sampling import HeadSampling, Sampling
+from smc.executor.select import advance, remap_draft
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose, RoundKeys
 from smc.round.plan import RoundPlan
 from smc.round.slot_state import (

@@ -47,7 +47,7 @@ class GuidedPass:
     guide: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """See `smc.executor.sampling.Sampling.guide`."""
     remap_block_table: Callable[..., None]
-    """See `smc.executor.remap.remap_block_table`."""
+    """See `smc.executor.select.remap_block_table`."""
     role: ModelRole
     beside_B: Tensor
     """int32: for every page of a guided batch index in this round, the unconditional row's page beside it."""

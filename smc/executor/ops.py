@@ -9,9 +9,8 @@ from torch import Tensor
 from smc.executor.draft import DraftOps
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
-from smc.executor.remap import remap_block_table
 from smc.executor.sampling import HeadSampling, Sampling
-from smc.executor.select import SelectOps
+from smc.executor.select import SelectOps, remap_block_table
 from smc.executor.verify import VerifyOps
 from smc.model.draft_vocab import DraftVocab
 from smc.types import Numerics

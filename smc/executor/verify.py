@@ -21,8 +21,8 @@ from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import add_biases
 from smc.executor.masks import apply_mask, given_constraint
 from smc.executor.redraft import selected_again, with_slots_of
-from smc.executor.remap import advance, remap_target
 from smc.executor.sampling import Sampling
+from smc.executor.select import advance, remap_target
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
 from smc.round.plan import RoundPlan
 from smc.round.slot_state import (

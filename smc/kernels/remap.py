@@ -1,4 +1,4 @@
-"""Slots and block tables follow the selection: the Triton form of `smc.executor.remap`.
+"""Slots and block tables follow the selection: the Triton form of `smc.executor.select`.
 
 A program handles one batch index. `remap_draft` and `remap_target` read the slots' former state and rewrite block
 tables; `advance` only writes. Work grows with the positions that particles hold, not with the width of a table.
@@ -25,7 +25,7 @@ CHUNK = 1024
 def remap_draft(
     state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree, selection: RoundSelection[Tensor], steps: int
 ) -> tuple[Lineage[Tensor], NextSequences]:
-    """See `smc.executor.remap.remap_draft`. The same launch makes block tables follow the selection."""
+    """See `smc.executor.select.remap_draft`. The same launch makes block tables follow the selection."""
     (batch_size, queries), pages = plan.arrays.begin_pages_AQ.shape, tree.tail_XB.shape[1]
     width, room = min(2, state.pending_SQ.shape[1]), Room(state.device)
     lineage = Lineage(
@@ -54,7 +54,7 @@ def remap_target(
     selection: RoundSelection[Tensor],
     lookahead: bool,
 ) -> NextSequences:
-    """See `smc.executor.remap.remap_target`. The same launch makes block tables follow the selection."""
+    """See `smc.executor.select.remap_target`. The same launch makes block tables follow the selection."""
     (batch_size, q), block, room = plan.arrays.target_pages_AQ.shape, drafted.block, Room(state.device)
     width = block if lookahead else 1
     out = NextSequences(
@@ -72,7 +72,7 @@ def remap_target(
 
 
 def advance(state: SlotState, slot_A: Tensor, selection: RoundSelection[Tensor], next_: NextSequences) -> None:
-    """See `smc.executor.remap.advance`."""
+    """See `smc.executor.select.advance`."""
     batch_size, width = next_.tokens_AQ.shape
     _advance[(batch_size,)](
         state, state.pending_SQ.stride(0), state.dummy, slot_A, selection, next_, *next_.tokens_AQ.stride(),
@@ -83,7 +83,7 @@ def advance(state: SlotState, slot_A: Tensor, selection: RoundSelection[Tensor],
 def remap_block_table(
     table_SL: Tensor, slot_A: Tensor, source_A: Tensor, base_A: Tensor, end_A: Tensor, tail_AB: Tensor, columns: int
 ) -> None:
-    """See `smc.executor.remap.remap_block_table`."""
+    """See `smc.executor.select.remap_block_table`."""
     (batch_size, width), tail_AB = tail_AB.shape, tail_AB.contiguous()
     _remap_block_table[(batch_size,)](
         table_SL, table_SL.stride(0), slot_A, source_A, base_A, end_A, tail_AB, width,

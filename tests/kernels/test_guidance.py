@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from smc.executor.remap import remap_block_table
 from smc.executor.sampling import Sampling
+from smc.executor.select import remap_block_table
 from smc.kernels import remap, sampling
 from tests.kernels.conftest import DEVICE
 
