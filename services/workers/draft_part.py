@@ -13,8 +13,8 @@ import torch
 from services.link.base import first_line
 from services.link.store import GroupStore
 from services.workers.memory import is_shortage
-from services.workers.rank import TensorParallel, exchange
 from services.workers.spec import ModelSpec, RankSpec
+from services.workers.tensor_parallel import TensorParallel, exchange
 from smc.calibration.latency import draft_step_seconds
 from smc.draft_step import EFFORT, ROWS, free_memory, with_step_engine
 from smc.scheduler.engine import Engine

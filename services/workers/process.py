@@ -1,30 +1,26 @@
 """The process of one rank: it loads its shard of one model or of both, connects to the other processes and executes
-commands until it is told to stop. Also defines the leader's channel to the leader of the other model."""
+commands until it is told to stop."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from services.link.base import LinkError, PeerEnd
 from services.link.connect import LeaderEnds, leader_ends, peer_end, progress_reporter
 from services.link.store import GroupStore
 from services.workers import memory
 from services.workers.draft_part import faster_part
-from services.workers.rank import Rank, Reconnection, TensorParallel, follow, lead
+from services.workers.rank import PeerChannel, Rank, Reconnection, follow, lead
 from services.workers.spec import ModelSpec, RankSpec
+from services.workers.tensor_parallel import TensorParallel
 from smc.api.limits import AUTO_DTYPE
 from smc.calibration.compile_ahead import compile_ahead, watch_compiler
 from smc.constraints import Compiler
 from smc.draft_dtype import draft_dtype
-from smc.executor.graph_runner import StageRunner
 from smc.executor.masks import Sharing
 from smc.executor.round_executor import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
 from smc.executor.worker import ModelWorker
@@ -37,107 +33,6 @@ from smc.stops import TokenBytes
 from smc.types import ModelRole, Numerics
 
 logger = logging.getLogger(__name__)
-
-
-class PeerChannel:
-    """A `smc.executor.round_executor.Channel`. `end`: the leader's end of the link, None at other ranks. `group`: the
-    ranks of this model, None if there is only one."""
-
-    def __init__(
-        self,
-        end: PeerEnd | None,
-        group: TensorParallel | None,
-        stages: StageRunner,
-        timeout: float,
-        *,
-        host_waits: bool,
-        outlives_peer: bool = False,
-    ) -> None:
-        """`timeout`: seconds to wait for the other model, where the host has to wait. `host_waits`: see
-        `Channel`. `outlives_peer`: if the other model is lost, zeros replace its messages until `reconnect`, so that
-        rounds in flight end on every rank; their results are discarded."""
-        self._end, self._group, self._stages, self._timeout = end, group, stages, timeout
-        self.host_waits, self._outlives_peer = host_waits, outlives_peer
-        self._lost = False
-        self._coming: tuple[int, Future[PeerEnd]] | None = None
-
-    def reconnect(self, incarnation: int, make: Callable[[], PeerEnd]) -> bool:
-        """Connect to the other model's leader of this incarnation. The first call starts `make`, which waits for that
-        leader, in a thread. Every call returns whether `make` has completed; then the new end is in use. Raises
-        RuntimeError if the leader does not connect; then it counts as lost, too."""
-        assert self._end is not None
-        if self._coming is None or self._coming[0] != incarnation:
-            self._lost = True
-            self._end.close()
-            self._coming = incarnation, _begun(make)
-        _, coming = self._coming
-        if not coming.done():
-            return False
-        self._coming = None
-        self._end = coming.result()
-        self._lost = False
-        return True
-
-    def close(self) -> None:
-        if self._end is not None:
-            self._end.close()
-
-    def send(self, key: Hashable, name: str, tensor: Tensor, *, keeps: bool = False) -> None:
-        if self._end is not None and not self._lost:
-            try:
-                self._end.send(name, tensor if keeps else self._stages.copy_of(key, f"sent {name}", tensor))
-            except LinkError as error:
-                self._set_lost(error)
-
-    def receive(
-        self, key: Hashable, name: str, shape: tuple[int, ...], dtype: torch.dtype, into: Tensor | None = None
-    ) -> Tensor:
-        here = into
-        if here is None:
-            here = self._stages.keep(
-                key, f"received {name}", lambda: torch.empty(shape, dtype=dtype, device=self._stages.device)
-            )
-        if self._end is not None:
-            self._receive(self._end, name, here)
-        return self.share(here)
-
-    def _receive(self, end: PeerEnd, name: str, here: Tensor) -> None:
-        if not self._lost:
-            try:
-                end.receive(name, here, self._timeout)
-            except LinkError as error:
-                self._set_lost(error)
-        if self._lost:
-            here.zero_()
-
-    def _set_lost(self, error: LinkError) -> None:
-        if not self._outlives_peer:
-            raise error
-        logger.warning("the other side is lost: %s", error)
-        self._lost = True
-
-    def share(self, tensor: Tensor) -> Tensor:
-        if self._group is not None:
-            self._group.share(tensor)
-        return tensor
-
-    def settle(self) -> None:
-        if self._end is not None and not self._lost:
-            self._end.settle()
-
-
-def _begun(make: Callable[[], PeerEnd]) -> Future[PeerEnd]:
-    """Call `make` in a daemon thread, which is not joined at the end of the process; return its future result."""
-    coming: Future[PeerEnd] = Future()
-
-    def work() -> None:
-        try:
-            coming.set_result(make())
-        except Exception as error:  # raised to the caller, who awaits the result
-            coming.set_exception(error)
-
-    threading.Thread(target=work, name="reconnect", daemon=True).start()
-    return coming
 
 
 @dataclass(frozen=True)

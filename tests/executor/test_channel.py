@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.workers.process import PeerChannel
+from services.workers.rank import PeerChannel
 from smc.executor.graph_runner import StageRunner
 from smc.executor.round_executor import Channel, LocalChannel
 

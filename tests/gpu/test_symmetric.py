@@ -18,7 +18,7 @@ def summed(rank: int, degree: int, port: int, results: multiprocessing.Queue) ->
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     from services.link.distributed import make_group
     from services.link.store import connect_store
-    from services.workers.rank import SymmetricSum
+    from services.workers.tensor_parallel import SymmetricSum
 
     store = connect_store("127.0.0.1", port, SECRET, 60.0)
     few = SymmetricSum.between(store, "few", rank, degree)

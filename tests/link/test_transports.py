@@ -21,7 +21,7 @@ from services.link.distributed import FRAME
 from services.link.messages import TRANSFERS, Transfer, check_incarnation
 from services.link.store import StoreServer
 from services.link.streams import StreamCaller, StreamServer, is_proven
-from services.workers.process import PeerChannel
+from services.workers.rank import PeerChannel
 from smc.arrays import FieldMemory, field
 from smc.executor.graph_runner import StageRunner
 from smc.round import slot_state, tensors

@@ -19,7 +19,7 @@ def part_of(rank: int) -> torch.Tensor:
 
 
 def summed(rank: int, port: int, results: multiprocessing.Queue) -> None:
-    from services.workers.rank import TensorParallel
+    from services.workers.tensor_parallel import TensorParallel
 
     store = connect_store("127.0.0.1", port, SECRET, 60.0)
     group = TensorParallel(store, "ranks", rank, DEGREE, torch.device("cpu"), 60.0, in_order=True)

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from services.workers import rank as symmetric
-from services.workers.rank import SymmetricSum
+from services.workers import tensor_parallel as symmetric
+from services.workers.tensor_parallel import SymmetricSum
 
 ERRORS = [
     (RuntimeError, "no peer access\nfrom here"),
