@@ -47,6 +47,7 @@ COMMAND = (
     "--metrics-port",
     "0",
 )
+READY = re.compile(r"serving on \S+:(\d+), metrics on http://\S+:(\d+)/metrics")
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,6 @@ def parse(text: str) -> dict[str, float]:
 
 
 START_TIMEOUT, STOP_TIMEOUT = 600.0, 60.0
-READY = re.compile(r"serving on \S+:(\d+), metrics on http://\S+:(\d+)/metrics")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ DEPENDENT_OPTIONS = {
     "slow_share": ("slow_pause",),
 }
 """Given option -> options of a profile that are dropped with it."""
+SHIPPED = Path(__file__).with_name("profiles.toml")
 
 
 @dataclass(frozen=True)
@@ -226,9 +227,6 @@ def _read(name: str, value: Any) -> Any:
     if name == "goodput":
         return LatencyObjective.read(value)
     return Path(value) if name in ("trace", "prompts") else value
-
-
-SHIPPED = Path(__file__).with_name("profiles.toml")
 
 
 def shipped_profiles() -> dict[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ MAX_WORD = 256
 MAX_MESSAGE = 2000
 """Maximum size of a message in bytes. It travels in HTTP/2 trailers, where each byte may take three; by default peers
 accept 8 KiB of trailers."""
+_LONG_WORD = re.compile(rf"(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}(\S)")
 
 
 class Unauthenticated(RuntimeError):
@@ -42,9 +43,6 @@ class TooLarge(RuntimeError):
 
 class DeadlineExceeded(RuntimeError):
     """The caller's own deadline has passed."""
-
-
-_LONG_WORD = re.compile(rf"(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}(\S)")
 
 
 @dataclass(frozen=True)

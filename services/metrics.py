@@ -95,6 +95,7 @@ E2E_BUCKETS = (
         7680.0,
     ),
 )
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class WorkerGroupMetrics(Families):
@@ -346,9 +347,6 @@ class WorkerGroupMetrics(Families):
         self._draft_restarts = self._counter(
             "smc_draft_restarts_total", "Times that the draft alone was started again after a loss."
         )
-
-
-TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 class RequestMetrics(Families):

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 Configuration = TypeVar("Configuration")
 
 logger = logging.getLogger(__name__)
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+HOST_NAME = re.compile(r"\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+"""Name or address of a host as URLs write it, without a port; or `*`."""
+MAX_SHOWN = 64
 
 
 def read_tokens(path: Path, name: str = "auth_token_file") -> tuple[str, ...]:
@@ -89,12 +93,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-HOST_NAME = re.compile(r"\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
-"""Name or address of a host as URLs write it, without a port; or `*`."""
-MAX_SHOWN = 64
 
 
 class AllowedHosts:

@@ -53,6 +53,7 @@ FILES = (
 )
 CHUNK = 64 << 10
 """Maximum size of the data in one message, in bytes."""
+VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 
 def check_request(message: pb.GenerateRequest) -> None:
@@ -218,9 +219,6 @@ def tokenizer_chunks(directory: Path) -> Iterator[common_pb2.GetTokenizerChunk]:
         yield common_pb2.GetTokenizerChunk(
             data=data[begin : begin + CHUNK], sha256=hashlib.sha256(data).hexdigest() if last else ""
         )
-
-
-VLLM = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 
 def add_to(server: ApiServer) -> None:

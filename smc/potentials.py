@@ -17,6 +17,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+_LOOKS_AROUND = re.compile(r"\$|\(\?|\\[bBZz]")
+"""Parts of expressions that may match in a prefix of a text without matching in the whole text."""
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
 
 @dataclass(frozen=True)
 class Prefixes:
@@ -47,10 +51,6 @@ def must_match(expression: str) -> Potential:
     return potential
 
 
-_LOOKS_AROUND = re.compile(r"\$|\(\?|\\[bBZz]")
-"""Parts of expressions that may match in a prefix of a text without matching in the whole text."""
-
-
 def must_not_match(expression: str) -> Potential:
     """Make a potential that is 0 for answers in which the regular expression is found, else 1. Raises ValueError if the
     expression is invalid."""
@@ -61,9 +61,6 @@ def must_not_match(expression: str) -> Potential:
         return [-math.inf if (ended or not looks_around) and pattern.search(text) else 0.0 for text, ended in found]
 
     return potential
-
-
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def must_end_with(number: float) -> Potential:

@@ -23,6 +23,9 @@ from services.link.streams import StreamCaller, StreamServer, proof
 from smc.round.tensors import message_layouts
 from smc.types import ModelRole
 
+PEER = "target/peer"
+"""Name under which the draft's leader finds the address of the target's leader."""
+
 
 class MessagePeer:
     """A `services.link.base.PeerEnd` that sends each tensor as a message with incarnation, name and number."""
@@ -83,10 +86,6 @@ class DevicePeer:
     def close(self) -> None:
         self._there = self._back = None
         self._sends.clear()
-
-
-PEER = "target/peer"
-"""Name under which the draft's leader finds the address of the target's leader."""
 
 
 def progress_reporter(store: GroupStore, name: str) -> Callable[[float], None]:

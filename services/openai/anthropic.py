@@ -67,6 +67,11 @@ DELTAS = {
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
 """Type of a part's deltas, and the name of their field, by the part's kind."""
+TOOL_CHOICES = (
+    '{"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": "NAME"}, with '
+    "disable_parallel_tool_use if you like"
+)
+WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
 
 
 class Block(Strict):
@@ -141,12 +146,6 @@ class ToolChoice(Strict):
     """Default: false, unless a call is required."""
 
 
-TOOL_CHOICES = (
-    '{"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": "NAME"}, with '
-    "disable_parallel_tool_use if you like"
-)
-
-
 class Thinking(Strict):
     type: Literal["adaptive", "enabled", "disabled"]
     """`enabled` is the same as `adaptive`."""
@@ -205,7 +204,6 @@ class MessagesBody(CallFields):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-WITHOUT = frozenset({"stop", "logprobs", "top_logprobs", "prompt_logprobs"})
 FORM = BodyForm(MESSAGES, MessagesBody, WITHOUT)
 FIELDS = FieldNames(FORM.names, "messages", {"stop": "stop_sequences"}, ".input_schema", "output_config.effort")
 

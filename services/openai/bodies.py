@@ -80,6 +80,7 @@ KINDS = {
 """JSON's names of types, by pydantic's error types."""
 _AROUND = re.compile(r"^(Input should be|(List|String) should have) | after validation, not \d+$")
 """Text that pydantic's messages put around the allowed values."""
+TOOL_CHOICES = '\'auto\', \'none\', \'required\', or {"type": "function", "function": {"name": "NAME"}}'
 
 
 def parse(data: bytes) -> Any:
@@ -395,9 +396,6 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
-
-
-TOOL_CHOICES = '\'auto\', \'none\', \'required\', or {"type": "function", "function": {"name": "NAME"}}'
 
 
 class FunctionName(Strict):

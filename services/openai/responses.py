@@ -55,6 +55,7 @@ RESPONSES = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probabilities."""
 NOT_STORED = "responses are not stored here"
+TOOL_CHOICES = '\'auto\', \'none\', \'required\', or {"type": "function", "name": "NAME"}'
 
 
 def _without_nulls(value: Any) -> Any:
@@ -134,9 +135,6 @@ class FunctionTool(Function):
 class NamedFunction(Strict):
     type: Literal["function"]
     name: str
-
-
-TOOL_CHOICES = '\'auto\', \'none\', \'required\', or {"type": "function", "name": "NAME"}'
 
 
 class TextFormat(Schema):

@@ -33,6 +33,11 @@ FURTHER = rf'({_KEY}"[^"\\\x00-\x1F]*"{BLANKS},{BLANKS})*'
 """A regular expression of members of a call without effect, as they may be written before its name."""
 _ANY_FURTHER = rf"({_KEY}({_STRING}|[-+.\w]+){BLANKS},{BLANKS})*"
 """The same as they are read, and more."""
+_OTHERS = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "dependentSchemas"}
+    | {"anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef"}
+)
+"""Keywords by which a schema can describe properties that its `properties` does not name."""
 
 
 class ToolFormat(StrEnum):
@@ -201,13 +206,6 @@ def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the schema with objects limited to the properties that it names, unless it says something about others.
     Few schemas of tools do, and models keep writing properties where they may. A schema with `allOf` is not changed."""
     return parameters if '"allOf"' in json.dumps(parameters) else _closed_part(parameters)
-
-
-_OTHERS = frozenset(
-    {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "dependentSchemas"}
-    | {"anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef"}
-)
-"""Keywords by which a schema can describe properties that its `properties` does not name."""
 
 
 def _closed_part(schema: Any) -> Any:

@@ -16,6 +16,8 @@ SCOPES = ("token", "answer")
 FIELD = "constraint"
 """Name of the setting."""
 ALLOWED = f"an object with one of {', '.join(KINDS)}"
+_MARK = re.compile('"\ud800([0-9]+)"')
+"""A string that stands for a number. No valid Unicode text has its first character."""
 
 
 class ConstraintRefused(ValueError):
@@ -130,10 +132,6 @@ def schema_text(schema: Any) -> str:
     literals: list[str] = []
     text = json.dumps(_marked(schema, literals), ensure_ascii=False)
     return _MARK.sub(lambda found: literals[int(found[1])], text) if literals else text
-
-
-_MARK = re.compile('"\ud800([0-9]+)"')
-"""A string that stands for a number. No valid Unicode text has its first character."""
 
 
 def _marked(value: Any, literals: list[str]) -> Any:

@@ -30,6 +30,9 @@ ENDS = ("|", ")", "]", "->")
 """Marks after an alternative."""
 Edit = tuple[int, int, str]
 """Replaces the characters between two positions."""
+MOST_NESTED = 1000
+"""Maximum depth of rules within rules, with the groups around them: the library calls itself for each, and a stack of
+8 MiB ends beyond 2,500."""
 
 
 class Lexeme(NamedTuple):
@@ -51,11 +54,6 @@ class _Alternatives(NamedTuple):
     """First and last character of each."""
     bars: list[tuple[int, int]]
     """The bars between them."""
-
-
-MOST_NESTED = 1000
-"""Maximum depth of rules within rules, with the groups around them: the library calls itself for each, and a stack of
-8 MiB ends beyond 2,500."""
 
 
 class TooDeep(ValueError):

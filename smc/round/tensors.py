@@ -25,6 +25,9 @@ from smc.round.plan import Contexts, RoundPlan
 from smc.round.slot_state import Lineage, RoundSelection, SlotState
 from smc.types import Array
 
+DISTRIBUTION = torch.float32
+"""Type of the log-distributions that chains were drawn from, which the draft sends to the target: [P, K, V]."""
+
 
 # A pass through a model. Tensors are int32, on the model's device.
 class RowTables(NamedTuple):
@@ -512,10 +515,6 @@ class RoundResult(NamedTuple, Generic[Array]):
 
 
 # Chains, which only decoding by rejection has.
-DISTRIBUTION = torch.float32
-"""Type of the log-distributions that chains were drawn from, which the draft sends to the target: [P, K, V]."""
-
-
 class ChainAssignment(NamedTuple):
     """The particle that every row of chains continues; int64."""
 

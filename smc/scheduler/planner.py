@@ -28,6 +28,13 @@ from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
 from smc.types import Decoding, ModelRole
 
+COMMON = frozenset({Decoding.INDEPENDENT, Decoding.DISTINCT, Decoding.WALK})
+"""A round with several kinds is treated as having all of these, so that graphs are captured for few combinations."""
+ROUNDING = 1e-6
+"""Keeps whole numbers of nodes from being rounded down."""
+NODE_SHARES = (1 / 2, 5 / 8, 3 / 4)
+"""Shares of a round's tokens for which there may be nodes: few, since rounds of each have recordings of their own."""
+
 
 class Population:
     """The slots of several requests, one request after another: A slots in all."""
@@ -133,10 +140,6 @@ def padded(values_A: np.ndarray, size: int, fill: float) -> np.ndarray:
     padded = np.full((size, *values_A.shape[1:]), fill, dtype=values_A.dtype)
     padded[: len(values_A)] = values_A
     return padded
-
-
-COMMON = frozenset({Decoding.INDEPENDENT, Decoding.DISTINCT, Decoding.WALK})
-"""A round with several kinds is treated as having all of these, so that graphs are captured for few combinations."""
 
 
 class DraftSize(NamedTuple):
@@ -406,11 +409,6 @@ def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarra
         prompt_A=population.by_index([g.prompt_size for g in groups], np.int64, size, 0),
         by_answer_A=population.by_index(by_answer, np.bool_, size, False),
     )
-
-
-ROUNDING = 1e-6
-NODE_SHARES = (1 / 2, 5 / 8, 3 / 4)
-"""Shares of a round's tokens for which there may be nodes: few, since rounds of each have recordings of their own."""
 
 
 def tree_nodes(rows: Any, groups: int, queries: int) -> Any:

@@ -72,6 +72,11 @@ RANKED = 0.1
 are rare, one in a hundred with a good draft: few rounds say little about the gain."""
 FORGOTTEN = 1e-3
 """Count below which it is dropped."""
+LEAST_FOUND = 0.02
+"""Minimum probability in forecasts that a block follows a restart: the miss rate of few rows, taken from that of many,
+may be above 1."""
+INHERITED = 16.0
+"""Maximum information that a request takes over from the fit of all requests: about as many draws."""
 
 
 class Falls(NamedTuple):
@@ -135,15 +140,10 @@ DEEP = (Miss.TOKEN, Miss.AGAIN)
 DEPTH_ROWS = len(DEEP)
 ROWS = {miss: row for row, miss in enumerate((*OUTCOMES, *DEEP))}
 """Row of each thing in the counts of `Acceptance`, at the first depth."""
-LEAST_FOUND = 0.02
-"""Minimum probability in forecasts that a block follows a restart: the miss rate of few rows, taken from that of many,
-may be above 1."""
 PRIORS = {Miss.TOKEN: PRIOR_MISS_RATE, Miss.RESTART: 0.1, Miss.WHOLE: PRIOR_MISS_RATE, Miss.PART: 0.7}
 """Miss rates of one row and one branch before anything was observed."""
 SHARED_MEMORY, REQUEST_MEMORY = 0.999, 0.99
 """Weight that earlier draws keep after each draw, in the fit of all requests and in that of one request."""
-INHERITED = 16.0
-"""Maximum information that a request takes over from the fit of all requests: about as many draws."""
 
 
 @dataclass(frozen=True)
