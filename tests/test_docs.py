@@ -3,6 +3,7 @@ their names, defaults and allowed values."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -242,3 +243,25 @@ def test_the_path_of_a_request_is_short_and_leads_through_what_there_is():
             body = re.search(rf"^class {owner}\b.*?(?=^class |\Z)", text, re.MULTILINE | re.DOTALL)
             assert body, f"{path} has no class {owner}"
             assert not method or f"def {method}(" in body[0], f"{path}: {owner} has no {method}"
+
+
+def test_the_walk_of_a_round_is_short_and_leads_through_what_there_is():
+    """The guide of `smc.executor` leads through few files, and what it names for each step is defined there."""
+    guide = ast.get_docstring(ast.parse((ROOT / "smc/executor/__init__.py").read_text()))
+    assert guide
+    steps = guide.partition("\n  plan ")[2].partition("What else")[0]
+    named = re.findall(r"`([^`]+)`", guide.partition("What else")[0])
+    places = [ROOT / "smc" / package for package in ("executor", "round", "scheduler")]
+    found = [[ROOT / f"{name.replace('.', '/')}.py", *(place / f"{name}.py" for place in places)] for name in named]
+    files = {path for paths in found for path in paths if path.is_file()}
+    assert len(files) == 11, sorted(files)
+    elsewhere = ("algorithm/expansion", "algorithm/verification", "scheduler/engine", "scheduler/results")
+    beside = [ROOT / f"smc/{name}.py" for name in (*elsewhere, "executor/redraft")]
+    nodes = [node for path in (*files, *beside) for node in ast.walk(ast.parse(path.read_text()))]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {
+        node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    names = set(re.findall(r"`([^`]+)`", steps)) - {path.stem for path in files}
+    parts = {part for name in names if not name.startswith(("smc.", "services.")) for part in name.split(".")}
+    assert len(parts) > 30 and parts - defined - {"redraft"} == set()

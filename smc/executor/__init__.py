@@ -7,16 +7,20 @@ to a few values, so that a whole round can be queued on a device or recorded the
 
 Read `smc.reference.ExactWalk` first: it has the same mathematics without batches. Terms are those of docs/glossary.md,
 letters of axes those of `smc`. Below are the steps of a round of exact decoding by walk in look-ahead, in the order in
-which the code is best read; fields of their types are explained in `smc.round.plan`, `slot_state` and `tensors`.
+which the code is best read: eleven files besides this. Fields of their types are explained in `smc.round.plan`,
+`slot_state` and `tensors`.
 
 Draft and verify run at the same time, each on the ranks of its model. The target receives the drafted rows after its
 pass, the draft the selection after its steps. What is drafted in one round is verified in the next, but for what is
 drafted again: selected rows are the target's pending tokens until then (`SlotState.pending_SQ`).
 
-  plan    `smc.scheduler.engine.Engine.step` -> `smc.scheduler.decode.RoundScheduler._launch`: groups, pages, keys of
-          random numbers -> `RoundPlan`, by `smc.scheduler.planner.RoundPlanner.plan`
-  run     `round_executor`: `LocalRoundExecutor.round` asks `DraftRunner` and `TargetRunner`, which run the
-          stages. In the service each is in processes of its own (`services.link.remote_worker.RemotePair.round`)
+  plan    `smc.scheduler.decode`: `RoundScheduler.step`, which `Engine.step` calls, `_launch`: groups, pages, keys of
+          random numbers -> `RoundPlan`, by `RoundPlanner.plan` in `planner`
+  send    `services.link.remote_worker`: `RemotePair.round` sends the plan to the leaders of both models;
+          `services.workers.rank`: `lead` receives it, `Rank.carry_out` runs it on each rank, `ResponseSender` answers.
+          Without processes `LocalRoundExecutor.round` stands in the place of both
+  run     `round_executor`: `OneModelExecutor.round` asks `DraftRunner` or `TargetRunner`, which run the stages below
+          and exchange their messages over a `Channel` (`PeerChannel` in `rank`)
   redraft if the plan says so: where a block has one token, after a miss or at the start, a tree from this token; its
           rows become the particles
           -> `DraftedRows`, sent to the target before its pass, and `RedraftReport`
@@ -37,13 +41,13 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
           2. keep at most N of these rows; after a miss one: the accepted tokens and the target's draw
           -> `RoundSelection`, sent to the draft, and `RoundResult` with the target's `Lineage`
           `apply_selection`
-  remap   `select`: block tables and pending tokens follow the selection
+  remap   block tables and pending tokens follow the selection
           target `VerifyStage.remap`: `remap_target`, `advance`
           draft  `DraftStage.remap` -> `DraftReport` with the draft's `Lineage`: `observe_draws`,
           `store_inner_nodes` (candidates that the next round adds as outcomes), `remap_draft`, `advance`
   report  `RoundScheduler._read`, on GPUs while the next round runs: `RequestedRound.result` -> `RoundReports`;
           `_record`: pages by `_remap_pages`, tokens (those of the new block included) by `_write_tokens`; those before
-          it and its first are certain (`commit_tokens`), and `smc.scheduler.results.ResultReporter` streams them
+          it and its first are certain (`commit_tokens`), and `ResultReporter` streams them
 
 What else these files call, in a walk:
 
@@ -55,6 +59,8 @@ What else these files call, in a walk:
   `match_samples`             a group's block that agrees longest with the draws, and the number of its tokens that do
   `assign_rows`               the first row that continues a batch index stays there, others take free ones in order
   `stages.run`                runs a stage, on GPUs by replaying its recording
-  `send`, `receive`           from rank to rank of the two models
+  `REQUESTS`, `RESPONSES`     encode and decode the messages of a link
+  `self.slots`                the host's record of the particles, by slot: `tokens_SL`; `length_S`, how many there are,
+                              the block in flight included; `block_S`, where that block begins
   `slots.descend`             lets slots refer to the pages of a lineage, and frees pages that nothing refers to
   `rules`                     `smc.scheduler.methods.Walk`: what differs per kind of decoding on the host"""
