@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Protocol
+from itertools import cycle
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.api.engine_config import EngineConfig
-from smc.arrays import PackedFields, to_device
+from smc.arrays import FieldMemory, PackedFields, map_tensors, to_device
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
 from smc.executor.chains import DraftedChains
@@ -43,7 +44,7 @@ from smc.executor.select import SelectStage
 from smc.executor.verify import VerifyStage
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
-from smc.round.plan import PlanBuffer, RoundKind, RoundPlan
+from smc.round.plan import IN_FLIGHT, PARTS, RoundKind, RoundPlan
 from smc.round.slot_state import InnerNodes, RoundSelection, SequenceHandoff, SlotState
 from smc.round.tensors import (
     DraftedRows,
@@ -170,6 +171,34 @@ class OneModelExecutor:
 
     def round(self, plan: RoundPlan[np.ndarray]) -> RequestedRound:
         return RequestedRound({self._runner.worker.name: self._runner.round(plan)})
+
+
+class PlanBuffer:
+    """Memory for the arrays of plans of one kind, in one piece, so that one copy brings a plan to a device."""
+
+    def __init__(self, plan: RoundPlan[np.ndarray], device: torch.device) -> None:
+        memory = FieldMemory(plan.parts)
+        # Used in turn: the next plan is written while those before it are still being copied.
+        pinned, nbytes = device.type == "cuda", memory.nbytes
+        hosts = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
+        copied = [torch.cuda.Event() if pinned else None for _ in hosts]
+        arrays = [map_tensors(Tensor.numpy, memory.views(host)) for host in hosts]
+        self._hosts = cycle(zip(hosts, arrays, copied))
+        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._tensors = memory.views(self._there)
+
+    def load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
+        """Copy a plan to the device. Returns it over tensors that are the same in every call. Waits only where the
+        device has not yet copied the plan whose host memory is next. Nobody reads the results of a rank that does not
+        lead: if a kind of round has no sums over ranks, nothing else bounds how far it falls behind."""
+        host, arrays, copied = next(self._hosts)
+        if copied is not None:
+            copied.synchronize()
+        map_tensors(np.copyto, arrays, plan.parts)
+        self._there.copy_(host, non_blocking=True)
+        if copied is not None:
+            copied.record()
+        return replace(cast(Any, plan), **dict(zip(PARTS, self._tensors)))
 
 
 class ModelRunner:

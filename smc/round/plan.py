@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from itertools import cycle
 from typing import Any, Generic, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from smc.algorithm.resampling import Spans
-from smc.arrays import FieldMemory, is_one_of, map_tensors
+from smc.arrays import is_one_of, map_tensors
 from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
 from smc.philox import RoundKeys
 from smc.types import EXACT, SEPARATE, Array, Decoding, ModelRole
@@ -320,31 +318,3 @@ class RoundPlan(Generic[Array]):
 
 PARTS = tuple(field.name for field in fields(RoundPlan))[2:]
 """Fields of a plan that have arrays."""
-
-
-class PlanBuffer:
-    """Memory for the arrays of plans of one kind, in one piece, so that one copy brings a plan to a device."""
-
-    def __init__(self, plan: RoundPlan[np.ndarray], device: torch.device) -> None:
-        memory = FieldMemory(plan.parts)
-        # Used in turn: the next plan is written while those before it are still being copied.
-        pinned, nbytes = device.type == "cuda", memory.nbytes
-        hosts = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(IN_FLIGHT if pinned else 1)]
-        copied = [torch.cuda.Event() if pinned else None for _ in hosts]
-        arrays = [map_tensors(Tensor.numpy, memory.views(host)) for host in hosts]
-        self._hosts = cycle(zip(hosts, arrays, copied))
-        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._tensors = memory.views(self._there)
-
-    def load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
-        """Copy a plan to the device. Returns it over tensors that are the same in every call. Waits only where the
-        device has not yet copied the plan whose host memory is next. Nobody reads the results of a rank that does not
-        lead: if a kind of round has no sums over ranks, nothing else bounds how far it falls behind."""
-        host, arrays, copied = next(self._hosts)
-        if copied is not None:
-            copied.synchronize()
-        map_tensors(np.copyto, arrays, plan.parts)
-        self._there.copy_(host, non_blocking=True)
-        if copied is not None:
-            copied.record()
-        return replace(cast(Any, plan), **dict(zip(PARTS, self._tensors)))

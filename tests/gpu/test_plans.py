@@ -8,7 +8,8 @@ import torch
 
 from smc.api.engine_config import EngineConfig
 from smc.calibration.warm_up import padding_plan
-from smc.round.plan import IN_FLIGHT, Contexts, PlanBuffer
+from smc.executor.round_executor import PlanBuffer
+from smc.round.plan import IN_FLIGHT, Contexts
 from smc.scheduler.methods import RULES
 from smc.types import Decoding
 
