@@ -37,7 +37,7 @@ from smc.round.slot_state import Lineage
 from smc.round.tensors import ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts, TreeFacts
-from smc.scheduler.planner import DecideSize, DraftSize, Population, RoundPlanner, remap_unconditional_rows
+from smc.scheduler.planner import DecideSize, DraftSize, Population, RoundPlanner
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
 from smc.scheduler.speculation import Acceptance, DraftExponents
@@ -338,7 +338,33 @@ class RoundScheduler:
             lineage = Lineage(whole.path_AB[index_A], whole.kept_A[index_A], whole.dropped_A[index_A])
             given_B = np.concatenate([given[Stream(role)] for given in pages])
             self.slots.descend(role, allocator, population.slot_A, source_A, lineage, given_B)
-            remap_unconditional_rows(role, self.slots, allocator, population, source_A, lineage, pages)
+            self._remap_unconditional_rows(role, population, source_A, lineage, pages)
+
+    def _remap_unconditional_rows(
+        self,
+        role: ModelRole,
+        population: Population,
+        source_A: np.ndarray,
+        lineage: Lineage[np.ndarray],
+        pages: list[RoundPages],
+    ) -> None:
+        """At one model, let unconditional rows of a population's particles continue those of the particles in slots
+        `source_A`: by the pages that were allocated beside those of the particles' own `lineage`."""
+        stream = Stream(role, unconditional=True)
+        is_guided_A = np.array([stream in given for given in pages])[population.group_A]
+        if not is_guided_A.any():
+            return
+        guided = [given for given in pages if stream in given]
+        own_B, theirs_B = (np.concatenate([given[name] for given in guided]) for name in (Stream(role), stream))
+        path_AB, kept_A, dropped_A = (
+            values_A[is_guided_A] for values_A in (lineage.path_AB, lineage.kept_A, lineage.dropped_A)
+        )
+        order_B = np.argsort(own_B)
+        # Entries of the path that are not kept may be any page.
+        at_AB = np.searchsorted(own_B, path_AB, sorter=order_B).clip(max=len(own_B) - 1)
+        to_A, of_A = (self.slots.unconditional_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
+        own = Lineage(theirs_B[order_B[at_AB]], kept_A, dropped_A)
+        self.slots.descend(role, self.memory.allocators[role], to_A, of_A, own, theirs_B)
 
     def _write_tokens(
         self, population: Population, result: RoundResult[np.ndarray], source_A: np.ndarray, index_A: np.ndarray

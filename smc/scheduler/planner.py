@@ -20,9 +20,7 @@ from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
 from smc.distributions import DistributionSpec
 from smc.executor.logit_changes import width_of
-from smc.memory.pages import PageAllocator
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
-from smc.round.slot_state import Lineage
 from smc.scheduler.methods import DecodingRules, fixed_steps
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
@@ -99,33 +97,6 @@ def room(count: int, size: int) -> int:
     """Padded number of unconditional rows for `count` guided rows in a batch of `size` rows: the next power of two, at
     most `size`. So there are few sizes, and at most twice the rows that are guided."""
     return min(1 << (count - 1).bit_length(), size)
-
-
-def remap_unconditional_rows(
-    role: ModelRole,
-    slots: Slots,
-    allocator: PageAllocator,
-    population: Population,
-    source_A: np.ndarray,
-    lineage: Lineage[np.ndarray],
-    pages: list[RoundPages],
-) -> None:
-    """In the pool of one model, let unconditional rows of a population's particles continue those of the particles in
-    slots `source_A`: by the pages that were allocated beside those of the particles' own `lineage`."""
-    stream = Stream(role, unconditional=True)
-    is_guided_A = np.array([stream in given for given in pages])[population.group_A]
-    if not is_guided_A.any():
-        return
-    guided = [given for given in pages if stream in given]
-    own_B, theirs_B = (np.concatenate([given[name] for given in guided]) for name in (Stream(role), stream))
-    path_AB, kept_A, dropped_A = (
-        values_A[is_guided_A] for values_A in (lineage.path_AB, lineage.kept_A, lineage.dropped_A)
-    )
-    order_B = np.argsort(own_B)
-    # Entries of the path that are not kept may be any page.
-    at_AB = np.searchsorted(own_B, path_AB, sorter=order_B).clip(max=len(own_B) - 1)
-    to_A, of_A = (slots.unconditional_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
-    slots.descend(role, allocator, to_A, of_A, Lineage(theirs_B[order_B[at_AB]], kept_A, dropped_A), theirs_B)
 
 
 def reports_raw(config: EngineConfig, params: Sequence[SamplingParams]) -> bool:
