@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -371,23 +371,13 @@ def with_inner_nodes(
     def of_nodes(first_A: Tensor, inner_AZ: Tensor) -> Tensor:
         return torch.cat((first_A[:, None], inner_AZ.to(first_A.dtype)), 1).flatten()
 
-    inner_AZ = torch.zeros_like(nodes.text_SK[slot_A])
-    rows_U = plan.index_of_rows(k)
-    nodes_as_rows = TokenTree(
-        root_X=tree.root_X.repeat_interleave(k),
-        tokens_XK=tree.tokens_XK[rows_U],
-        logq_XK=tree.logq_XK[rows_U],
-        tail_XB=tree.tail_XB[rows_U],
-        count_X=tree.count_X.repeat_interleave(k),
-        alive_X=tree.alive_X.repeat_interleave(k),
+    inner_AZ, rows_U = torch.zeros_like(nodes.text_SK[slot_A]), plan.index_of_rows(k)
+    nodes_as_rows = TokenTree(*(values_A[rows_U] for values_A in tree))._replace(
         ended_X=of_nodes(tree.ended_X, inner_AZ),
         before_X=of_nodes(tree.before_X, nodes.text_SK[slot_A]),
         text_X=of_nodes(tree.text_X, nodes.text_SK[slot_A]),
         mass_X=of_nodes(tree.mass_X, nodes.mass_SK[slot_A]),
-        last_X=tree.last_X.repeat_interleave(k),
-        next_X=tree.next_X.repeat_interleave(k),
         cut_X=cut_AK.flatten(),
-        outcome_X=tree.outcome_X.repeat_interleave(k),
     )
     candidates = CandidateTokens(*(values.flatten(0, 1) for values in (token_AKC, logq_AKC, share_AKC)))
     return candidates, nodes_as_rows, Spans(plan.arrays.first_G * k, plan.arrays.size_G * k)
@@ -421,34 +411,30 @@ def reparent(
     """Extend the rows by their next token, and return them with the pass over these tokens. The first step (0) makes F
     rows for each batch index. This is the reference: `smc.kernels.draft.reparent` does the same in one launch."""
     parent_X, token_X, logq_X, mass_X = _continued(tree, more, plan)
-    root_X, ended_X, text_X, count_X, cut_X = (
-        values_R[parent_X] for values_R in (tree.root_X, tree.ended_X, tree.text_X, tree.count_X, tree.cut_X)
-    )
-    slot_X = plan.arrays.slot_A[root_X]
-    end_X = state.end_S[slot_X] - cut_X
+    before = TokenTree(*(values_R[parent_X] for values_R in tree))
+    slot_X, ended_X, text_X, count_X = plan.arrays.slot_A[before.root_X], before.ended_X, before.text_X, before.count_X
+    end_X = state.end_S[slot_X] - before.cut_X
     room_X = state.limit_S[slot_X] - end_X - count_X
     growth = grow(
         state.stops, state.entry_S[slot_X], text_X, token_X[:, None], room_X, state.least_S[slot_X] - end_X - count_X
     )
     is_now_K = torch.arange(tree.tokens_XK.shape[1], device=state.device) == step
     is_known_B = torch.arange(tree.tail_XB.shape[1], device=state.device) < step
-    alive_X, has_ended_X = tree.alive_X[parent_X] & (mass_X > -torch.inf), ended_X | growth.ends_A
-    grown = TokenTree(
-        root_X=root_X,
-        tokens_XK=torch.where(is_now_K, token_X[:, None], tree.tokens_XK[parent_X]),
-        logq_XK=torch.where(is_now_K, logq_X[:, None], tree.logq_XK[parent_X]),
+    alive_X, has_ended_X = before.alive_X & (mass_X > -torch.inf), ended_X | growth.ends_A
+    grown = before._replace(
+        tokens_XK=torch.where(is_now_K, token_X[:, None], before.tokens_XK),
+        logq_XK=torch.where(is_now_K, logq_X[:, None], before.logq_XK),
         # Pages of earlier tokens are the parent's; pages of later tokens are this row's own.
-        tail_XB=torch.where(is_known_B, tree.tail_XB[parent_X], plan.arrays.branch_pages_XB),
+        tail_XB=torch.where(is_known_B, before.tail_XB, plan.arrays.branch_pages_XB),
         count_X=count_X + (~ended_X).long(),
         alive_X=alive_X,
         ended_X=has_ended_X,
-        before_X=torch.where(ended_X, tree.before_X[parent_X], text_X),
+        before_X=torch.where(ended_X, before.before_X, text_X),
         text_X=torch.where(ended_X, text_X, growth.text_A),
         mass_X=mass_X,
         last_X=token_X,
         next_X=end_X + (step + 1),
-        cut_X=cut_X,
-        outcome_X=tree.outcome_X[parent_X] if step else torch.arange(len(parent_X), device=state.device),
+        outcome_X=before.outcome_X if step else torch.arange(len(parent_X), device=state.device),
     )
     return grown, LastTokens(slot_X.int(), end_X.int(), (end_X + step).int(), (alive_X & ~has_ended_X).int())
 
@@ -598,15 +584,8 @@ def _rank(worth_Y: Tensor, of_Y: Tensor) -> Tensor:
 
 def _taken(grown: GrownRows, leaf_X: Tensor, alive_X: Tensor) -> TokenTree:
     """Return the rows that end at these nodes."""
-    trees = [step.tree for step in grown.steps]
-
-    def at_leaf(name: str) -> Tensor:
-        return torch.cat([getattr(tree, name) for tree in trees])[leaf_X]
-
-    values: dict[str, Any] = {name: at_leaf(name) for name in TokenTree._fields}
-    values["alive_X"] = values["alive_X"] & alive_X
-    values["mass_X"] = torch.where(alive_X, values["mass_X"], -torch.inf)
-    return TokenTree(**values)
+    tree = TokenTree(*(torch.cat(of_steps)[leaf_X] for of_steps in zip(*(step.tree for step in grown.steps))))
+    return tree._replace(alive_X=tree.alive_X & alive_X, mass_X=torch.where(alive_X, tree.mass_X, -torch.inf))
 
 
 def pack_rows(state: SlotState, plan: RoundPlan[Tensor], tree: TokenTree) -> PackedFields[DraftedRows]:
