@@ -135,14 +135,33 @@ class RemoteWorker:
         """Numbers of the constraints that the worker keeps."""
         self._asked = 0
 
-    def run_prompts(self, role: ModelRole, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
-        return RemotePending(self._ask(batch, role), role)
+    def ask(self, command: PromptBatch | RoundPlan, role: ModelRole | None = None) -> RemoteCommand:
+        """Request a prompt batch from one model of this worker, or a round from all that take part in it. The result of
+        a round is a RoundResult, or a DraftReport from the draft in a round of both models."""
+        asked = RemoteCommand(self, self.send(command, role))
+        self._pending[asked.sequence] = asked
+        return asked
+
+    def send(self, command: Command, role: ModelRole | None = None) -> int:
+        """Send a command. Returns its sequence number."""
+        self._sequence += 1
+        self._last_sent = time.monotonic()
+        self._unanswered += not isinstance(command, SILENT)
+        if self._lost is not None:
+            return self._sequence
+        try:
+            self._end.send(REQUESTS.encode(WorkRequest(self.incarnation, self._sequence, command, role)))
+        except LinkError as error:
+            if not self._may_be_lost:
+                raise
+            self._lost = error
+        return self._sequence
 
     def compile(self, constraint: Constraint) -> int:
         if constraint not in self._numbers:
             self._asked += 1
             self._numbers[constraint] = self._asked
-            self._send(Compile(constraint))
+            self.send(Compile(constraint))
             while len(self._numbers) > MOST_KEPT:
                 self._numbers.popitem(last=False)
         self._numbers.move_to_end(constraint)
@@ -152,17 +171,9 @@ class RemoteWorker:
         """Whether a constraint is known to have been compiled, or refused; True, too, if the worker is lost."""
         return self._compiled >= number or self.lost
 
-    def join(self, role: ModelRole, group: SequenceHandoff) -> None:
-        self._send(group, role)
-
-    def round(self, plan: RoundPlan[np.ndarray]) -> RemoteCommand:
-        """Request a round of all models of this worker that it needs. The result of a model is a RoundResult, or a
-        DraftReport from the draft in a round of both models."""
-        return self._ask(plan)
-
     def ping(self) -> None:
         """Wait for a sign of life from the worker. Raises LinkError or ModelLost if it does not answer in time."""
-        self.response(self._send(Ping()))
+        self.response(self.send(Ping()))
 
     def keep_alive(self, silence: float) -> None:
         """Ping the worker if it has nothing to do and has been sent nothing for `silence` seconds. Raises as `ping`."""
@@ -171,15 +182,15 @@ class RemoteWorker:
 
     def status(self) -> MemoryUse:
         """Return the worker's memory use."""
-        return cast(MemoryUse, self.response(self._send(MemoryQuery())).result)
+        return cast(MemoryUse, self.response(self.send(MemoryQuery())).result)
 
     def stop(self) -> None:
-        self._send(Stop())
+        self.send(Stop())
 
     def reconnect(self, incarnation: int, seconds: float) -> bool:
         """Make the worker open a link to the other model's leader of this incarnation within `seconds`. Called again,
         checks the link. Returns whether it is up. Raises LinkError if that leader does not connect."""
-        result = cast(ReconnectResult, self.response(self._send(Reconnect(incarnation, seconds))).result)
+        result = cast(ReconnectResult, self.response(self.send(Reconnect(incarnation, seconds))).result)
         if result.error:
             raise LinkError(f"the {self.name} has no link to the other side: {result.error}")
         return result.connected
@@ -203,7 +214,7 @@ class RemoteWorker:
         samples = []
         for _ in range(CLOCK_PINGS):
             before = time.monotonic_ns()
-            response = self.response(self._send(Ping()))
+            response = self.response(self.send(Ping()))
             after = time.monotonic_ns()
             samples.append((after - before, (before + after - response.begin_ns - response.end_ns) // 2))
         _, self._clock_offset_ns = min(samples)
@@ -249,25 +260,6 @@ class RemoteWorker:
         offset = self._clock_offset_ns
         return {name: (begin + offset, end + offset) for name, (begin, end) in result.work.items()}
 
-    def _ask(self, command: PromptBatch | RoundPlan, role: ModelRole | None = None) -> RemoteCommand:
-        asked = RemoteCommand(self, self._send(command, role))
-        self._pending[asked.sequence] = asked
-        return asked
-
-    def _send(self, command: Command, role: ModelRole | None = None) -> int:
-        self._sequence += 1
-        self._last_sent = time.monotonic()
-        self._unanswered += not isinstance(command, SILENT)
-        if self._lost is not None:
-            return self._sequence
-        try:
-            self._end.send(REQUESTS.encode(WorkRequest(self.incarnation, self._sequence, command, role)))
-        except LinkError as error:
-            if not self._may_be_lost:
-                raise
-            self._lost = error
-        return self._sequence
-
 
 @dataclass(frozen=True)
 class RemoteModel:
@@ -278,7 +270,7 @@ class RemoteModel:
     numerics: Numerics
 
     def run_prompts(self, batch: PromptBatch) -> RemotePending[PromptResult[np.ndarray]]:
-        return self.worker.run_prompts(self.role, batch)
+        return RemotePending(self.worker.ask(batch, self.role), self.role)
 
     def compile(self, constraint: Constraint) -> int:
         return self.worker.compile(constraint)
@@ -301,9 +293,9 @@ class RemotePair:
         self._workers = workers
 
     def join(self, role: ModelRole, group: SequenceHandoff) -> None:
-        self._workers[role].join(role, group)
+        self._workers[role].send(group, role)
 
     def round(self, plan: RoundPlan[np.ndarray]) -> RequestedRound:
         holders = [self._workers[role] for role in plan.kind.roles]
-        commands = {worker: worker.round(plan) for worker in dict.fromkeys(holders)}
+        commands = {worker: worker.ask(plan) for worker in dict.fromkeys(holders)}
         return RequestedRound({role: RemotePending(commands[self._workers[role]], role) for role in plan.kind.roles})
