@@ -53,13 +53,20 @@ What else these files call, in a walk:
 
   `self.run`                  a forward pass; logits are as they are without guidance, penalties, biases, masks
   `self.ops.f`                the function `f` in torch; GPUs have kernels of the same names (`triton_ops`)
-  `propose_candidates`        the 32 tokens v of largest log softmax(gamma log q_v + g_v), g: the target's noise there
-  `expand`                    the candidates of largest mass of a group, in order, and always the first row's first
+  `propose_candidates`        `CandidateTokens`: the 32 tokens v of largest log softmax(gamma log q_v + g_v), which is
+                              their `share`; g: the target's noise there
+  `expand`                    the candidates of largest mass of a group, in order, and always the first row's first:
+                              `parent_X`, a row among `SourceRows`, and `candidate_X`, one of its candidates
   `own_draws`                 argmax(log p_v + g_v), with the keys of plain decoding
   `match_samples`             a group's block that agrees longest with the draws, and the number of its tokens that do
+  `grow`                      whether tokens end an answer, and the state of its stop machine after them
   `assign_rows`               the first row that continues a batch index stays there, others take free ones in order
+  `NextParticles`             which particle (`ancestor_A`) and which drafted row (`row_A`) a batch index continues
   `stages.run`                runs a stage, on GPUs by replaying its recording
   `REQUESTS`, `RESPONSES`     encode and decode the messages of a link
+  `allocate`                  pages for a round; if there are too few, younger requests give up theirs (`preemption`)
+  `decide`                    F, K and the number of nodes that are fastest by measured times (`tree_policy`)
+  `SequenceGroup`             a request as the scheduler knows it; `begin_round`, `end_round` count its rounds in flight
   `self.slots`                the host's record of the particles, by slot: `tokens_SL`; `length_S`, how many there are,
                               the block in flight included; `block_S`, where that block begins
   `slots.descend`             lets slots refer to the pages of a lineage, and frees pages that nothing refers to
