@@ -49,7 +49,7 @@ from smc.kernels.select import select
 from smc.kernels.truncation import Cut, apply_mask, truncate
 from smc.model.linear import FP8, QuantisedRows, quantise
 from smc.philox import DrawKeys, Purpose, RoundKeys, exponentials
-from smc.round.slot_state import RoundSelection
+from smc.round.tensors import RoundSelection
 from smc.types import Decoding
 
 BANDWIDTH = 4.26e12

@@ -51,12 +51,7 @@ from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import advance, remap_draft
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose, RoundKeys
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import (
-    BiasTables,
-    InnerNodes,
-    RoundSelection,
-    SlotState,
-)
+from smc.round.slot_state import BiasTables, InnerNodes, SlotState
 from smc.round.tensors import (
     CandidateLayout,
     ChosenTokens,
@@ -69,6 +64,7 @@ from smc.round.tensors import (
     LastTokens,
     ObservedDraws,
     OwnDraws,
+    RoundSelection,
     RowGroups,
     Rows,
     RowSpans,

@@ -24,8 +24,17 @@ from smc.algorithm.expansion import CandidateTokens
 from smc.algorithm.selection import NextParticles
 from smc.arrays import PackedFields
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import InnerNodes, Lineage, RoundSelection, SlotState
-from smc.round.tensors import DraftedRows, DraftInputs, DraftStep, LastTokens, RedraftReport, TokenTree
+from smc.round.slot_state import InnerNodes, SlotState
+from smc.round.tensors import (
+    DraftedRows,
+    DraftInputs,
+    DraftStep,
+    LastTokens,
+    Lineage,
+    RedraftReport,
+    RoundSelection,
+    TokenTree,
+)
 from smc.types import Decoding
 
 

@@ -45,13 +45,14 @@ from smc.executor.verify import VerifyStage
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
 from smc.round.plan import IN_FLIGHT, PARTS, RoundKind, RoundPlan
-from smc.round.slot_state import InnerNodes, RoundSelection, SequenceHandoff, SlotState
+from smc.round.slot_state import InnerNodes, SequenceHandoff, SlotState
 from smc.round.tensors import (
     DraftedRows,
     DraftReport,
     GrownRows,
     RedraftReport,
     RoundResult,
+    RoundSelection,
     VerifyInputs,
 )
 from smc.stops import StopTables

@@ -33,11 +33,14 @@ from smc.arrays import to_device, to_host, where
 from smc.executor.sampling import Sampling
 from smc.philox import DrawKeys, Purpose, uniforms
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import Lineage, NextSequences, RoundSelection, SlotState
+from smc.round.slot_state import SlotState
 from smc.round.tensors import (
     AppliedSelection,
     DraftedRows,
+    Lineage,
+    NextSequences,
     RoundResult,
+    RoundSelection,
     ScoredRows,
     ScoreInputs,
     TargetOutputs,

@@ -25,16 +25,12 @@ from smc.executor.sampling import Sampling
 from smc.executor.select import advance, remap_target
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import (
-    BiasTables,
-    RoundSelection,
-    SequenceHandoff,
-    SlotState,
-)
+from smc.round.slot_state import BiasTables, SequenceHandoff, SlotState
 from smc.round.tensors import (
     Blocks,
     DraftedRows,
     NodeLayout,
+    RoundSelection,
     RowGroups,
     Rows,
     RowSpans,

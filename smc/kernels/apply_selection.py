@@ -17,8 +17,7 @@ from smc.kernels.decodings import is_exact, is_separate
 from smc.kernels.launch import one_variant, own_indices, programs
 from smc.kernels.select import draw_uniforms
 from smc.kernels.stops import DONE, after, after_all
-from smc.round.slot_state import Lineage, RoundSelection
-from smc.round.tensors import AppliedSelection, RoundResult, ScoredRows, ScoreInputs
+from smc.round.tensors import AppliedSelection, Lineage, RoundResult, RoundSelection, ScoredRows, ScoreInputs
 
 NONE = tl.constexpr(-float("inf"))
 PREFIX = tl.constexpr(PREFIX_POSITION)

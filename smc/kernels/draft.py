@@ -30,7 +30,7 @@ from smc.kernels.stops import DONE, after, after_all
 from smc.kernels.truncation import copy_distribution, finite
 from smc.philox import STREAMS_PER_PARTICLE, RoundKeys
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import RoundSelection, SlotState
+from smc.round.slot_state import SlotState
 from smc.round.tensors import (
     CandidateLayout,
     Continuation,
@@ -38,6 +38,7 @@ from smc.round.tensors import (
     DraftInputs,
     LastTokens,
     ObservedDraws,
+    RoundSelection,
     RowGroups,
     Rows,
     RowSpans,

@@ -15,8 +15,8 @@ from torch import Tensor
 from smc.arrays import Room
 from smc.kernels.launch import one_variant
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import Lineage, NextSequences, RoundSelection, SlotState
-from smc.round.tensors import DraftedRows, TokenTree
+from smc.round.slot_state import SlotState
+from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundSelection, TokenTree
 
 CHUNK = 1024
 """Number of positions that are copied at a time."""

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from smc.algorithm.expansion import CandidateTokens, Expansion, SourceRows
 from smc.algorithm.resampling import Spans
-from smc.algorithm.selection import SelectionStatistics
+from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.algorithm.verification import Matches
 from smc.arrays import FieldMemory, Room, field
 from smc.distributions import DistributionSpec
 from smc.philox import DrawKeys, RoundKeys
 from smc.round.plan import Contexts, RoundPlan
-from smc.round.slot_state import Lineage, RoundSelection, SlotState
+from smc.round.slot_state import SlotState
 from smc.types import Array
 
 DISTRIBUTION = torch.float32
@@ -438,12 +438,79 @@ class ScoredRows(NamedTuple):
     """Keys of each group's draws."""
 
 
+class RoundSelection(NamedTuple, Generic[Array]):
+    """Message from the target to the draft, and part of the report to the host: how each batch index continues. By
+    batch index after the selection.
+
+    In a walk in look-ahead, after a hit a row is taken whole: `taken` is its length, `bonus` -1. After a miss one batch
+    index goes on: `taken` is 0, `bonus` the target's draw. If the answer is over, `taken` is 0 and `bonus` -1."""
+
+    particles: NextParticles[Array]
+    taken_A: Array
+    """int64 number of tokens that it takes from its row."""
+    cut_A: Array
+    """int64 number of the ancestor's last tokens that are rolled back first."""
+    bonus_A: Array
+    """int64 token drawn by the target that is appended last; -1: none."""
+    ended_A: Array
+    """bool: the particle has ended, or there is none."""
+    text_A: Array
+    """int64 state of the stop machine before the row's tokens (look-ahead) or before the bonus token."""
+
+    @property
+    def count_A(self) -> Array:
+        """int64 number of appended tokens."""
+        return self.taken_A + (self.bonus_A >= 0)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def memory(batch_size: int) -> FieldMemory:
+        """Return where the fields lie."""
+        integer, flag = field(np.int64, (batch_size,)), field(np.bool_, (batch_size,))
+        return FieldMemory(
+            RoundSelection(
+                particles=NextParticles(integer, integer, flag, field(np.float64, (batch_size,))),
+                taken_A=integer,
+                cut_A=integer,
+                bonus_A=integer,
+                ended_A=flag,
+                text_A=integer,
+            )
+        )
+
+
 class AppliedSelection(NamedTuple):
     """How a round continues."""
 
     memory: Tensor
     """uint8: the message to the draft, which has the fields of `result.selection`."""
     result: RoundResult[Tensor]
+
+
+# Remap.
+class NextSequences(NamedTuple):
+    """How sequences continue at one model, by batch index after the selection."""
+
+    end_A: Tensor
+    """int64 number of tokens of the sequence."""
+    tokens_AQ: Tensor
+    """int64 pending tokens, the last of the sequence; as many columns as tokens may be pending. At the target the next
+    block: K in look-ahead; in lockstep one, its seed."""
+    pending_A: Tensor
+    """int64 number of tokens that are pending: they have not been run."""
+    text_A: Tensor
+    """int64 state of the stop machine before the pending tokens."""
+
+
+class Lineage(NamedTuple, Generic[Array]):
+    """Pages by which particles differ from their ancestors, by batch index after the selection."""
+
+    path_AB: Array
+    """int32 new pages, in the order of positions."""
+    kept_A: Array
+    """int32: how many of the first of these pages hold keys and values of the particle's tokens."""
+    dropped_A: Array
+    """int32 number of the ancestor's last pages that are released."""
 
 
 # Report.

@@ -33,8 +33,7 @@ from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.memory.kv_cache import KVCacheManager
 from smc.memory.pages import OutOfPages
 from smc.round.plan import RoundKind
-from smc.round.slot_state import Lineage
-from smc.round.tensors import ObservedDraws, RedraftReport, RoundResult
+from smc.round.tensors import Lineage, ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts, TreeFacts
 from smc.scheduler.planner import DecideSize, DraftSize, Population, RoundPlanner

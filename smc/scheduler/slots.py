@@ -28,7 +28,7 @@ from smc.algorithm.selection import select
 from smc.api.limits import SCHEME_NAMES
 from smc.memory.pages import PageAllocator
 from smc.philox import RoundKeys
-from smc.round.slot_state import Lineage
+from smc.round.tensors import Lineage
 from smc.types import Decoding, ModelRole
 
 SAVED = (

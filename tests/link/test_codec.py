@@ -32,8 +32,8 @@ from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Guidance, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.philox import Purpose
 from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
-from smc.round.slot_state import Lineage, RoundSelection, SequenceHandoff
-from smc.round.tensors import DraftReport, ObservedDraws, RedraftReport, RoundResult
+from smc.round.slot_state import SequenceHandoff
+from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RedraftReport, RoundResult, RoundSelection
 from smc.stops import StopMachine
 from smc.types import Decoding, ModelRole
 

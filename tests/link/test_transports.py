@@ -25,8 +25,7 @@ from services.workers.rank import PeerChannel
 from smc.arrays import FieldMemory, field
 from smc.executor.graph_runner import StageRunner
 from smc.round import slot_state, tensors
-from smc.round.slot_state import RoundSelection
-from smc.round.tensors import DraftedRows, message_layouts
+from smc.round.tensors import DraftedRows, RoundSelection, message_layouts
 from smc.types import ModelRole
 
 CPU = torch.device("cpu")
