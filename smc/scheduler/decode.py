@@ -49,35 +49,6 @@ MEMORY = 0.997
 """Weight that earlier rounds keep in the engine's acceptance after each round of any request."""
 
 
-def commit_tokens(slots: Slots, population: Population) -> None:
-    """Advance each request's committed prefix: the answer tokens on which all its particles agree and which its
-    decoding cannot take back. They are final, because every later particle is a copy of one of these."""
-    groups, slot_A = population.groups, population.slot_A
-    length_A = slots.length_S[slot_A]
-    for rules, at in population.by_rules():
-        length_A[at] = rules.settled(length_A[at], slots.block_S[slot_A[at]])
-    committed_G = np.array([g.committed for g in groups])
-    common_G = population.least(length_A) - committed_G
-    width = min(int(common_G.max()), WINDOW)
-    while width > 0:
-        # Where a window extends past the end of a row, it is also past the common tokens of the request.
-        index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
-        tokens_AL = slots.tokens_SL[slot_A[:, None], index_AL]
-        agree_AL = tokens_AL == tokens_AL[population.first_G[population.group_A]]
-        agree_GL = np.logical_and.reduceat(agree_AL, population.first_G, axis=0) & (
-            np.arange(width) < common_G[:, None]
-        )
-        more_G = np.logical_and.accumulate(agree_GL, axis=1).sum(1)
-        committed_G += more_G
-        # Requests that agree on the whole window may agree on the following tokens; the others are done.
-        common_G = np.where(more_G == width, common_G - width, 0)
-        width = min(int(common_G.max()), WINDOW)
-    lag_G = population.largest(slots.length_S[slot_A]) - committed_G
-    for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
-        group.committed, group.lag = committed, lag
-        group.counters.lag_sum += lag
-
-
 class LaunchedGroup(NamedTuple):
     """A request's part in a round, as it was at the launch."""
 
@@ -486,3 +457,32 @@ class RoundScheduler:
             group.rules.count_round(group, of_group, self._stats, counted)
         for tree, times in counted.items():
             tree.add_to(self.acceptance, times)
+
+
+def commit_tokens(slots: Slots, population: Population) -> None:
+    """Advance each request's committed prefix: the answer tokens on which all its particles agree and which its
+    decoding cannot take back. They are final, because every later particle is a copy of one of these."""
+    groups, slot_A = population.groups, population.slot_A
+    length_A = slots.length_S[slot_A]
+    for rules, at in population.by_rules():
+        length_A[at] = rules.settled(length_A[at], slots.block_S[slot_A[at]])
+    committed_G = np.array([g.committed for g in groups])
+    common_G = population.least(length_A) - committed_G
+    width = min(int(common_G.max()), WINDOW)
+    while width > 0:
+        # Where a window extends past the end of a row, it is also past the common tokens of the request.
+        index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
+        tokens_AL = slots.tokens_SL[slot_A[:, None], index_AL]
+        agree_AL = tokens_AL == tokens_AL[population.first_G[population.group_A]]
+        agree_GL = np.logical_and.reduceat(agree_AL, population.first_G, axis=0) & (
+            np.arange(width) < common_G[:, None]
+        )
+        more_G = np.logical_and.accumulate(agree_GL, axis=1).sum(1)
+        committed_G += more_G
+        # Requests that agree on the whole window may agree on the following tokens; the others are done.
+        common_G = np.where(more_G == width, common_G - width, 0)
+        width = min(int(common_G.max()), WINDOW)
+    lag_G = population.largest(slots.length_S[slot_A]) - committed_G
+    for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
+        group.committed, group.lag = committed, lag
+        group.counters.lag_sum += lag
