@@ -353,10 +353,7 @@ def with_inner_nodes(
     slot_A, k = plan.arrays.slot_A, nodes.block
     most = nodes.share_SKC.shape[2]
     share_AZC = nodes.share_SKC[slot_A].masked_fill(~plan.is_decoded_by(Decoding.WALK)[:, None, None], -torch.inf)
-    token_AKC, logq_AKC, share_AKC = (
-        values_AC[:, None].repeat(1, k, 1)
-        for values_AC in (candidates.token_RC, candidates.logq_RC, candidates.share_RC)
-    )
+    token_AKC, logq_AKC, share_AKC = (values_AC[:, None].repeat(1, k, 1) for values_AC in candidates)
     share_AKC[:, 1:] = -torch.inf
     token_AKC[:, 1:, :most] = nodes.token_SKC[slot_A].to(token_AKC.dtype)
     logq_AKC[:, 1:, :most] = share_AZC

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smc.arrays import to_device
+from smc.arrays import map_tensors, to_device
 from smc.executor.chains import VerifiedChains, verify_chains
 from smc.executor.guidance import GuidedPass, PassLogits
 from smc.executor.logit_changes import add_biases
@@ -294,13 +294,7 @@ def lay_out_nodes(plan: RoundPlan[Tensor], inputs: VerifyInputs) -> VerifyInputs
         ),
         distribution_T=inputs.distribution_T.take(token_T),
         label_T=inputs.label_T[token_T],
-        keys=DrawKeys(
-            seed_R=inputs.keys.seed_R[token_T],
-            round_R=inputs.keys.round_R[token_T],
-            stream_RF=inputs.keys.stream_RF[token_T],
-            position_R=inputs.keys.position_R[token_T],
-            purpose=inputs.keys.purpose,
-        ),
+        keys=map_tensors(lambda values_R: values_R[token_T], inputs.keys),
         nodes=nodes,
     )
 

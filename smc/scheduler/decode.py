@@ -304,10 +304,9 @@ class RoundScheduler:
     ) -> None:
         """Let particles and unconditional rows continue their ancestors' pages; free pages without descendants."""
         for role, report in outcome.by_model.items():
-            allocator, whole = self.memory.allocators[role], report.lineage
-            lineage = Lineage(whole.path_AB[index_A], whole.kept_A[index_A], whole.dropped_A[index_A])
+            lineage = Lineage(*(values_A[index_A] for values_A in report.lineage))
             given_B = np.concatenate([given[Stream(role)] for given in pages])
-            self.slots.descend(role, allocator, population.slot_A, source_A, lineage, given_B)
+            self.slots.descend(role, self.memory.allocators[role], population.slot_A, source_A, lineage, given_B)
             self._remap_unconditional_rows(role, population, source_A, lineage, pages)
 
     def _remap_unconditional_rows(
@@ -326,9 +325,7 @@ class RoundScheduler:
             return
         guided = [given for given in pages if stream in given]
         own_B, theirs_B = (np.concatenate([given[name] for given in guided]) for name in (Stream(role), stream))
-        path_AB, kept_A, dropped_A = (
-            values_A[is_guided_A] for values_A in (lineage.path_AB, lineage.kept_A, lineage.dropped_A)
-        )
+        path_AB, kept_A, dropped_A = (values_A[is_guided_A] for values_A in lineage)
         order_B = np.argsort(own_B)
         # Entries of the path that are not kept may be any page.
         at_AB = np.searchsorted(own_B, path_AB, sorter=order_B).clip(max=len(own_B) - 1)

@@ -159,7 +159,7 @@ class Slots:
         """At a model, let slots refer to pages that continue those of the slots `source_Y`, all at once. Of the pages
         `given_B`, those that are not kept are freed."""
         head_S, held_S = self.head_S[role], self.held_S[role]
-        path_YB, kept_Y, dropped_Y = map(np.asarray, (lineage.path_AB, lineage.kept_A, lineage.dropped_A))
+        path_YB, kept_Y, dropped_Y = map(np.asarray, lineage)
         before_Y, after_Y = (
             head_S[slot_Y],
             allocator.grow(allocator.ancestors(head_S[source_Y], dropped_Y), path_YB, kept_Y),
