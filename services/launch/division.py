@@ -13,15 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from smc.calibration.forecast import (
-    LOCKSTEP,
-    LOOKAHEAD,
-    PLAIN,
-    AcceptanceCurve,
-    TreeShape,
-    TreeShapes,
-    forecast_round,
-)
+from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes, forecast_round
 from smc.scheduler.speculation import LatencyModel, ModelLatency
 from smc.types import ModelRole
 

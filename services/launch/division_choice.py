@@ -15,15 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.launch.division import (
-    Degrees,
-    DegreeTimes,
-    Division,
-    DivisionSpeed,
-    LeftOut,
-    divisions,
-    rank_divisions,
-)
+from services.launch.division import Degrees, DegreeTimes, Division, DivisionSpeed, LeftOut, divisions, rank_divisions
 from smc.calibration.forecast import LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes
 from smc.types import ModelRole
 

@@ -38,14 +38,7 @@ from services.openai.dialects import (
     usage,
     written,
 )
-from services.openai.parts import (
-    MessagePart,
-    PartBegins,
-    PartEnds,
-    PartEvent,
-    PartGrows,
-    PartKind,
-)
+from services.openai.parts import MessagePart, PartBegins, PartEnds, PartEvent, PartGrows, PartKind
 from services.openai.requests import CompletionRequest, Served, chat_request, one_constraint
 from services.openai.templates import REASONING_EFFORT, arguments_of, chat_message, tool, tool_call, tool_use
 from services.prompts import Prompt

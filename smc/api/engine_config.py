@@ -8,17 +8,7 @@ from typing import Any, TypedDict
 
 from smc.api.limits import UNSET
 from smc.api.sampling_params import is_potential
-from smc.api.settings import (
-    ENGINE,
-    OneOf,
-    Option,
-    above_zero,
-    at_least,
-    check_settings,
-    flag,
-    setting,
-    within,
-)
+from smc.api.settings import ENGINE, OneOf, Option, above_zero, at_least, check_settings, flag, setting, within
 from smc.types import ModelRole, Numerics
 
 FORMS = ("lockstep", "lookahead")
