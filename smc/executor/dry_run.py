@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from smc.api.engine_config import EngineConfig
-from smc.executor.forward import Reader, StaticForward
+from smc.executor.forward import Reader
 from smc.executor.graph_runner import NO_GARBAGE, GraphRunner, StageRunner
-from smc.executor.invariant_forward import InvariantForward, is_invariant
 from smc.executor.round_executor import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
@@ -113,10 +112,8 @@ class DryOps(TritonOps):
     def stage_runner(self, device: torch.device) -> StageRunner:
         return self._runner(device)
 
-    def forward(self, reader: Reader) -> StaticForward:
-        if is_invariant(reader):
-            return InvariantForward(reader)
-        return DryDraftForward(reader, self._need) if reader.name is ModelRole.DRAFT else TritonForward(reader)
+    def drafting(self, reader: Reader) -> TritonForward:
+        return DryDraftForward(reader, self._need)
 
 
 class _NoSum:

@@ -20,7 +20,7 @@ from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.linear import Linear
 from smc.round.tensors import Rows, RowTables
-from smc.types import ModelRole, Numerics
+from smc.types import Decoding, ModelRole, Numerics
 
 PROMPT_ROW = 16
 """Tokens of a row that short prompts are cut into on a GPU: few, so that a prompt's last row has little padding."""
@@ -79,6 +79,10 @@ class StaticForward:
         """Run the tokens of a batch without padding. Returns hidden states [Z, E]."""
         attend = self._attention.plan(self.pool, batch).attend
         return self.model(tokens_Z, self.rope.at(position_Z), attend)
+
+    def of(self, decodings: frozenset[Decoding]) -> StaticForward:
+        """Return the form of this pass for rounds of these decodings."""
+        return self
 
     def check(self) -> None:
         """Raise RuntimeError if an earlier pass has failed in a way that only its device knows."""

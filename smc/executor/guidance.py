@@ -93,14 +93,15 @@ class GuidedPass:
     ) -> tuple[Tensor, Tensor]:
         """Return the guided logits and the model's own."""
         unconditional, q = plan.unconditional_at(self.role), rows.queries
+        forward = self.forward.of(plan.kind.decodings)
         if unconditional is None:
-            hidden_TE = self.forward(tokens_T, rows)
+            hidden_TE = forward(tokens_T, rows)
             logits_TV = self.logits(hidden_TE if output_R is None else hidden_TE[output_R])
             return logits_TV, logits_TV
         width = len(rows.tables.slot_R) // len(plan.arrays.slot_A)
         row_Y = _rows(unconditional.index_U, width)
         theirs_YQ = tokens_T.view(-1, q)[row_Y]
-        hidden_TE = self.forward(
+        hidden_TE = forward(
             torch.cat((tokens_T, theirs_YQ.flatten())), self._with_unconditional(unconditional, rows, row_Y, root_R)
         )
         own, each = len(tokens_T), q

@@ -18,7 +18,7 @@ from smc.executor.prompt_rows import PromptForward, PromptRows
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.triton_sampling import PromptSampling, TritonHeadSampling, TritonSampling
-from smc.executor.whole_pass import WholePassForward
+from smc.executor.whole_pass import InvariantDraftForward, WholePassForward
 from smc.kernels import apply_selection as applying
 from smc.kernels import draft, draft_tree, expansion, nodes, remap, truncation
 from smc.kernels import sampling as logits
@@ -42,9 +42,14 @@ class TritonOps(RoundOps):
         return GraphRunner(device)
 
     def forward(self, reader: Reader) -> StaticForward:
-        if self._invariant(reader) is not None:
-            return InvariantForward(reader)
-        return WholePassForward(reader) if reader.name is ModelRole.DRAFT else TritonForward(reader)
+        is_draft, invariant = reader.name is ModelRole.DRAFT, self._invariant(reader) is not None
+        if not is_draft:
+            return InvariantForward(reader) if invariant else TritonForward(reader)
+        return InvariantDraftForward(reader, self.drafting(reader)) if invariant else self.drafting(reader)
+
+    def drafting(self, reader: Reader) -> TritonForward:
+        """Return a draft's passes where their bits do not matter."""
+        return WholePassForward(reader)
 
     def run_prompt(self, reader: Reader, tokens_T: np.ndarray, batch: ForwardBatch, output_T: np.ndarray) -> Tensor:
         forward, rows = self._invariant(reader), self._rows_of(reader)

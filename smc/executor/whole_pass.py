@@ -10,13 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smc.executor.forward import Reader
+from smc.executor.forward import Reader, StaticForward
 from smc.executor.graph_runner import NO_GARBAGE
+from smc.executor.invariant_forward import InvariantForward
 from smc.executor.triton_forward import TritonForward
 from smc.kernels.megakernel import MOST_TOKENS, Megakernel, obstacle, tiles_of
 from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import Contexts
 from smc.round.tensors import Rows, RowSpans, RowTables
+from smc.types import Decoding, ModelRole
 
 POSITIONS = {Contexts.SHORT: 256, Contexts.SINGLE: 2048, Contexts.SHARED: 2048}
 """Positions before each row when the two ways are timed."""
@@ -82,6 +84,22 @@ class WholePassForward(TritonForward):
             len(tokens_T), kind.queries, kind.contexts.name.lower(), one, many,
         )  # fmt: skip
         return one < many
+
+
+class InvariantDraftForward(InvariantForward):
+    """A draft's passes with `numerics: invariant`: in one order of sums where some answer depends on the draft's bits,
+    otherwise, in rounds of walks alone, in whichever way is fastest."""
+
+    def __init__(self, reader: Reader, fastest: StaticForward) -> None:
+        """`fastest`: the passes of rounds of walks."""
+        super().__init__(reader)
+        self._fastest = fastest
+
+    def of(self, decodings: frozenset[Decoding]) -> StaticForward:
+        return self if any(ModelRole.DRAFT in each.deciding for each in decodings) else self._fastest
+
+    def check(self) -> None:
+        self._fastest.check()
 
 
 def timed_rows(kind: PassKind, like: Rows, forward: TritonForward) -> Rows:

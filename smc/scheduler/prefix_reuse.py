@@ -15,7 +15,7 @@ from smc.scheduler.methods import DecodingRules
 from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots, Stream
-from smc.types import ModelRole
+from smc.types import ModelRole, Numerics
 
 
 class PrefixReuse:
@@ -146,10 +146,13 @@ class PrefixReuse:
             self.memory.remember(stream.role, self._keys(job.group, stream), rows[0].pages_L[:size])
 
     def remember_answer(self, group: SequenceGroup, particle: int, tokens: tuple[int, ...]) -> None:
-        """Cache the pages that the models have computed for a request's answer."""
+        """Cache the pages that the models have computed for a request's answer. With `numerics: invariant` those of a
+        model whose bits the answer does not depend on may have been computed in another order of sums
+        (`smc.executor.whole_pass`), so they are left out: an answer of SMC must not depend on what is cached."""
+        rules, invariant = group.rules, self.config.numerics == Numerics.INVARIANT
         keys = self.memory.keys((*group.request.prompt, *tokens), group.request.cache_salt)
         slot, size = int(group.slots[particle]), group.prompt_size + len(tokens)
-        for role in group.rules.roles:
+        for role in rules.decoding.deciding if invariant else rules.roles:
             self._remember(role, keys, self._path(role, slot)[:size])
 
     def forget_prompt(self, group: SequenceGroup) -> None:

@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from smc.executor.invariant_forward import InvariantForward
 from smc.executor.masks import Sharing
+from smc.executor.triton_ops import TritonOps
 from smc.executor.whole_pass import WholePassForward, rows_at
 from smc.executor.worker import ModelWorker
 from smc.memory.pages import DUMMY_PAGE
@@ -16,7 +18,7 @@ from smc.model.presets import NoText
 from smc.round.plan import Contexts
 from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
 from smc.stops import TokenBytes
-from smc.types import ModelRole
+from smc.types import Decoding, ModelRole, Numerics
 from tests.model.tiny import random_decoder, tiny_config
 
 VOCAB, WIDTH = 30, 64
@@ -38,6 +40,22 @@ def test_the_leader_decides_for_all_ranks_that_have_the_whole_model(leader, monk
     rows = Rows(tables, spans, groups, queries=1, contexts=Contexts.SHORT)
     assert [forward._runs_whole(zero_R.long(), rows) for _ in range(2)] == [leader] * 2
     assert len(measured) == 1
+
+
+def test_with_one_order_of_sums_only_rounds_of_walks_run_in_the_fastest_way():
+    shape = tiny_config(vocab_size=VOCAB, num_layers=1, head_dim=16, max_context=WIDTH)
+    sizes = {"width": WIDTH, "pages": 8, "vocab_size": VOCAB, "token_bytes": TokenBytes.of(NoText(VOCAB))}
+    model = random_decoder(shape, 1).bfloat16()
+
+    def forward_of(role: ModelRole, *decodings: Decoding) -> type:
+        worker = ModelWorker(role, model, **sizes, numerics=Numerics.INVARIANT)
+        return type(TritonOps().forward(worker).of(frozenset(decodings)))
+
+    assert forward_of(ModelRole.DRAFT, Decoding.WALK) is WholePassForward
+    for also in (Decoding.REJECTION, Decoding.INDEPENDENT, Decoding.DISTINCT, Decoding.DRAFT):
+        assert issubclass(forward_of(ModelRole.DRAFT, Decoding.WALK, also), InvariantForward)
+        assert issubclass(forward_of(ModelRole.DRAFT, also), InvariantForward)
+    assert forward_of(ModelRole.TARGET, Decoding.WALK) is InvariantForward
 
 
 def test_timed_rows_read_pages_of_their_own_and_store_in_the_dummy_page():

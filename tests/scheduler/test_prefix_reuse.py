@@ -98,6 +98,24 @@ def test_a_conversation_goes_on_from_its_last_answer(config, law):
 
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
+@pytest.mark.parametrize(
+    ("law", "reuses_draft"),
+    [({"method": "exact"}, False), ({"method": "exact", "verification": "rejection"}, True), ({}, True)],
+    ids=["walk", "rejection", "smc"],
+)
+def test_with_one_order_of_sums_only_deciding_models_cache_answers(config, law, reuses_draft):
+    """Rounds of walks may compute the draft's keys in another order of sums than SMC does."""
+    engine = local_engine(pair(), replace(config, numerics="invariant"))
+    first = one(engine, request(PROMPT, "first", seed=3, max_tokens=30, ignore_eos=True, particles=2, **law))
+    engine.take_stats()
+    longer = (*PROMPT, *first.tokens, 1, 1)
+    one(engine, request(longer, "next", seed=4, max_tokens=4, ignore_eos=True, particles=2))
+    hits = engine.take_stats().prefix_hits
+    assert hits["target"] >= 64 - BLOCK
+    assert (hits["draft"] >= 64 - BLOCK) == reuses_draft and hits["draft"] >= len(PROMPT) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 def test_fifty_requests_hold_a_shared_prompt_once(config):
     """Fifty running requests hold the prompt's whole blocks once; the rest of the prompt and the answers are held by
     each."""
