@@ -30,8 +30,7 @@ from benchmarks.traces import TraceLibrary, load, replay_engine, replayed_reques
 from smc.api.engine_config import GPU_PREFILL, EngineConfig
 from smc.executor.messages import Pending, PromptBatch
 from smc.executor.round_executor import RoundExecutor
-from smc.round.plan import RoundPlan
-from smc.round.slot_state import SequenceHandoff
+from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.scheduler.speculation import LatencyModel
 from smc.types import ModelRole
 

@@ -35,8 +35,7 @@ from smc.executor.messages import Pending
 from smc.executor.round_executor import RoundExecutor, RoundReports
 from smc.local_engine import ModelPair
 from smc.model.linear import DTYPES
-from smc.round.plan import RoundPlan
-from smc.round.slot_state import SequenceHandoff
+from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
 from smc.scheduler.planner import bucket
 from smc.scheduler.speculation import LatencyModel

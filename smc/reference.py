@@ -33,7 +33,7 @@ from smc.algorithm.selection import BRANCH_POSITION, EQUAL, PREFIX_POSITION
 from smc.executor.select import LEAST_SHARE
 from smc.executor.worker import FIRST_STEP
 from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials, words
-from smc.round.slot_state import KEPT_CANDIDATES
+from smc.round.tensors import KEPT_CANDIDATES
 
 # The engine's constants. A row offers its 32 likeliest tokens (CANDIDATES_PER_ROW), an inner node 16 (KEPT_CANDIDATES).
 # LEAD_GAIN is more than all other gains together; a distinct particle below a tenth of the mean weight (LEAST_SHARE)

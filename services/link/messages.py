@@ -9,8 +9,7 @@ from services.link.base import LinkError
 from services.link.codec import Codec
 from smc.api.constraint import Constraint
 from smc.executor.messages import PromptBatch, PromptResult
-from smc.round.plan import RoundPlan
-from smc.round.slot_state import SequenceHandoff
+from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.round.tensors import DraftReport, RoundResult
 from smc.types import ModelRole
 

@@ -38,8 +38,7 @@ from smc.api.constraint import Constraint
 from smc.constraints import MOST_KEPT
 from smc.executor.messages import ModelLost, PromptBatch, PromptResult
 from smc.executor.round_executor import RequestedRound
-from smc.round.plan import RoundPlan
-from smc.round.slot_state import SequenceHandoff
+from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.scheduler.stats import Timeline
 from smc.types import ModelRole, Numerics
 

@@ -45,8 +45,7 @@ from smc.executor.graph_runner import AsyncResult, StageRunner
 from smc.executor.messages import Pending, PromptBatch
 from smc.executor.round_executor import LocalRoundExecutor, OneModelExecutor
 from smc.executor.worker import ModelWorker
-from smc.round.plan import RoundPlan
-from smc.round.slot_state import SequenceHandoff
+from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.types import ModelRole
 
 CLOSE_SECONDS = 5.0

@@ -38,8 +38,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.warm_up import REPEATS, padding_plan
 from smc.model.decoder import Decoder
 from smc.once import warn_once
-from smc.round.plan import Contexts, RoundPlan
-from smc.round.slot_state import SequenceHandoff
+from smc.round.plan import Contexts, RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS
 from smc.scheduler.planner import DraftSize, bucket

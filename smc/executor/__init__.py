@@ -7,8 +7,8 @@ to a few values, so that a whole round can be queued on a device or recorded the
 
 Read `smc.reference.ExactWalk` first: it has the same mathematics without batches. Terms are those of docs/glossary.md,
 letters of axes those of `smc`. Below are the steps of a round of exact decoding by walk in look-ahead, in the order in
-which the code is best read: eleven files besides this. Fields of their types are explained in `smc.round.plan`,
-`slot_state` and `tensors`.
+which the code is best read: ten files besides these two. Fields of their types are explained in `smc.round.plan` and
+`tensors`.
 
 Draft and verify run at the same time, each on the ranks of its model. The target receives the drafted rows after its
 pass, the draft the selection after its steps. What is drafted in one round is verified in the next, but for what is

@@ -51,8 +51,8 @@ from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import advance, remap_draft
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose, RoundKeys
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import BiasTables, InnerNodes, SlotState
 from smc.round.tensors import (
+    BiasTables,
     CandidateLayout,
     ChosenTokens,
     Continuation,
@@ -61,6 +61,7 @@ from smc.round.tensors import (
     DraftReport,
     DraftStep,
     GrownRows,
+    InnerNodes,
     LastTokens,
     ObservedDraws,
     OwnDraws,
@@ -69,6 +70,7 @@ from smc.round.tensors import (
     Rows,
     RowSpans,
     RowTables,
+    SlotState,
     TokenTree,
 )
 from smc.stops import grow

@@ -21,8 +21,7 @@ from torch import Tensor
 from smc.executor.forward import StaticForward
 from smc.executor.logit_changes import PageTokens
 from smc.round.plan import RoundPlan, UnconditionalRows
-from smc.round.slot_state import SlotState
-from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
+from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables, SlotState
 from smc.types import ModelRole
 
 

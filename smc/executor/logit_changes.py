@@ -27,8 +27,7 @@ from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.arrays import to_device
 from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import Penalties
-from smc.round.slot_state import BiasTables
-from smc.round.tensors import Rows, RowTables
+from smc.round.tensors import BiasTables, Rows, RowTables
 from smc.stops import StopMachine
 
 MAX_EOS = 64

@@ -32,9 +32,8 @@ from smc.executor.graph_runner import StageRunner, TimeSpans
 from smc.executor.logit_changes import PageTokens
 from smc.executor.sampling import Sampling
 from smc.mask_reader import MaskPath
-from smc.round.plan import IN_FLIGHT, RoundPlan
-from smc.round.slot_state import SequenceHandoff, SlotState
-from smc.round.tensors import Blocks, LastTokens, TokenTree
+from smc.round.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
+from smc.round.tensors import Blocks, LastTokens, SlotState, TokenTree
 from smc.stops import StopMachine
 from smc.types import ModelRole, mask_span
 

@@ -24,15 +24,16 @@ from smc.algorithm.expansion import CandidateTokens
 from smc.algorithm.selection import NextParticles
 from smc.arrays import PackedFields
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import InnerNodes, SlotState
 from smc.round.tensors import (
     DraftedRows,
     DraftInputs,
     DraftStep,
+    InnerNodes,
     LastTokens,
     Lineage,
     RedraftReport,
     RoundSelection,
+    SlotState,
     TokenTree,
 )
 from smc.types import Decoding

@@ -44,15 +44,16 @@ from smc.executor.select import SelectStage
 from smc.executor.verify import VerifyStage
 from smc.executor.worker import ModelWorker
 from smc.philox import Purpose
-from smc.round.plan import IN_FLIGHT, PARTS, RoundKind, RoundPlan
-from smc.round.slot_state import InnerNodes, SequenceHandoff, SlotState
+from smc.round.plan import IN_FLIGHT, PARTS, RoundKind, RoundPlan, SequenceHandoff
 from smc.round.tensors import (
     DraftedRows,
     DraftReport,
     GrownRows,
+    InnerNodes,
     RedraftReport,
     RoundResult,
     RoundSelection,
+    SlotState,
     VerifyInputs,
 )
 from smc.stops import StopTables

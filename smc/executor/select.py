@@ -33,7 +33,6 @@ from smc.arrays import to_device, to_host, where
 from smc.executor.sampling import Sampling
 from smc.philox import DrawKeys, Purpose, uniforms
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import SlotState
 from smc.round.tensors import (
     AppliedSelection,
     DraftedRows,
@@ -43,6 +42,7 @@ from smc.round.tensors import (
     RoundSelection,
     ScoredRows,
     ScoreInputs,
+    SlotState,
     TargetOutputs,
     TokenTree,
     VerifyOutputs,

@@ -24,9 +24,9 @@ from smc.executor.redraft import selected_again, with_slots_of
 from smc.executor.sampling import Sampling
 from smc.executor.select import advance, remap_target
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
-from smc.round.plan import RoundPlan
-from smc.round.slot_state import BiasTables, SequenceHandoff, SlotState
+from smc.round.plan import RoundPlan, SequenceHandoff
 from smc.round.tensors import (
+    BiasTables,
     Blocks,
     DraftedRows,
     NodeLayout,
@@ -35,6 +35,7 @@ from smc.round.tensors import (
     Rows,
     RowSpans,
     RowTables,
+    SlotState,
     TargetDraws,
     VerifyInputs,
     VerifyOutputs,

@@ -37,7 +37,7 @@ from smc.memory.pages import DUMMY_PAGE
 from smc.model.decoder import Decoder, RopeTable
 from smc.model.draft_vocab import DraftHead
 from smc.philox import DrawKeys, RoundKeys
-from smc.round.slot_state import BiasTables
+from smc.round.tensors import BiasTables
 from smc.stops import StopMachine, TokenBytes
 from smc.types import EXACT, Decoding, ModelRole, Numerics
 

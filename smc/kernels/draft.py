@@ -30,7 +30,6 @@ from smc.kernels.stops import DONE, after, after_all
 from smc.kernels.truncation import copy_distribution, finite
 from smc.philox import STREAMS_PER_PARTICLE, RoundKeys
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import SlotState
 from smc.round.tensors import (
     CandidateLayout,
     Continuation,
@@ -43,6 +42,7 @@ from smc.round.tensors import (
     Rows,
     RowSpans,
     RowTables,
+    SlotState,
     TokenTree,
 )
 

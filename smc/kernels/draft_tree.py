@@ -24,8 +24,7 @@ from smc.kernels.decodings import WALK
 from smc.kernels.expansion import find_bound
 from smc.kernels.launch import one_variant
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import InnerNodes, SlotState
-from smc.round.tensors import GrownRows, RoundSelection, TokenTree
+from smc.round.tensors import GrownRows, InnerNodes, RoundSelection, SlotState, TokenTree
 
 LEAD = tl.constexpr(LEAD_GAIN)
 NONE = tl.constexpr(-float("inf"))

@@ -15,8 +15,7 @@ from torch import Tensor
 from smc.arrays import Room
 from smc.kernels.launch import one_variant
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import SlotState
-from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundSelection, TokenTree
+from smc.round.tensors import DraftedRows, Lineage, NextSequences, RoundSelection, SlotState, TokenTree
 
 CHUNK = 1024
 """Number of positions that are copied at a time."""

@@ -40,7 +40,7 @@ from smc.kernels.truncation import (
     sum_block,
 )
 from smc.philox import DrawKeys
-from smc.round.slot_state import BiasTables
+from smc.round.tensors import BiasTables
 
 EXTRA = 64
 """Minimum room for further tokens of a row, so that one compiled kernel serves any number of them up to this."""

@@ -28,7 +28,6 @@ from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import copy_distribution
 from smc.philox import STREAMS_PER_PARTICLE, DrawKeys, Purpose
 from smc.round.plan import RoundPlan
-from smc.round.slot_state import SlotState
 from smc.round.tensors import (
     Blocks,
     DraftedRows,
@@ -36,6 +35,7 @@ from smc.round.tensors import (
     Rows,
     RowSpans,
     RowTables,
+    SlotState,
     TargetDraws,
     VerifyInputs,
     VerifyOutputs,

@@ -1,4 +1,4 @@
-"""The types of a round, defined once: its plan and the tensors that its stages exchange. Torch forms
+"""The types of a round, defined once: its plan, and the tensors that models keep and stages exchange. Torch forms
 (`smc.executor`), kernels and their launchers (`smc.kernels`), the runner of graphs and the link take and return them.
 
 Most are NamedTuples of tensors: a kernel takes one as it is, and finds a pointer under the name of each field. Knows

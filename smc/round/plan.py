@@ -1,4 +1,5 @@
-"""The plan of a round, which the host sends to the two models: NumPy arrays on the host, tensors at the models."""
+"""What the host sends to the two models: the plan of a round, and particles that join before it. Plans are NumPy arrays
+on the host and tensors at the models."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from smc.algorithm.resampling import Spans
 from smc.arrays import is_one_of, map_tensors
 from smc.distributions import NO_PROCESSORS, DistributionSpec, Processors
 from smc.philox import RoundKeys
+from smc.stops import StopMachine
 from smc.types import EXACT, SEPARATE, Array, Decoding, ModelRole
 
 SHORT, SHORT_SINGLE = 384, 640
@@ -318,3 +321,43 @@ class RoundPlan(Generic[Array]):
 
 PARTS = tuple(field.name for field in fields(RoundPlan))[2:]
 """Fields of a plan that have arrays."""
+
+
+@dataclass(frozen=True)
+class SequenceHandoff:
+    """Particles that take part at one model from the next round on. Their request starts or is resumed."""
+
+    slots_N: np.ndarray
+    """int32 slots."""
+    pages_RL: np.ndarray
+    """int32 page of every position whose keys and values are stored: [N, L], or [1, L] if all particles have the
+    same."""
+    base: int
+    """Number of leading positions whose pages no round changes: those of the prompt."""
+    limit: int
+    """Maximum number of tokens of a sequence, prompt included."""
+    least: int
+    """Number of leading tokens of a sequence, prompt included, that must not end the answer."""
+    end_N: np.ndarray
+    """int32 number of tokens of the sequence so far, prompt included."""
+    pending_NQ: np.ndarray
+    """int32 last tokens of the sequence, whose keys and values are not stored yet."""
+    pending_N: np.ndarray
+    """int32 number of these tokens, at least 1."""
+    logq_NQ: np.ndarray
+    """float32 log-probability of these tokens under the proposal; that of the first one is not used."""
+    ended_N: np.ndarray
+    """bool: the last token is terminal."""
+    alive_N: np.ndarray
+    """bool: the slot holds a particle. A slot without one counts as ended."""
+    text_N: np.ndarray
+    """int32 state of the stop machine before the pending tokens."""
+    logw_N: np.ndarray
+    """float64 log-weight."""
+    stops: int
+    """Entry of the request in the stop tables."""
+    machine: StopMachine | None
+    """Stop machine to write to that entry; None: it is already there."""
+    tokens_RL: np.ndarray | None = None
+    """int32 token of every page of `pages_RL`, for a request with penalties or a constraint; None for other
+    requests."""

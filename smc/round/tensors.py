@@ -1,4 +1,5 @@
-"""The tensors that the stages of a round exchange, in the order of the stages.
+"""The tensors of rounds: those that a model keeps between rounds, and those that the stages of a round exchange, in the
+order of the stages.
 
 Particles have log-weights (`logw`). Rows are selected by their log mass (`mass`): the weight of the particle that a row
 continues, times the row's `share` of it and the ratios p^alpha / q of its tokens. In exact decoding, which has no
@@ -8,7 +9,7 @@ weights, it is the log-probability that its tokens win the target's draws, by th
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +19,216 @@ from smc.algorithm.expansion import CandidateTokens, Expansion, SourceRows
 from smc.algorithm.resampling import Spans
 from smc.algorithm.selection import NextParticles, SelectionStatistics
 from smc.algorithm.verification import Matches
-from smc.arrays import FieldMemory, Room, field
+from smc.arrays import FieldMemory, Room, field, to_device
 from smc.distributions import DistributionSpec
+from smc.memory.pages import DUMMY_PAGE
 from smc.philox import DrawKeys, RoundKeys
-from smc.round.plan import Contexts, RoundPlan
-from smc.round.slot_state import SlotState
-from smc.types import Array
+from smc.round.plan import Contexts, RoundPlan, SequenceHandoff
+from smc.stops import START, StopTables
+from smc.types import Array, Decoding
 
+KEPT_CANDIDATES = 16
+"""Number of candidate tokens that are kept for an inner node."""
 DISTRIBUTION = torch.float32
 """Type of the log-distributions that chains were drawn from, which the draft sends to the target: [P, K, V]."""
+
+
+# What each model keeps for every slot between rounds.
+class SlotState(NamedTuple):
+    """Sequences of particles at one model, by slot; the last slot is a dummy that padding points to. Keys and values
+    are stored for all positions but the last `pending`."""
+
+    table_SL: Tensor
+    """int32 page of every position."""
+    base_S: Tensor
+    """int64 number of leading positions whose pages no round changes."""
+    end_S: Tensor
+    """int64 number of tokens of the sequence, prompt included."""
+    limit_S: Tensor
+    """int64 maximum number of tokens of the sequence."""
+    least_S: Tensor
+    """int64 number of leading tokens of the sequence that must not end the answer."""
+    pending_SQ: Tensor
+    """int64 pending tokens: the sequence's last tokens, in order. Between rounds the draft has one, the target its next
+    block (look-ahead) or the block's seed (lockstep)."""
+    pending_S: Tensor
+    """int64 number of pending tokens, which have no keys and values yet."""
+    ended_S: Tensor
+    """bool: the last token is terminal, or the slot holds no particle."""
+    alive_S: Tensor
+    """bool: the slot holds a particle, with or without weight."""
+    text_S: Tensor
+    """int64 state of the group's stop machine before the pending tokens."""
+    logw_S: Tensor
+    """float64 log-weight of the particle; at the draft, the log mass by which groups distribute their rows."""
+    entry_S: Tensor
+    """int64 entry of the group in the stop tables and the bias tables."""
+    stops: StopTables
+
+    @staticmethod
+    def allocate(slots: int, width: int, pending: int, stops: StopTables, device: torch.device) -> SlotState:
+        """`width`: positions of a block table; `pending`: maximum number of tokens without keys and values between
+        rounds."""
+
+        def integers(value: int) -> Tensor:
+            return torch.full((slots + 1,), value, dtype=torch.int64, device=device)
+
+        return SlotState(
+            table_SL=torch.full((slots + 1, width), DUMMY_PAGE, dtype=torch.int32, device=device),
+            base_S=integers(0),
+            end_S=integers(1),
+            limit_S=integers(1),
+            least_S=integers(0),
+            pending_SQ=torch.zeros(slots + 1, pending, dtype=torch.int64, device=device),
+            pending_S=integers(1),
+            ended_S=torch.ones(slots + 1, dtype=torch.bool, device=device),
+            alive_S=torch.zeros(slots + 1, dtype=torch.bool, device=device),
+            text_S=integers(START),
+            logw_S=torch.zeros(slots + 1, dtype=torch.float64, device=device),
+            entry_S=integers(0),
+            stops=stops,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.end_S.device
+
+    @property
+    def dummy(self) -> int:
+        """The dummy slot."""
+        return len(self.end_S) - 1
+
+    def held(self, slot_A: Tensor) -> Tensor:
+        """Return the number of positions [A] whose keys and values are stored."""
+        return self.end_S[slot_A] - self.pending_S[slot_A]
+
+    def join(self, group: SequenceHandoff) -> Tensor:
+        """Write particles to their slots. Returns the slots as an index.
+
+        All numbers take one copy. Assigning a Python number by index would copy it by itself, from memory that is not
+        pinned, and such a copy waits for all work queued on the device."""
+        there = JoiningParticles.of(group, self.device)
+        slots_N = there.slots_N
+        for field_S, values_N in (
+            (self.base_S, there.base_N),
+            (self.limit_S, there.limit_N),
+            (self.least_S, there.least_N),
+            (self.end_S, there.end_N),
+            (self.pending_S, there.pending_N),
+            (self.ended_S, there.ended_N.bool()),
+            (self.alive_S, there.alive_N.bool()),
+            (self.text_S, there.text_N),
+            (self.logw_S, there.bits_N.view(torch.float64)),
+            (self.entry_S, there.entry_N),
+            (self.pending_SQ[:, : there.pending_NQ.shape[1]], there.pending_NQ),
+        ):
+            field_S.index_copy_(0, slots_N, values_N)
+        pages_NL = to_device(group.pages_RL, self.device).expand(len(slots_N), -1)
+        self.table_SL[:, : pages_NL.shape[1]].index_copy_(0, slots_N, pages_NL)
+        if group.machine is not None:
+            self.stops.set(group.stops, group.machine)
+        return slots_N
+
+    def reweigh(self, plan: RoundPlan[Tensor]) -> tuple[()]:
+        """Replace the particles' log-weights by those of the plan, where it has any. A distinct particle that has lost
+        its weight is removed."""
+        assert plan.weights_A is not None, "a round with potentials"
+        slot_A, given_A = plan.arrays.slot_A, ~torch.isnan(plan.weights_A)
+        lost_A = given_A & plan.is_decoded_by(Decoding.DISTINCT) & (plan.weights_A == -torch.inf)
+        self.logw_S[slot_A] = torch.where(given_A, plan.weights_A, self.logw_S[slot_A])
+        self.alive_S[slot_A] = self.alive_S[slot_A] & ~lost_A
+        self.ended_S[slot_A] = self.ended_S[slot_A] | lost_A
+        return ()
+
+
+class JoiningParticles(NamedTuple, Generic[Array]):
+    """The numbers of a `SequenceHandoff`, one for each particle; int64, so that one copy takes all."""
+
+    slots_N: Array
+    base_N: Array
+    limit_N: Array
+    least_N: Array
+    entry_N: Array
+    end_N: Array
+    pending_N: Array
+    text_N: Array
+    bits_N: Array
+    """The bits of the float64 log-weight."""
+    ended_N: Array
+    alive_N: Array
+    pending_NQ: Array
+
+    @staticmethod
+    def of(group: SequenceHandoff, device: torch.device) -> JoiningParticles[Tensor]:
+        """Return the numbers on the device, as views of one tensor in the order of the fields."""
+        *each_N, pending_NQ = JoiningParticles[Any](
+            slots_N=group.slots_N,
+            base_N=group.base,
+            limit_N=group.limit,
+            least_N=group.least,
+            entry_N=group.stops,
+            end_N=group.end_N,
+            pending_N=group.pending_N,
+            text_N=group.text_N,
+            bits_N=group.logw_N.view(np.int64),
+            ended_N=group.ended_N,
+            alive_N=group.alive_N,
+            pending_NQ=group.pending_NQ,
+        )
+        columns = np.broadcast_arrays(*each_N, *pending_NQ.T)
+        numbers_FN: Tensor = to_device(np.stack(columns, dtype=np.int64), device)
+        return JoiningParticles._make((*numbers_FN[: len(each_N)], numbers_FN[len(each_N) :].T))
+
+
+class InnerNodes(NamedTuple):
+    """The inner nodes of the block in flight, by slot; C candidate tokens of a node."""
+
+    token_SKC: Tensor
+    """int32 candidate tokens."""
+    share_SKC: Tensor
+    """float32 log of the candidate's share of the node's mass; -inf: not an outcome."""
+    mass_SK: Tensor
+    """float64 log mass of the node, on the same scale as the mass of the slot's row."""
+    text_SK: Tensor
+    """int64 state of the stop machine at the node."""
+    count_S: Tensor
+    """int64 number of tokens of the block."""
+
+    @staticmethod
+    def allocate(slots: int, block: int, columns: int, device: torch.device) -> InnerNodes:
+        """`columns`: number of tokens that the draft can propose."""
+        shape, most = (slots + 1, block - 1), min(KEPT_CANDIDATES, columns)
+        return InnerNodes(
+            token_SKC=torch.zeros(*shape, most, dtype=torch.int32, device=device),
+            share_SKC=torch.full((*shape, most), -torch.inf, device=device),
+            mass_SK=torch.zeros(*shape, dtype=torch.float64, device=device),
+            text_SK=torch.zeros(*shape, dtype=torch.int64, device=device),
+            count_S=torch.zeros(slots + 1, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def block(self) -> int:
+        """K: tokens of a block."""
+        return self.mass_SK.shape[1] + 1
+
+    def forget(self, slots_N: Tensor) -> None:
+        """Remove the outcomes of slots that new particles take, each with a block of one token."""
+        self.share_SKC.index_fill_(0, slots_N, -torch.inf)
+        self.count_S.index_fill_(0, slots_N, 0)
+
+
+class BiasTables(NamedTuple):
+    """Values that are added to logits on one device, by entry of the stop tables; T tokens of an entry. What an entry
+    does not use adds 0 to column 0."""
+
+    column_ZT: Tensor
+    """int32 columns of the logits."""
+    early_ZT: Tensor
+    """float32 values while the answer must not end."""
+    late_ZT: Tensor
+    """float32 values afterwards."""
+    count_Z: Tensor
+    """int32 number of columns."""
 
 
 # A pass through a model. Tensors are int32, on the model's device.

@@ -8,7 +8,7 @@ import numpy as np
 from smc.api.engine_config import EngineConfig
 from smc.executor.round_executor import RoundExecutor
 from smc.memory.kv_cache import KVCacheManager
-from smc.round.slot_state import SequenceHandoff
+from smc.round.plan import SequenceHandoff
 from smc.scheduler.decode import commit_tokens
 from smc.scheduler.planner import Population
 from smc.scheduler.prefill_batches import PrefillRequest, PromptRow

@@ -52,8 +52,7 @@ from smc.model.loader import random_model
 from smc.model.quantisation import Int4Format
 from smc.philox import DrawKeys, Purpose, RoundKeys
 from smc.round.plan import Contexts
-from smc.round.slot_state import InnerNodes
-from smc.round.tensors import ChainDraws, ChosenTokens, Continuation, GrownRows, OwnDraws, Rows, TargetDraws
+from smc.round.tensors import ChainDraws, ChosenTokens, Continuation, GrownRows, InnerNodes, OwnDraws, Rows, TargetDraws
 from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound

@@ -13,8 +13,7 @@ from smc.algorithm.expansion import CandidateTokens
 from smc.arrays import map_tensors
 from smc.distributions import DistributionSpec
 from smc.round.plan import Contexts, RoundArrays, RoundKind, RoundPlan
-from smc.round.slot_state import SlotState
-from smc.round.tensors import DraftedRows, ScoreInputs, TargetOutputs, VerifyInputs, VerifyOutputs
+from smc.round.tensors import DraftedRows, ScoreInputs, SlotState, TargetOutputs, VerifyInputs, VerifyOutputs
 from smc.stops import StopMachine, StopTables, TokenBytes
 from smc.types import Decoding
 

@@ -11,8 +11,7 @@ import torch
 from smc.algorithm.expansion import CandidateTokens
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
-from smc.round.slot_state import InnerNodes
-from smc.round.tensors import DraftStep, GrownRows, RoundSelection
+from smc.round.tensors import DraftStep, GrownRows, InnerNodes, RoundSelection
 from smc.types import OF_BOTH_MODELS, Decoding
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, assert_equal

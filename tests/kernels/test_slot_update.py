@@ -11,8 +11,7 @@ from smc.algorithm.selection import NextParticles
 from smc.arrays import map_tensors
 from smc.executor.ops import RoundOps
 from smc.executor.triton_ops import TritonOps
-from smc.round.slot_state import SlotState
-from smc.round.tensors import NextSequences, RoundSelection
+from smc.round.tensors import NextSequences, RoundSelection, SlotState
 from smc.types import OF_BOTH_MODELS
 from tests.kernels.conftest import DEVICE
 from tests.kernels.rounds import VOCAB, WIDTH, Round, assert_equal

@@ -31,8 +31,16 @@ from smc.api.constraint import Constraint
 from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Guidance, PromptBatch, PromptResult, TopLogprobsSpec
 from smc.philox import Purpose
-from smc.round.plan import ConstrainedRows, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan, UnconditionalRows
-from smc.round.slot_state import SequenceHandoff
+from smc.round.plan import (
+    ConstrainedRows,
+    Contexts,
+    Penalties,
+    RoundArrays,
+    RoundKind,
+    RoundPlan,
+    SequenceHandoff,
+    UnconditionalRows,
+)
 from smc.round.tensors import DraftReport, Lineage, ObservedDraws, RedraftReport, RoundResult, RoundSelection
 from smc.stops import StopMachine
 from smc.types import Decoding, ModelRole

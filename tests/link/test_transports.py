@@ -24,7 +24,7 @@ from services.link.streams import StreamCaller, StreamServer, is_proven
 from services.workers.rank import PeerChannel
 from smc.arrays import FieldMemory, field
 from smc.executor.graph_runner import StageRunner
-from smc.round import slot_state, tensors
+from smc.round import tensors
 from smc.round.tensors import DraftedRows, RoundSelection, message_layouts
 from smc.types import ModelRole
 
@@ -267,8 +267,7 @@ def test_the_layouts_of_all_messages_between_models_are_compared():
     """What has a layout in one piece of memory is sent."""
     sent = {
         name
-        for module in (slot_state, tensors)
-        for name, kind in vars(module).items()
+        for name, kind in vars(tensors).items()
         if isinstance(kind, type) and isinstance(vars(kind).get("memory"), staticmethod)
     }
     assert sent == {line.partition(".")[0] for line in message_layouts().splitlines() if " at " in line}

@@ -80,7 +80,7 @@ def test_fewer_rounds_miss(monkeypatch):
     pair, config = tiny_pair(), CONFIGS[2]
     found = answers(local_engine(pair, config), requests(method="exact"))
     with monkeypatch.context() as patch:
-        patch.setattr("smc.round.slot_state.KEPT_CANDIDATES", 0)
+        patch.setattr("smc.round.tensors.KEPT_CANDIDATES", 0)
         without = answers(local_engine(pair, config), requests(method="exact"))
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in without.items()}
     rounds, hits = (
