@@ -187,6 +187,11 @@ class DecodingRules(ABC):
         """Slots whose particles differ from all others of the request."""
         return slots_N[self.alive(logw_N)]
 
+    def saved(self, slots_N: np.ndarray, logw_N: np.ndarray) -> np.ndarray:
+        """Slots that a checkpoint saves: also those without a particle, because draws depend on the positions of the
+        particles among the slots."""
+        return slots_N
+
     def kept_rows(self, alive_N: np.ndarray, rows: int) -> np.ndarray:
         """Which rows stay after a round that leaves a request `rows` of them."""
         return alive_N
@@ -411,6 +416,9 @@ class Exact(Competing):
     def living(self, slots_N: np.ndarray, logw_N: np.ndarray) -> np.ndarray:
         # All rows have the same confirmed tokens.
         return super().living(slots_N, logw_N)[:1]
+
+    def saved(self, slots_N: np.ndarray, logw_N: np.ndarray) -> np.ndarray:
+        return self.living(slots_N, logw_N)
 
     def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
         # A resumed request continues as one sequence from its last confirmed token.

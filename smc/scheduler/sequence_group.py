@@ -530,7 +530,8 @@ class SequenceGroup:
 
     def save(self, slots: Slots) -> Checkpoint:
         """Return a checkpoint of a running request's particles; in exact decoding, of its confirmed tokens."""
-        checkpoint = Checkpoint.of(slots, self.living(slots))
+        slots_N = self.slots[: self.count]
+        checkpoint = Checkpoint.of(slots, self.rules.saved(slots_N, slots.logw_S[slots_N]))
         self.rules.trim_checkpoint(checkpoint)
         return checkpoint
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import tokenizers
@@ -50,6 +52,12 @@ def tiny_pair(
         return peaked(random_decoder(config, seed), scale)
 
     return ModelPair(model(target_seed, 2), model(draft_seed, 1), letter_tokenizer(vocab), max_context)
+
+
+def in_float64(pair: ModelPair) -> ModelPair:
+    """Return the pair with float64 weights. Its logits hardly depend on the order of sums, so where an engine in
+    float32 decides a near tie by its rounding, it draws the same however it comes to it."""
+    return replace(pair, target=copy.deepcopy(pair.target).double(), draft=copy.deepcopy(pair.draft).double())
 
 
 def next_log_probs(model: Decoder, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
