@@ -51,6 +51,11 @@ class Progress(NamedTuple):
     rounds: int
     """Rounds that its request has had."""
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, and no part of its block is left that the target may refuse."""
+        return self.ended and self.block == self.length - 1
+
 
 class CountedRequest(Protocol):
     """The parts of a request that `DecodingRules.count_round` uses. `smc.scheduler.sequence_group.SequenceGroup` has
@@ -323,7 +328,7 @@ class DraftTargetRules(DecodingRules):
             return particle.block
         # In lockstep, after its first round, the draft has run neither its last token nor the bonus token.
         pending = config.begin_tokens if particle.rounds else 1
-        return 0 if particle.ended else max(particle.length - pending, 0)
+        return 0 if particle.over else max(particle.length - pending, 0)
 
 
 class Independent(DraftTargetRules):
