@@ -71,6 +71,31 @@ def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, i
     )
 
 
+def _gemma3(hidden: int, layers: int, inner: int) -> ModelConfig:
+    return ModelConfig(
+        "gemma3_text",
+        262_144,
+        hidden,
+        layers,
+        4,
+        1,
+        256,
+        inner,
+        32_768,
+        1e-6,
+        1_000_000.0,
+        None,
+        tied_embeddings=True,
+        qkv_bias=False,
+        qk_norm=True,
+        window=512,
+        window_layers=tuple(layer for layer in range(layers) if (layer + 1) % 6),
+        local_rope_theta=10_000.0,
+        score_scale=256**-0.5,
+        embedding_multiplier=hidden**0.5,
+    )
+
+
 PRESETS = {
     "llama-1b": _llama(2048, 16, 32, 64, 8192, tied=True, factor=32.0),
     "llama-3b": _llama(3072, 28, 24, 128, 8192, tied=True, factor=32.0),
@@ -90,8 +115,27 @@ PRESETS = {
         experts_per_token=8,
         normalised_experts=True,
     ),
+    "gemma3-270m": _gemma3(640, 18, 2048),
+    "gemma3-1b": _gemma3(1152, 26, 6912),
+    "olmo2-1b": ModelConfig(
+        "olmo2",
+        100_352,
+        2048,
+        16,
+        16,
+        16,
+        128,
+        8192,
+        4096,
+        1e-6,
+        500_000.0,
+        None,
+        tied_embeddings=False,
+        qkv_bias=False,
+        qk_norm=True,
+    ),
 }
-"""Shapes of Llama 3.1, Llama 3.2, Qwen 2.5 and Qwen 3, from their published `config.json`."""
+"""Shapes of Llama 3.1, Llama 3.2, Qwen 2.5, Qwen 3, Gemma 3 and OLMo 2, from their published `config.json`."""
 
 
 def preset(name: str) -> ModelConfig:
