@@ -6,6 +6,20 @@ more launches. Here one launch does everything from the embeddings to the last n
 by NVRTC for the model's shape and for 8, 16, 32 or 64 tokens when it is first needed, which takes about 3 s, and kept
 in Triton's cache.
 
+It runs every dense family, with weights in bfloat16, FP8 or int4 (groups of 32, 64 or 128 inputs, with or without zero
+points), one format for all matrices of the layers. `obstacle` names what it does not run:
+
+- experts, and a model divided among ranks;
+- activations that are not bfloat16, and GPUs other than Hopper;
+- sizes that are no multiples of 64, the inputs that a warp multiplies at a time. So heads have 64, 128, 192 or 256
+  features. Attention in many launches (`smc.attention.kernels.check_heads`), which any model needs for its prompts and
+  for passes of more tokens, takes only powers of two, so that models with heads of 96 do not run on a GPU at all;
+- shapes that need more shared memory than there is. For heads of 256, eight warps of a block divide the positions
+  instead of up to sixteen: each holds 16 KiB of keys and values and 8 KiB of results. Norms of single heads are
+  computed with the queries and keys where the weights of a whole head fit (16 rows for each 16 features) and a head has
+  at most `MOST_NORMED` features; otherwise they have a phase and a barrier of their own, as norms of all heads together
+  always have.
+
 All blocks of the grid wait for each other, so all must run at the same time. The launch is cooperative, with one block
 for each multiprocessor: the driver starts it only if the GPU can hold all blocks. Kernels of other streams may delay a
 block, but they end without waiting for this one, so every block runs at last. A wait of more than `LIMIT_SECONDS` ends
@@ -18,7 +32,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,16 +41,18 @@ from smc.kernels.nvrtc import compiled, done, is_compiled, nvrtc_version
 from smc.memory.kv_cache import KVPool
 from smc.model.config import ModelConfig
 from smc.model.decoder import Decoder, Layer, RopeTable
-from smc.model.families import LLAMA_NORMS, SILU
-from smc.model.linear import FP8
+from smc.model.families import SILU
+from smc.model.linear import FP8, Linear
 from smc.round.tensors import Rows
 
+SOURCES = ("hopper.cuh", "megakernel.cu")
 CAPABILITY = (9, 0)
 """Compute capability that the kernel is written for: Hopper."""
 MOST_TOKENS = 64
 TILE, BLOCK, TILE_ROWS = 8, 64, 16
 """Tokens of a tile; inputs that a warp multiplies at a time; rows of a weight's tile."""
 MOST_WARPS = 16
+MOST_HEAD = 256
 CHUNK_STEPS = {64: 2}
 """Groups of 16 positions that a warp takes of a chunk of positions, by head size; 1 for others."""
 KEPT_UNITS = 2
@@ -48,8 +64,10 @@ PADDING = 128
 """Maximum number of bytes between rows in shared memory."""
 MOST_PARTIAL_BYTES = 256 << 20
 """Maximum memory for the attention of single chunks."""
-CLOCKS = 10
-"""Clocks of a layer in a profile: before and after the work of each of its five phases."""
+MOST_NORMED = 128
+"""Maximum number of features of a head that `qkv` normalises: a warp has all of them in registers."""
+SCALES = {torch.float32: "SCALE_FLOAT", torch.bfloat16: "SCALE_BF16", torch.float16: "SCALE_HALF"}
+"""Types of scales, as the kernel names them."""
 LIMIT_SECONDS = 10.0
 """Maximum wait for other blocks."""
 
@@ -58,7 +76,12 @@ class MegakernelRoom(NamedTuple):
     """Device memory of the kernel, by the names of the kernel's parameters. Local axes: O = H * D, I inner features."""
 
     stream: Tensor
-    """The residual stream, bfloat16 [tokens, E]."""
+    """The residual stream, bfloat16 [tokens, E]; with norms of outputs two of them [2, tokens, E]."""
+    branch: Tensor
+    """With norms of outputs: the output of attention or of the MLP, bfloat16 [tokens, E]; otherwise empty."""
+    raw: Tensor
+    """With a phase `heads`: products with the query/key/value weights, bfloat16 [tokens, O + 2 J D]; otherwise
+    empty."""
     q: Tensor
     """Queries, bfloat16 [tokens, O]."""
     attended: Tensor
@@ -72,70 +95,40 @@ class MegakernelRoom(NamedTuple):
     arrivals: Tensor
     """int64 [1]: blocks that have arrived at barriers, since the beginning."""
     times: Tensor
-    """int64 [blocks, layers, CLOCKS] in a profile, otherwise empty: clocks of the last pass, each block by its own."""
+    """int64 [blocks, layers, 2 * phases] in a profile, otherwise empty: clocks before and after the work of each phase
+    of the last pass, each block by its own."""
     layers: Tensor
-    """int64 [layers, 17]: addresses of the layers' tensors."""
+    """int64: addresses of the layers' tensors."""
 
 
-def obstacle(model: Decoder, pool: KVPool, width: int) -> str | None:
-    """Return why the kernel cannot run this model for rows of up to `width` positions, or None if it can."""
-    config, device = model.config, model.embed.weight.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
-        return f"needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
-    if config.num_experts or model.reduce is not None:
-        return "runs neither experts nor parts of a model"
-    matrices = [matrix for layer in model.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    if any(matrix.group for matrix in matrices) or len({matrix.weight.dtype for matrix in matrices}) > 1:
-        return "runs weights of one type, bfloat16 or FP8"
-    if {model.embed.weight.dtype, pool.keys.dtype} != {torch.bfloat16}:
-        return "needs bfloat16 activations"
-    try:
-        nvrtc_version()
-    except (ImportError, RuntimeError) as error:
-        return f"needs cuda-bindings and NVRTC, pip install 'smcserve[gpu]': {error}"
-    grid = torch.cuda.get_device_properties(device).multi_processor_count
-    return shape_obstacle(config, grid, matrices[0].weight.dtype == FP8, width)
+class Weights(NamedTuple):
+    """How the matrices of all layers are stored."""
+
+    dtype: torch.dtype = torch.bfloat16
+    """bfloat16, FP8 or int32, words of int4."""
+    group: int = 0
+    """int4: inputs of a group."""
+    scales: torch.dtype = torch.float32
+    zeros: bool = False
+    """int4: whether groups have zero points of their own."""
+
+    @staticmethod
+    def of(matrix: Linear) -> Weights:
+        scales = torch.float32 if matrix.scale is None else matrix.scale.dtype
+        return Weights(matrix.weight.dtype, matrix.group, scales, matrix.zero is not None)
+
+    def tile_bytes(self, inputs: int) -> int:
+        """Return the shared memory of a tile."""
+        if not self.group:
+            return TILE_ROWS * (inputs * self.dtype.itemsize + PADDING)
+        return TILE_ROWS * (inputs // 2 + inputs // self.group * (self.scales.itemsize + 4 * self.zeros))
 
 
-def shape_obstacle(config: ModelConfig, grid: int, is_fp8: bool, width: int) -> str | None:
-    """As `obstacle`, as far as the shape of the model and the number of multiprocessors decide."""
-    traits = config.traits
-    if (
-        traits.whole_qk_norm
-        or traits.norms.keys() != LLAMA_NORMS.keys()
-        or traits.activation != SILU
-        or traits.norm_offset
-    ):
-        return f"does not run the family {config.family}"
-    sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
-    if any(size % BLOCK for size in sizes):
-        return f"needs hidden, inner and head sizes that are multiples of {BLOCK}, got {sizes}"
-    given = constants(config, grid, is_fp8)
-    warps, queries = given["WARPS"], -(-config.num_heads // config.num_kv_heads // TILE) * TILE
-    row = config.hidden_size * (1 if is_fp8 else 2) + PADDING
-    tile = TILE_ROWS * row + warps * 512
-    rooms = {
-        "query, key and value weights": given["QKV_TILES"] * tile,
-        "gate and up weights": given["GATED_TILES"] * tile,
-        "attention": warps * (given["STEPS"] * config.head_dim * 64 + queries * (config.head_dim + 2) * 4),
-    }
-    for part, size in rooms.items():
-        if size > ROOM_BYTES:
-            return f"needs {size >> 10} KiB of shared memory for {part}; allowed: {ROOM_BYTES >> 10} KiB"
-    variables = config.num_layers * 136 + warps * (MOST_TOKENS * 4 + KEPT_UNITS * given["STEPS"] * 64) + (3 << 10)
-    if variables > VARIABLE_BYTES:
-        return f"needs {variables >> 10} KiB of shared memory for variables; allowed: {VARIABLE_BYTES >> 10} KiB"
-    if (size := _partial_bytes(config, given, width)) > MOST_PARTIAL_BYTES:
-        return f"needs {size >> 20} MiB for attention to {width} positions; allowed: {MOST_PARTIAL_BYTES >> 20} MiB"
-    return None
+BFLOAT16 = Weights()
+FP8_WEIGHTS = Weights(FP8)
 
 
-def _partial_bytes(config: ModelConfig, given: dict[str, Any], width: int) -> int:
-    chunks = -(-width // (16 * given["WARPS"] * given["STEPS"]))
-    return 4 * MOST_TOKENS * chunks * config.num_heads * (config.head_dim + 2)
-
-
-class _Params(ctypes.Structure):
+class Params(ctypes.Structure):
     """`Params` of the kernel."""
 
     _fields_ = [
@@ -143,40 +136,147 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("table", "slot", "tail", "tail_start", "start", "count")),
         *((name, ctypes.c_uint64) for name in ("table_stride", "tail_stride")),
         *((name, ctypes.c_int32) for name in ("table_width", "tail_width", "rows", "queries")),
-        *((name, ctypes.c_uint64) for name in ("stream", "q", "attended", "inner")),
+        *((name, ctypes.c_uint64) for name in ("stream", "branch", "raw", "q", "attended", "inner")),
         *((name, ctypes.c_uint64) for name in ("partial", "merged", "arrivals", "failure", "limit_ns", "times")),
     ]
+
+
+Launch = Callable[[Params], None]
+
+
+class Machine(Protocol):
+    """What runs the kernel."""
+
+    @property
+    def multiprocessors(self) -> int: ...
+
+    def load(self, given: dict[str, Any]) -> Launch:
+        """Compile and load the kernel for these constants; return its launch on the current stream."""
+        ...
+
+
+def obstacle(model: Decoder, pool: KVPool, width: int) -> str | None:
+    """Return why the kernel cannot run this model for rows of up to `width` positions, or None if it can."""
+    device = model.embed.weight.device
+    return device_obstacle(device) or model_obstacle(model, pool, width, Gpu(device))
+
+
+def device_obstacle(device: torch.device) -> str | None:
+    """As `obstacle`, as far as the device decides."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return f"needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
+    try:
+        nvrtc_version()
+    except (ImportError, RuntimeError) as error:
+        return f"needs cuda-bindings and NVRTC, pip install 'smcserve[gpu]': {error}"
+    return None
+
+
+def model_obstacle(model: Decoder, pool: KVPool, width: int, machine: Machine) -> str | None:
+    """As `obstacle`, as far as the model decides."""
+    config = model.config
+    if config.num_experts or model.reduce is not None:
+        return "runs neither experts nor parts of a model"
+    matrices = [matrix for layer in model.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    kinds = {Weights.of(matrix) for matrix in matrices}
+    if len(kinds) > 1 or matrices[0].weight.dtype not in (torch.bfloat16, FP8, torch.int32):
+        return f"runs weights of one type, bfloat16, FP8 or int4 of one format, got {', '.join(map(str, kinds))}"
+    if {model.embed.weight.dtype, pool.keys.dtype} != {torch.bfloat16}:
+        return "needs bfloat16 activations"
+    return shape_obstacle(config, machine.multiprocessors, kinds.pop(), width)
+
+
+def shape_obstacle(config: ModelConfig, grid: int, weights: Weights, width: int) -> str | None:
+    """As `obstacle`, as far as the shape of the model and the number of multiprocessors decide."""
+    sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
+    if any(size % BLOCK for size in sizes):
+        return f"needs hidden, inner and head sizes that are multiples of {BLOCK}, got {sizes}"
+    if config.head_dim > MOST_HEAD:
+        return f"runs heads of at most {MOST_HEAD} features, got {config.head_dim}"
+    given = constants(config, grid, weights)
+    if not given["ATTEND_WARPS"]:
+        each = config.num_heads // config.num_kv_heads
+        return f"needs more than {ROOM_BYTES >> 10} KiB of shared memory for attention of {each} heads to one key"
+    warps, tile = given["WARPS"], weights.tile_bytes(config.hidden_size) + given["WARPS"] * 512
+    rooms = {
+        "query, key and value weights": given["QKV_TILES"] * tile,
+        "gate and up weights": given["GATED_TILES"] * tile,
+    }
+    for part, size in rooms.items():
+        if size > ROOM_BYTES:
+            return f"needs {size >> 10} KiB of shared memory for {part}; allowed: {ROOM_BYTES >> 10} KiB"
+    squares = warps * MOST_TOKENS * 4 * (1 + given["POST_NORM"] * given["PRE_NORM"])
+    pages = KEPT_UNITS * given["ATTEND_WARPS"] * given["STEPS"] * 64
+    variables = config.num_layers * 8 * _layer_size(given) + squares + pages + (3 << 10)
+    if variables > VARIABLE_BYTES:
+        return f"needs {variables >> 10} KiB of shared memory for variables; allowed: {VARIABLE_BYTES >> 10} KiB"
+    if (size := _partial_bytes(config, given, width)) > MOST_PARTIAL_BYTES:
+        return f"needs {size >> 20} MiB for attention to {width} positions; allowed: {MOST_PARTIAL_BYTES >> 20} MiB"
+    return None
+
+
+def _layer_size(given: dict[str, Any]) -> int:
+    """Return the number of addresses in the kernel's `Layer`."""
+    return 17 + 4 * given["ZEROS"] + 2 * given["POST_NORM"]
+
+
+def _partial_bytes(config: ModelConfig, given: dict[str, Any], width: int) -> int:
+    chunks = -(-width // (16 * given["ATTEND_WARPS"] * given["STEPS"]))
+    return 4 * MOST_TOKENS * chunks * config.num_heads * (config.head_dim + 2)
 
 
 class Megakernel:
     """The kernel for one model and its pool of keys and values, with its workspace. Passes must follow each other on
     one stream. `width`: maximum number of positions of a row. Raises ValueError for a model with an `obstacle`."""
 
-    def __init__(self, model: Decoder, pool: KVPool, rope: RopeTable, width: int, *, profile: bool = False) -> None:
-        if (why := obstacle(model, pool, width)) is not None:
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        rope: RopeTable,
+        width: int,
+        *,
+        profile: bool = False,
+        apart: bool = False,
+        machine: Machine | None = None,
+    ) -> None:
+        """`profile`: note clocks in `MegakernelRoom.times`; `apart`: leave norms of heads to a phase of their own, even
+        where `qkv` could compute them; `machine`: what runs the kernel; default: the GPU."""
+        device = model.embed.weight.device
+        why = device_obstacle(device) if machine is None else None
+        if (why := why or model_obstacle(model, pool, width, machine or Gpu(device))) is not None:
             raise ValueError(f"the kernel of a whole pass {why}")
-        self.model, config, device = model, model.config, model.embed.weight.device
-        self._device, self._grid = device, torch.cuda.get_device_properties(device).multi_processor_count
-        self._constants = constants(config, self._grid, model.layers[0].qkv.weight.dtype == FP8)
+        self.model, config = model, model.config
+        self._machine = machine or Gpu(device)
+        self._grid = self._machine.multiprocessors
+        self._constants = constants(config, self._grid, Weights.of(model.layers[0].qkv), apart=apart)
         self._constants["PROFILE"] = int(profile)
+        buffers, raw_tokens = 1 + self._constants["POST_NORM"], MOST_TOKENS * self._constants["APART"]
 
         def room(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         heads = config.num_heads * config.head_dim
         self._room = MegakernelRoom(
-            stream=room(MOST_TOKENS, config.hidden_size),
+            stream=room(buffers, MOST_TOKENS, config.hidden_size),
+            branch=room((buffers - 1) * MOST_TOKENS, config.hidden_size),
+            raw=room(raw_tokens, heads + 2 * config.num_kv_heads * config.head_dim),
             q=room(MOST_TOKENS, heads),
             attended=room(MOST_TOKENS, heads),
             inner=room(MOST_TOKENS, config.intermediate_size),
             partial=room(_partial_bytes(config, self._constants, width) // 4, dtype=torch.float32),
             merged=room(MOST_TOKENS, config.num_kv_heads, dtype=torch.int32),
             arrivals=room(1, dtype=torch.int64),
-            times=room(self._grid if profile else 0, config.num_layers, CLOCKS, dtype=torch.int64),
-            layers=torch.tensor([_layer(layer, pool, rope) for layer in model.layers], device=device),
+            times=room(self._grid if profile else 0, config.num_layers, self._constants["CLOCKS"], dtype=torch.int64),
+            layers=torch.tensor([_layer(layer, pool, rope, self._constants) for layer in model.layers], device=device),
         )
-        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._launches: dict[int, Callable[[_Params], None]] = {}
+        self._failure = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._launches: dict[int, Launch] = {}
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Names of a layer's phases."""
+        return phases(self._constants)
 
     @property
     def workspace(self) -> MegakernelRoom:
@@ -193,7 +293,7 @@ class Megakernel:
         assert tokens == len(rows.spans.start_R) * rows.queries <= MOST_TOKENS and tokens_T.dtype == torch.int64
         assert table.stride(1) == 1 and (tail is None or tail.stride(1) == 1) and tokens_T.is_contiguous()
         hidden_TE = self.model.embed.weight.new_empty(tokens, self.model.config.hidden_size)
-        params = _Params(
+        params = Params(
             tokens=tokens_T.data_ptr(),
             embed=self.model.embed.weight.data_ptr(),
             norm=self.model.norm.weight.data_ptr(),
@@ -224,9 +324,9 @@ class Megakernel:
                 "give the GPU to this process alone"
             )
 
-    def _launch(self, tiles: int) -> Callable[[_Params], None]:
+    def _launch(self, tiles: int) -> Launch:
         if tiles not in self._launches:
-            self._launches[tiles] = _load(self._constants | {"TILES": tiles}, self._device)
+            self._launches[tiles] = self._machine.load(self._constants | {"TILES": tiles})
         return self._launches[tiles]
 
 
@@ -235,16 +335,23 @@ def tiles_of(tokens: int) -> int:
     return 1 << max(0, -(-tokens // TILE) - 1).bit_length()
 
 
-def constants(config: ModelConfig, grid: int, is_fp8: bool) -> dict[str, Any]:
-    """Return the constants of the kernel that depend on the model and on the number of multiprocessors."""
-    head_tiles, blocks = config.head_dim // TILE_ROWS, config.hidden_size // BLOCK
-    together = head_tiles if config.qk_norm else 1
-    units = (config.num_heads + 2 * config.num_kv_heads) * head_tiles // together
+def constants(config: ModelConfig, grid: int, weights: Weights, *, apart: bool = False) -> dict[str, Any]:
+    """Return the constants of the kernel that depend on the model and on the number of multiprocessors. `apart`: as for
+    `Megakernel`."""
+    traits, head_tiles, blocks = config.traits, config.head_dim // TILE_ROWS, config.hidden_size // BLOCK
     # As few idle turns of warps as possible, then as many warps.
     warps = min(range(MOST_WARPS // 2, MOST_WARPS + 1), key=lambda warps: (-(-blocks // warps) * warps, -warps))
-    most = STAGE_BYTES // (TILE_ROWS * (config.hidden_size * (1 if is_fp8 else 2) + PADDING))
-    grid = grid // 2 * 2
-    return {
+    tile = weights.tile_bytes(config.hidden_size)
+    fitting = ROOM_BYTES // (tile + 512 * warps)
+    most = min(STAGE_BYTES // tile, fitting)
+    is_large = config.head_dim > MOST_NORMED or head_tiles > fitting
+    apart = traits.whole_qk_norm or (config.qk_norm and (apart or is_large))
+    together = head_tiles if config.qk_norm and not apart else 1
+    units = (config.num_heads + 2 * config.num_kv_heads) * head_tiles // together
+    grid, steps = grid // 2 * 2, CHUNK_STEPS.get(config.head_dim, 1)
+    queries = -(-config.num_heads // config.num_kv_heads // TILE) * TILE
+    attended = steps * config.head_dim * 64 + queries * (config.head_dim + 2) * 4
+    made = {
         "GRID": grid,
         "HIDDEN": config.hidden_size,
         "INNER": config.intermediate_size,
@@ -253,32 +360,50 @@ def constants(config: ModelConfig, grid: int, is_fp8: bool) -> dict[str, Any]:
         "HEAD_DIM": config.head_dim,
         "LAYERS": config.num_layers,
         "WINDOW": config.window or 0,
-        "FP8": int(is_fp8),
+        "FP8": int(weights.dtype == FP8),
+        "GROUP": weights.group,
+        "SCALE": SCALES[weights.scales],
+        "ZEROS": int(weights.zeros),
         "BIAS": int(config.qkv_bias),
         "HEAD_NORM": int(config.qk_norm),
+        "WHOLE_NORM": int(traits.whole_qk_norm),
+        "APART": int(apart),
+        "PRE_NORM": int("attn_norm" in traits.norms),
+        "POST_NORM": int("attn_out_norm" in traits.norms),
+        "GELU": int(traits.activation != SILU),
         "WARPS": warps,
         # Two blocks divide the inputs of a tile where there are fewer tiles than blocks.
         "SPLIT": 2 if 2 * (config.hidden_size // TILE_ROWS) <= grid else 1,
         "QKV_TILES": min(max(1, most // together), -(-units // grid)) * together,
         "GATED_TILES": min(max(1, most), -(-(config.intermediate_size // TILE) // grid)),
-        "STEPS": CHUNK_STEPS.get(config.head_dim, 1),
+        "ATTEND_WARPS": min(warps, ROOM_BYTES // attended),
+        "STEPS": steps,
         "KEPT": KEPT_UNITS,
         "ROOM": ROOM_BYTES,
         "PROFILE": 0,
         "ROOT_DIM": f"{math.sqrt(config.head_dim)!r}f",
         "EPS": f"{config.rms_eps!r}f",
+        "NORM_OFFSET": f"{traits.norm_offset!r}f",
         "RESIDUAL": f"{float(config.residual_multiplier)!r}f",
         "EMBED_FACTOR": f"{float(torch.tensor(config.embedding_multiplier, dtype=torch.bfloat16))!r}f",
     }
+    return made | {"CLOCKS": 2 * len(phases(made))}
 
 
-def _layer(layer: Layer, pool: KVPool, rope: RopeTable) -> list[int]:
+def phases(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of a layer's phases."""
+    return ("qkv", *(("heads",) if given["APART"] else ()), "attend", "output", "gated", "down")
+
+
+def _layer(layer: Layer, pool: KVPool, rope: RopeTable, given: dict[str, Any]) -> list[int]:
     """Return a layer in the order of the kernel's `Layer`; 0 for what it does not have."""
     matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    norms = (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+    norms = [layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm]
+    if given["POST_NORM"]:
+        norms += [layer.attn_out_norm, layer.mlp_out_norm]
+    parts = ("weight", "scale", "zero") if given["ZEROS"] else ("weight", "scale")
     tensors = (
-        *(matrix.weight for matrix in matrices),
-        *(matrix.scale for matrix in matrices),
+        *(getattr(matrix, part) for matrix in matrices for part in parts),
         layer.qkv.bias,
         *(None if norm is None else norm.weight for norm in norms),
         pool.keys[layer.index],
@@ -286,7 +411,9 @@ def _layer(layer: Layer, pool: KVPool, rope: RopeTable) -> list[int]:
         rope.of(layer),
     )
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [pool.windows[layer.index] or 0]
+    made = [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [pool.windows[layer.index] or 0]
+    assert len(made) == _layer_size(given)
+    return made
 
 
 def machine_code(given: dict[str, Any]) -> bytes:
@@ -298,7 +425,9 @@ def _source(given: dict[str, Any]) -> tuple[str, bytes, list[str]]:
     """Return the kernel's name, its source, and the compiler's options for these constants."""
     options = [f"-arch=sm_{CAPABILITY[0]}{CAPABILITY[1]}a", "--std=c++17", "-default-device"]
     options += [f"-D{name}={value}" for name, value in sorted(given.items())]
-    return "megakernel", Path(__file__).with_suffix(".cu").read_bytes(), options
+    folder = Path(__file__).parent
+    parts = (b"".join((f'#line 1 "{name}"\n'.encode(), (folder / name).read_bytes())) for name in SOURCES)
+    return "megakernel", b"".join(parts), options
 
 
 @dataclass(frozen=True)
@@ -310,9 +439,8 @@ class MegakernelJob:
 
     @staticmethod
     def of(model: Decoder, tiles: int) -> MegakernelJob:
-        device, is_fp8 = model.embed.weight.device, model.layers[0].qkv.weight.dtype == FP8
-        grid = torch.cuda.get_device_properties(device).multi_processor_count
-        return MegakernelJob(constants(model.config, grid, is_fp8) | {"TILES": tiles})
+        grid = Gpu(model.embed.weight.device).multiprocessors
+        return MegakernelJob(constants(model.config, grid, Weights.of(model.layers[0].qkv)) | {"TILES": tiles})
 
     def is_cached(self) -> bool:
         return is_compiled(*_source(self.given))
@@ -321,28 +449,37 @@ class MegakernelJob:
         machine_code(self.given)
 
 
-def _load(given: dict[str, Any], device: torch.device) -> Callable[[_Params], None]:
-    """Compile and load the kernel; return its launch on torch's current stream."""
-    from cuda.bindings import driver
+class Gpu:
+    """The GPU as the kernel's `Machine`."""
 
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()
-        module = done(driver.cuModuleLoadData(machine_code(given)))
-        kernel = done(driver.cuModuleGetFunction(module, b"step"))
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        done(driver.cuFuncSetAttribute(kernel, attribute, ROOM_BYTES))
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = given["GRID"], 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = 32 * given["WARPS"], 1, 1
-    config.sharedMemBytes = ROOM_BYTES
-    cooperative = driver.CUlaunchAttribute()
-    cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    cooperative.value.cooperative = 1
-    config.attrs, config.numAttrs = [cooperative], 1
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def launch(params: _Params) -> None:
-        config.hStream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        done(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(arguments), 0))
+    @property
+    def multiprocessors(self) -> int:
+        return torch.cuda.get_device_properties(self._device).multi_processor_count
 
-    return launch
+    def load(self, given: dict[str, Any]) -> Launch:
+        from cuda.bindings import driver
+
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream()
+            module = done(driver.cuModuleLoadData(machine_code(given)))
+            kernel = done(driver.cuModuleGetFunction(module, b"step"))
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            done(driver.cuFuncSetAttribute(kernel, attribute, ROOM_BYTES))
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = given["GRID"], 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = 32 * given["WARPS"], 1, 1
+        config.sharedMemBytes = ROOM_BYTES
+        cooperative = driver.CUlaunchAttribute()
+        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        config.attrs, config.numAttrs = [cooperative], 1
+
+        def launch(params: Params) -> None:
+            config.hStream = driver.CUstream(torch.cuda.current_stream(self._device).cuda_stream)
+            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+            done(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(arguments), 0))
+
+        return launch

@@ -1,50 +1,35 @@
-"""The kernel of a whole pass against the launches of `TritonForward`, on a GPU."""
+"""The kernel of a whole pass on a GPU: against torch in float32 and the launches of `TritonForward`.
+`tests/kernels/test_megakernel.py` has the same comparisons with torch on an emulated GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from smc.arrays import map_tensors
 from smc.executor.triton_forward import TritonForward
 from smc.executor.whole_pass import WholePassForward
 from smc.executor.worker import ModelWorker
 from smc.kernels import megakernel
 from smc.kernels.megakernel import Megakernel, obstacle
-from smc.model.config import ModelConfig
-from smc.model.linear import DTYPES
-from smc.model.loader import random_model
-from smc.model.presets import NoText
-from smc.round.plan import Contexts
-from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables
-from smc.stops import TokenBytes
-from smc.types import ModelRole
+from tests.kernels.megakernel_cases import (
+    CONFIGS,
+    INT4_FORMATS,
+    LARGE,
+    PARTS,
+    check_against_torch,
+    check_company,
+    config,
+    long_rows,
+    some_rows,
+    tokens_of,
+    widen,
+    worker,
+)
 
-WIDTH, PAGES, VOCAB = 2048, 6000, 1000
-
-
-def config(family: str, **changed) -> ModelConfig:
-    sizes = (VOCAB, 256, 3, 4, 2, 64, 512)
-    made = ModelConfig(family, *sizes, WIDTH, 1e-6, 10_000.0, None, True, qkv_bias=False, qk_norm=False)
-    return replace(made, **changed)
-
-
-CONFIGS = {
-    "llama": config("llama"),
-    "biases, odd sizes": config(
-        "qwen2", qkv_bias=True, hidden_size=448, num_heads=7, num_kv_heads=1, intermediate_size=832
-    ),
-    "head norms": config("qwen3", qk_norm=True, head_dim=128),
-    "windows": config("mistral", window=100, window_layers=(0, 2)),
-    "partial rotation": config("phi3", rotary_dim=32),
-    "multipliers": config("granite", embedding_multiplier=3.0, residual_multiplier=0.3, score_scale=0.2),
-    "unrotated layers": config("smollm3", unrotated_layers=(1,)),
-    "many heads of a key": config("llama", num_heads=12, num_kv_heads=1),
-    "wide": config("llama", hidden_size=2048, num_heads=32, num_kv_heads=8, intermediate_size=8192),
-}
+WIDE = config("llama", hidden_size=2048, num_heads=32, num_kv_heads=8, intermediate_size=8192)
+SIZES = [(1, 2, False), (7, 1, True), (8, 2, False), (31, 1, True), (16, 4, True)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,127 +38,104 @@ def needs_hopper():
         pytest.skip("needs a GPU of compute capability 9.0")
 
 
-def worker(given: ModelConfig, dtype: str) -> ModelWorker:
-    torch.manual_seed(0)
-    model = random_model(given, dtype=DTYPES[dtype], device="cuda")
-    for layer in model.layers:
-        for norm in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm):
-            if norm is not None:
-                norm.weight.normal_(1.0, 0.2)
-        if layer.qkv.bias is not None:
-            layer.qkv.bias.normal_(0.0, 0.5)
-    text = TokenBytes.of(NoText(VOCAB))
-    made = ModelWorker(ModelRole.DRAFT, model, width=WIDTH, pages=PAGES, vocab_size=VOCAB, token_bytes=text)
-    for store in (made.pool.keys, made.pool.values):
-        store.normal_()
-        store[:, 0] = 0.0
-    return made
+def made_by(one: ModelWorker, **options: bool) -> Megakernel:
+    assert obstacle(one.model, one.pool, one.width) is None
+    return Megakernel(one.model, one.pool, one.rope, one.width, **options)
 
 
-def widen(one: ModelWorker) -> None:
-    """Replace FP8 weights by the same numbers in bfloat16: the kernel does not round activations."""
-    for layer in one.model.layers:
-        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            if matrix.is_fp8:
-                values = matrix.values(slice(0, matrix.out_features), torch.bfloat16)
-                matrix.weight = nn.Parameter(values, requires_grad=False)
-                matrix.register_parameter("scale", None)
-
-
-def some_rows(rows: int, queries: int, tails: bool = False) -> Rows:
-    """Return rows of different lengths on random pages; the last one has a token less than the others."""
-    generator = torch.Generator().manual_seed(rows)
-    table_SL = torch.zeros(rows, WIDTH, dtype=torch.int32)
-    start_R = torch.randint(1, 900, (rows,), generator=generator, dtype=torch.int32)
-    start_R[0] = 0
-    pages = 1 + torch.randperm(PAGES - 1, generator=generator).int()
-    for row in range(rows):
-        length = int(start_R[row]) + queries
-        table_SL[row, :length] = pages[torch.randint(0, len(pages) - 64 * 8, (length,), generator=generator)]
-        # New tokens have pages of their own.
-        own = len(pages) - (row + 1) * queries
-        table_SL[row, length - queries : length] = pages[own : own + queries]
-    count_R = torch.full((rows,), queries, dtype=torch.int32)
-    count_R[-1] = queries - 1
-    tail_RB = tail_R = None
-    if tails:
-        tail_R = (start_R - 5).clamp(min=0)
-        tail_RB = torch.stack([table_SL[row, at : at + 16] for row, at in enumerate(tail_R.tolist())])
-        for row, at in enumerate(tail_R.tolist()):
-            table_SL[row, at:] = 1
-    zero_R = torch.zeros(rows, dtype=torch.int32)
-    group_R, one_R = torch.arange(rows, dtype=torch.int32), torch.ones_like(zero_R)
-    slot_R = torch.arange(rows, dtype=torch.int32)
-    made = (
-        RowTables(table_SL, slot_R, tail_RB, tail_R),
-        RowSpans(start_R, count_R),
-        RowGroups(group_R, group_R, one_R, zero_R),
-    )
-    return Rows(*map_tensors(Tensor.cuda, made), queries, Contexts.SHORT)
-
-
-def tokens_of(rows: Rows) -> Tensor:
-    return torch.randint(
-        0, VOCAB, (len(rows.spans.start_R) * rows.queries,), generator=torch.Generator().manual_seed(1)
-    ).cuda()
-
-
-def made_by(one: ModelWorker) -> Megakernel:
-    assert obstacle(one.model, one.pool, WIDTH) is None
-    return Megakernel(one.model, one.pool, one.rope, WIDTH)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_hidden_states_keys_and_values(name, dtype):
-    one = worker(CONFIGS[name], dtype)
-    whole = made_by(one)
-    for rows, queries, tails in [(1, 2, False), (7, 1, True), (8, 2, False), (31, 1, True), (16, 4, True)]:
+def check_against_launches(one: ModelWorker, whole: Megakernel) -> None:
+    """Compare hidden states, keys and values with those of many launches."""
+    other = deepcopy_of(one)
+    for rows, queries, tails in SIZES:
         asked = some_rows(rows, queries, tails)
         tokens_T = tokens_of(asked)
+        other.pool.keys.copy_(one.pool.keys), other.pool.values.copy_(one.pool.values)
         found_TE = whole(tokens_T, asked)
         whole.check()
-        found = one.pool.keys.clone(), one.pool.values.clone()
-        other = worker(CONFIGS[name], dtype)
-        other.pool.keys.copy_(one.pool.keys), other.pool.values.copy_(one.pool.values)
-        widen(other)
         expected_TE = TritonForward(other)(tokens_T, asked)
         is_there_T = (torch.arange(queries, device="cuda") < asked.spans.count_R[:, None]).flatten()
         assert not found_TE[~is_there_T].any()
         error_T = (found_TE.float() - expected_TE.float()).norm(dim=1) / expected_TE.float().norm(dim=1).clamp(min=1e-3)
         assert error_T[is_there_T].max() < 0.03, (rows, queries)
-        for mine, theirs in zip(found, (other.pool.keys, other.pool.values)):
+        for mine, theirs in zip((one.pool.keys, one.pool.values), (other.pool.keys, other.pool.values), strict=True):
             assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 2e-3, (rows, queries)
 
 
-LARGE = config(
-    "qwen2", qkv_bias=True, hidden_size=896, num_heads=14, num_kv_heads=2, intermediate_size=4864, num_layers=2
-)
-"""The layers of a published draft: with 64 tokens, the activations of `down` do not fit into shared memory at once."""
+def deepcopy_of(one: ModelWorker) -> ModelWorker:
+    """The same model and pool, with weights that are not quantised."""
+    other = worker(one.model.config, "bfloat16")
+    other.model = deepcopy(one.model)
+    widen(other.model)
+    return other
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-@pytest.mark.parametrize("given", [CONFIGS["biases, odd sizes"], LARGE], ids=["small", "large"])
-def test_a_row_s_bits_do_not_depend_on_its_company(given, dtype):
+@pytest.mark.parametrize("name", [*CONFIGS, "wide"])
+def test_a_pass_is_that_of_many_launches(name, dtype):
+    one = worker((CONFIGS | {"wide": WIDE})[name], dtype)
+    check_against_launches(one, made_by(one))
+
+
+@pytest.mark.parametrize("held", INT4_FORMATS, ids=lambda held: "-".join(map(str, held)))
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo2"])
+def test_a_pass_of_int4_weights_is_that_of_many_launches(family, held):
+    one = worker(config(family), "int4", held=held)
+    check_against_launches(one, made_by(one))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_pass_is_torch_s(name, dtype):
+    one = worker(CONFIGS[name], dtype)
+    whole = made_by(one)
+    for rows, queries, tails in SIZES[1:4]:
+        asked = some_rows(rows, queries, tails)
+        check_against_torch(one, whole, asked, tokens_of(asked))
+
+
+def test_norms_of_heads_in_a_phase_of_their_own():
+    one = worker(CONFIGS["head norms"], "fp8")
+    whole = made_by(one, apart=True)
+    assert "heads" in whole.phases
+    check_against_launches(one, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "held"),
+    [
+        *((name, dtype, None) for name in ("odd sizes", "large") for dtype in ("bfloat16", "fp8")),
+        *((name, "int4", held) for name in ("large", "gemma3_text") for held in INT4_FORMATS[::3]),
+        *((name, "bfloat16", None) for name in ("gemma3_text", "olmo2", "norms of heads of 256", "heads of 256")),
+    ],
+    ids=str,
+)
+def test_a_row_s_bits_do_not_depend_on_its_company(name, dtype, held):
     """For every kernel of 8 to 64 tokens, at any place among the rows."""
-    one = worker(given, dtype)
-    whole, asked = made_by(one), some_rows(60, 1)
-    asked = asked._replace(spans=asked.spans._replace(count_R=torch.ones_like(asked.spans.count_R)))
-    tokens_T = tokens_of(asked)
-    before = one.pool.keys.clone(), one.pool.values.clone()
-    all_TE = whole(tokens_T, asked)
-    for first, count in [(0, 1), (3, 5), (11, 8), (20, 9), (20, 17), (7, 33), (30, 30)]:
-        one.pool.keys.copy_(before[0]), one.pool.values.copy_(before[1])
-        few = slice(first, first + count)
-        some = asked._replace(
-            tables=asked.tables._replace(slot_R=asked.tables.slot_R[few].contiguous()),
-            spans=RowSpans(*(values_R[few].contiguous() for values_R in asked.spans)),
-        )
-        assert torch.equal(whole(tokens_T[few].clone(), some), all_TE[few]), (first, count)
+    one = worker((CONFIGS | {"large": LARGE})[name], dtype, held=held)
+    check_company(one, made_by(one), PARTS)
 
 
-def test_a_captured_pass_is_the_same():
-    one = worker(CONFIGS["llama"], "fp8")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2"])
+@pytest.mark.parametrize("factor", [0.0, 1e-4, 1e4])
+def test_extreme_activations_are_torch_s(family, factor):
+    one = worker(config(family), "bfloat16")
+    one.model.embed.weight.mul_(factor)
+    one.pool.values.mul_(factor)
+    one.pool.keys.mul_(min(factor, 8.0))
+    asked = some_rows(7, 1, True)
+    check_against_torch(one, made_by(one), asked, tokens_of(asked))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_rows_of_32k_positions_are_torch_s(family):
+    one = worker(config(family, max_context=1 << 15), "bfloat16")
+    asked = long_rows("cuda")
+    check_against_torch(one, made_by(one), asked, tokens_of(asked))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_captured_pass_is_the_same(family):
+    one = worker(CONFIGS[family], "fp8")
     forward, asked = WholePassForward(one), some_rows(8, 1)
     tokens_T = tokens_of(asked)
     expected_TE = forward(tokens_T, asked).clone()
@@ -186,6 +148,18 @@ def test_a_captured_pass_is_the_same():
     torch.cuda.synchronize()
     forward.check()
     assert torch.equal(found_TE, expected_TE)
+
+
+@pytest.mark.parametrize(("family", "held"), [("llama", None), ("gemma3_text", None), ("olmo2", INT4_FORMATS[0])])
+def test_repeated_passes_are_the_same(family, held):
+    """A block that reads what another has not written yet, or has already replaced, would change bits now and then."""
+    one = worker(config(family), "int4" if held else "bfloat16", held=held)
+    whole, asked = made_by(one), some_rows(31, 1)
+    tokens_T = tokens_of(asked)
+    expected_TE = whole(tokens_T, asked)
+    for _ in range(500):
+        assert torch.equal(whole(tokens_T, asked), expected_TE)
+    whole.check()
 
 
 def test_a_wait_without_end_is_an_error(monkeypatch):
@@ -204,6 +178,6 @@ def test_a_wait_without_end_is_an_error(monkeypatch):
 
 
 def test_other_models_are_refused():
-    one = worker(config("olmo2", qk_norm=True), "bfloat16")
-    with pytest.raises(ValueError, match="does not run the family olmo2"):
-        Megakernel(one.model, one.pool, one.rope, WIDTH)
+    one = worker(config("qwen3_moe", num_experts=4, experts_per_token=2), "bfloat16")
+    with pytest.raises(ValueError, match="runs neither experts nor parts of a model"):
+        Megakernel(one.model, one.pool, one.rope, one.width)

@@ -24,7 +24,7 @@ from smc.calibration.compile_ahead import plans_of_all_kinds, submit_kernels
 from smc.executor.dry_run import DryOps, dry_executor
 from smc.kernels.compile_jobs import CompilePool, CompilerWatch, Job
 from smc.kernels.launch import MULTIPROCESSORS
-from smc.kernels.megakernel import MegakernelJob, constants
+from smc.kernels.megakernel import FP8_WEIGHTS, MegakernelJob, constants
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText, preset
 from tests.kernels.compile_rounds import NoDriver
@@ -64,7 +64,7 @@ def main() -> dict[str, Any]:
     said: dict[str, Any] = {"found": submit_kernels(plans, made.config, workers, kept, Padding), "missing": len(kept)}
     said["restored"] = all(worker.stages is stages[role] for role, worker in workers.items())
     shape = preset("qwen2.5-0.5b")
-    kept.append(MegakernelJob(constants(shape, MULTIPROCESSORS, True) | {"TILES": 1}))
+    kept.append(MegakernelJob(constants(shape, MULTIPROCESSORS, FP8_WEIGHTS) | {"TILES": 1}))
     chosen = [job for job in kept if job.name.rpartition(".")[2] in COMPILED]
     pool = CompilePool(2)
     for job in chosen:

@@ -1,28 +1,72 @@
-"""The kernel of a whole pass without a GPU: it compiles for the shapes of published models, and refuses others by name.
-What it computes is tested on a GPU (`tests/gpu/test_megakernel.py`)."""
+"""The kernel of a whole pass without a GPU: it compiles for the shapes of published models, refuses others by name, and
+computes on an emulated GPU what torch computes. `tests/gpu/test_megakernel.py` runs it on a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
 
+from smc.executor.worker import ModelWorker
 from smc.kernels import megakernel
-from smc.kernels.megakernel import constants, shape_obstacle, tiles_of
+from smc.kernels.megakernel import (
+    BFLOAT16,
+    FP8_WEIGHTS,
+    Megakernel,
+    Weights,
+    constants,
+    model_obstacle,
+    shape_obstacle,
+    tiles_of,
+)
+from smc.model.config import ModelConfig
 from smc.model.presets import preset
+from smc.model.quantisation import Int4Format
+from smc.round.tensors import Rows, RowSpans
+from tests.kernels.emulated_gpu import EmulatedGpu, needs_compiler
+from tests.kernels.megakernel_cases import (
+    CONFIGS,
+    DENSE,
+    INT4_FORMATS,
+    LARGE,
+    PARTS,
+    WIDTH,
+    check_against_torch,
+    check_company,
+    config,
+    full,
+    long_rows,
+    matrices,
+    round_to_int4,
+    some_rows,
+    tokens_of,
+    worker,
+)
 
 GRID = 132
 """Multiprocessors of an H100 and of an H200."""
+INT4 = Weights(torch.int32, 128, torch.bfloat16)
+INT4_ZEROS = Weights(torch.int32, 32, torch.float16, zeros=True)
 
 
 @pytest.mark.parametrize(
-    ("shape", "is_fp8", "tiles"),
-    [("qwen2.5-0.5b", True, 4), ("llama-1b", False, 1), ("qwen3-0.6b", True, 2), ("llama-8b/4", True, 8)],
+    ("shape", "weights", "tiles"),
+    [
+        ("qwen2.5-0.5b", FP8_WEIGHTS, 4),
+        ("llama-1b", BFLOAT16, 1),
+        ("qwen3-0.6b", FP8_WEIGHTS, 2),
+        ("llama-8b/4", FP8_WEIGHTS, 8),
+        ("gemma3-1b", BFLOAT16, 1),
+        ("olmo2-1b", FP8_WEIGHTS, 1),
+        ("qwen2.5-0.5b", INT4, 2),
+        ("olmo2-1b", INT4_ZEROS, 1),
+    ],
 )
-def test_compiles(shape, is_fp8, tiles):
-    config = replace(preset(shape), window=4096 if shape == "llama-1b" else None)
-    assert shape_obstacle(config, GRID, is_fp8, 32_768) is None
-    given = constants(config, GRID, is_fp8) | {"TILES": tiles}
+def test_compiles(shape, weights, tiles):
+    config = replace(preset(shape), **({"window": 4096} if shape == "llama-1b" else {}))
+    assert shape_obstacle(config, GRID, weights, 32_768) is None
+    given = constants(config, GRID, weights) | {"TILES": tiles}
     assert megakernel.machine_code(given)[:4] == b"\x7fELF"
 
 
@@ -35,32 +79,232 @@ def test_errors_of_the_compiler_are_told():
     ("changed", "told"),
     [
         ({"hidden_size": 2000}, "multiples of 64, got"),
-        ({"family": "gemma3_text"}, "does not run the family gemma3_text"),
-        ({"family": "olmo2"}, "does not run the family olmo2"),
+        ({"head_dim": 96}, "multiples of 64, got"),
         ({"num_layers": 100}, "KiB of shared memory for variables"),
-        ({"head_dim": 256, "qk_norm": True}, "KiB of shared memory for query, key and value weights"),
+        ({"head_dim": 512}, "heads of at most 256 features, got 512"),
+        (
+            {"head_dim": 256, "num_heads": 256, "num_kv_heads": 1},
+            "KiB of shared memory for attention of 256 heads to one key",
+        ),
     ],
 )
 def test_other_shapes_are_refused(changed, told):
-    assert told in str(shape_obstacle(replace(preset("llama-1b"), **changed), GRID, False, 4096))
+    assert told in str(shape_obstacle(replace(preset("llama-1b"), **changed), GRID, BFLOAT16, 4096))
+
+
+def test_other_models_are_refused():
+    one, machine = worker(config("llama"), "bfloat16", "cpu"), EmulatedGpu()
+    round_to_int4(one.model.layers[1].qkv, INT4_FORMATS[0])
+    assert "int4 of one format" in str(model_obstacle(one.model, one.pool, WIDTH, machine))
+    one = worker(config("qwen3_moe", num_experts=4, experts_per_token=2), "bfloat16", "cpu")
+    assert "experts" in str(model_obstacle(one.model, one.pool, WIDTH, machine))
+    one = worker(config("llama"), "float32", "cpu")
+    assert "runs weights of one type" in str(model_obstacle(one.model, one.pool, WIDTH, machine))
+    with pytest.raises(ValueError, match="needs a GPU of compute capability"):
+        Megakernel(one.model, one.pool, one.rope, WIDTH)
 
 
 @pytest.mark.parametrize("hidden", [256, 2048, 4096, 4864, 5120, 5632, 6144, 8192, 10_240])
-@pytest.mark.parametrize("is_fp8", [True, False])
-def test_shapes_that_are_not_refused_have_room_for_tiles(hidden, is_fp8):
-    config = replace(preset("llama-8b/20"), hidden_size=hidden)
-    given = constants(config, GRID, is_fp8)
-    assert shape_obstacle(config, GRID, is_fp8, 4096) or min(given["GATED_TILES"], given["QKV_TILES"]) > 0
+@pytest.mark.parametrize("weights", [FP8_WEIGHTS, BFLOAT16, INT4, INT4_ZEROS])
+def test_shapes_that_are_not_refused_have_room_for_tiles(hidden, weights):
+    given_config = replace(preset("llama-8b/20"), hidden_size=hidden)
+    given = constants(given_config, GRID, weights)
+    assert shape_obstacle(given_config, GRID, weights, 4096) or min(given["GATED_TILES"], given["QKV_TILES"]) > 0
 
 
 def test_wide_shapes_are_refused():
-    config = replace(preset("llama-8b/20"), hidden_size=10_240)
-    assert "KiB of shared memory for" in str(shape_obstacle(config, GRID, False, 4096))
+    given = replace(preset("llama-8b/20"), hidden_size=10_240)
+    assert "KiB of shared memory for" in str(shape_obstacle(given, GRID, BFLOAT16, 4096))
 
 
 def test_long_rows_are_refused():
-    assert "MiB for attention to 1000000 positions" in str(shape_obstacle(preset("llama-1b"), GRID, True, 1_000_000))
+    told = str(shape_obstacle(preset("llama-1b"), GRID, FP8_WEIGHTS, 1_000_000))
+    assert "MiB for attention to 1000000 positions" in told
+
+
+def test_norms_of_heads_are_a_phase_where_their_weights_do_not_fit():
+    assert "heads" not in megakernel.phases(constants(preset("qwen3-0.6b"), GRID, FP8_WEIGHTS))
+    assert "heads" in megakernel.phases(constants(preset("qwen3-8b/4"), GRID, BFLOAT16))
+    assert "heads" in megakernel.phases(constants(preset("gemma3-1b"), GRID, BFLOAT16))
 
 
 def test_tiles_of_tokens():
     assert [tiles_of(tokens) for tokens in (1, 8, 9, 16, 17, 32, 33, 64)] == [1, 1, 2, 2, 4, 4, 8, 8]
+
+
+# The kernel on an emulated GPU.
+
+
+def emulated(
+    given: ModelConfig, dtype: str, held: Int4Format | None = None, machine: EmulatedGpu | None = None, **options: bool
+) -> tuple[ModelWorker, Megakernel]:
+    needs_compiler()
+    one = worker(given, dtype, "cpu", held)
+    return one, Megakernel(one.model, one.pool, one.rope, one.width, machine=machine or EmulatedGpu(), **options)
+
+
+def compare(one: ModelWorker, whole: Megakernel, *sizes: tuple[int, int, bool]) -> None:
+    for rows, queries, tails in sizes:
+        asked = some_rows(rows, queries, tails, "cpu", longest=600)
+        check_against_torch(one, whole, asked, tokens_of(asked))
+
+
+def test_every_dense_family_is_compared():
+    assert set(DENSE) <= set(CONFIGS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [*DENSE, *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name not in DENSE)]
+)
+def test_a_pass_is_torch_s(name, dtype):
+    compare(*emulated(CONFIGS[name], dtype), (1, 2, False), (7, 1, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "fp8"), ("gemma3_text", "bfloat16"), ("olmo2", "fp8"), ("qwen2", "bfloat16")]
+)
+def test_a_pass_of_many_tokens_is_torch_s(family, dtype):
+    compare(*emulated(config(family), dtype), (9, 1, False), (31, 1, True), (16, 4, True))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [*INT4_FORMATS[:2], *(pytest.param(held, marks=pytest.mark.slow) for held in INT4_FORMATS[2:])],
+    ids=lambda held: "-".join(map(str, held)),
+)
+def test_int4_weights_are_torch_s(held):
+    compare(*emulated(config("qwen2"), "int4", held), (7, 1, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", INT4_FORMATS, ids=lambda held: "-".join(map(str, held)))
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "llama"])
+def test_int4_weights_of_many_tokens_are_torch_s(family, held):
+    compare(*emulated(config(family), "int4", held), (16, 4, True))
+
+
+@pytest.mark.parametrize(
+    "held", [None, pytest.param(INT4_FORMATS[0], marks=pytest.mark.slow)], ids=["bfloat16", "int4"]
+)
+def test_two_blocks_of_a_cluster_divide_inputs(held):
+    shape = config("llama", hidden_size=128, intermediate_size=640)
+    one, whole = emulated(shape, "int4" if held else "bfloat16", held, EmulatedGpu(16))
+    assert constants(shape, 16, Weights.of(one.model.layers[0].qkv))["SPLIT"] == 2
+    compare(one, whole, (7, 1, True))
+
+
+@pytest.mark.slow
+def test_norms_of_heads_in_a_phase_of_their_own_are_torch_s():
+    one, whole = emulated(CONFIGS["head norms"], "bfloat16", apart=True)
+    assert "heads" in whole.phases
+    compare(one, whole, (7, 1, True))
+
+
+def test_copies_that_end_early_or_late_make_no_difference():
+    found = []
+    for eager in (False, True):
+        one, whole = emulated(config("gemma3_text"), "fp8", machine=EmulatedGpu(eager=eager))
+        asked = some_rows(7, 1, True, "cpu")
+        found.append((whole(tokens_of(asked), asked), one.pool.keys, one.pool.values))
+    assert all(torch.equal(late, early) for late, early in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_as_many_blocks_as_there_are_make_no_difference():
+    """The order of sums follows from the shape alone, unless the blocks of a cluster divide inputs."""
+    found = []
+    for multiprocessors in (2, 6):
+        _, whole = emulated(config("gemma3_text"), "bfloat16", machine=EmulatedGpu(multiprocessors))
+        asked = some_rows(7, 1, True, "cpu")
+        found.append(whole(tokens_of(asked), asked))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "held"),
+    [
+        (config("gemma3_text"), "bfloat16", None),
+        pytest.param(config("olmo2"), "fp8", None, marks=pytest.mark.slow),
+        (config("qwen2"), "int4", INT4_FORMATS[0]),
+        pytest.param(config("gemma3_text"), "int4", INT4_FORMATS[4], marks=pytest.mark.slow),
+        pytest.param(CONFIGS["odd sizes"], "fp8", None, marks=pytest.mark.slow),
+        pytest.param(CONFIGS["norms of heads of 256"], "bfloat16", None, marks=pytest.mark.slow),
+        pytest.param(LARGE, "int4", INT4_FORMATS[0], marks=pytest.mark.slow),
+        pytest.param(LARGE, "bfloat16", None, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.family if isinstance(value, ModelConfig) else str(value),
+)
+def test_a_row_s_bits_do_not_depend_on_its_company(given, dtype, held):
+    check_company(*emulated(given, dtype, held), PARTS, longest=600)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", pytest.param("olmo2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("factor", [0.0, 1e-4, 1e4])
+def test_extreme_activations_are_torch_s(family, factor):
+    """Embeddings and cached values of 0, or far from 1; with large ones, keys choose a single position."""
+    one, whole = emulated(config(family), "bfloat16")
+    one.model.embed.weight.mul_(factor)
+    one.pool.values.mul_(factor)
+    one.pool.keys.mul_(min(factor, 8.0))
+    compare(one, whole, (7, 1, True))
+
+
+def test_extreme_weights_of_int4_are_torch_s():
+    """Codes of 0 and 15 with zero points of 0 and 15, and groups whose scale is 0."""
+    one, whole = emulated(config("llama"), "int4", INT4_FORMATS[2])
+    for matrix in matrices(one.model):
+        matrix.weight[:, ::2], matrix.weight[:, 1::4] = 0, -1
+        matrix.zero[:, ::3], matrix.zero[:, 1::3] = 0, 15
+        matrix.scale[:, ::5] = 0.0
+        matrix.scale.mul_(0.3)
+    compare(one, whole, (7, 1, True))
+
+
+def at_starts(starts: list[int], counts: list[int] | None = None) -> Rows:
+    asked = full(some_rows(len(starts), 1, device="cpu", longest=2))
+    pages = 1 + torch.arange(WIDTH, dtype=torch.int32)
+    tables = asked.tables._replace(table_SL=torch.stack([pages.roll(71 * row) for row in range(len(starts))]))
+    count_R = torch.tensor(counts or [1] * len(starts), dtype=torch.int32)
+    return asked._replace(tables=tables, spans=RowSpans(torch.tensor(starts, dtype=torch.int32), count_R))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_positions_around_chunks_and_windows_are_torch_s(family):
+    one, whole = emulated(config(family), "bfloat16")
+    given = constants(one.model.config, 4, BFLOAT16)
+    chunk = 16 * given["ATTEND_WARPS"] * given["STEPS"]
+    window = one.model.config.window or 16
+    for size in (16, window, chunk, 4 * chunk):
+        asked = at_starts([0, size - 2, size - 1, size, size + 1, size + window, 2 * size - 1])
+        check_against_torch(one, whole, asked, tokens_of(asked))
+
+
+def test_rows_without_tokens_are_zero():
+    one, whole = emulated(config("gemma3_text"), "bfloat16")
+    asked = at_starts([5, 300, 7, 9], counts=[0, 1, 0, 0])
+    check_against_torch(one, whole, asked, tokens_of(asked))
+    before = one.pool.keys.clone()
+    asked = at_starts([5, 300], counts=[0, 0])
+    assert not whole(tokens_of(asked), asked).any() and torch.equal(one.pool.keys, before)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_rows_of_32k_positions_are_torch_s(family):
+    one, whole = emulated(config(family, max_context=1 << 15), "bfloat16")
+    asked = long_rows("cpu")
+    check_against_torch(one, whole, asked, tokens_of(asked))
+
+
+def test_a_wait_without_end_is_an_error(monkeypatch):
+    """The counter of the barrier is moved, so that the blocks wait for arrivals that never come."""
+    monkeypatch.setattr(megakernel, "LIMIT_SECONDS", 0.2)
+    _, whole = emulated(config("llama"), "bfloat16")
+    asked = some_rows(7, 1, device="cpu")
+    whole(tokens_of(asked), asked)
+    whole.check()
+    whole.workspace.arrivals.fill_(-5)
+    whole(tokens_of(asked), asked)
+    with pytest.raises(RuntimeError, match=r"waited 0\.2 s for its own blocks"):
+        whole.check()
