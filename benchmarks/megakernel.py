@@ -4,7 +4,8 @@ phases of the one launch. Needs a GPU of compute capability 9.0.
     python -m benchmarks.megakernel [qwen2.5-0.5b:fp8:8x1:256 llama-1b:fp8:32x1:256:1 ...]
 
 Random weights; names as in `benchmarks.passes`, of at most 64 tokens. The last line is JSON: milliseconds of both ways
-without the head, their relative difference, and for each phase of a layer, in clocks: the longest work of a block and
+without the head, of one launch in which norms of heads have a phase of their own (`apart_ms`, where they need not), the
+relative difference of both ways, and for each phase of a layer, in clocks: the longest work of a block and
 the shortest wait at the barrier after it. The rest of a phase's time is what blocks wait for the slowest."""
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ PASSES = [
     *(f"qwen2.5-0.5b:{dtype}:{rows}x1:256:1:1" for dtype in ("fp8", "bfloat16") for rows in (8, 16, 32)),
     *(f"{shape}:fp8:8x1:256:1:1" for shape in ("llama-1b", "llama-8b/4")),
     "qwen2.5-0.5b:fp8:8x1:2000:1:1",
+    # Norms of outputs and heads of 256; norms of all heads together; norms of heads with and without their own phase.
+    *(f"{shape}:{dtype}:8x1:256:1:1" for shape in ("gemma3-270m", "gemma3-1b") for dtype in ("bfloat16", "fp8")),
+    "gemma3-1b:bfloat16:8x1:2000:1:1",
+    *(f"olmo2-1b:{dtype}:8x1:256:1:1" for dtype in ("bfloat16", "fp8")),
+    *(f"qwen3-0.6b:fp8:{rows}x1:256:1:1" for rows in (8, 32)),
+    # int4.
+    *(f"qwen2.5-0.5b:int4:{rows}x1:256:1:1" for rows in (8, 16, 32)),
+    *(f"{shape}:int4:8x1:256:1:1" for shape in ("llama-1b", "qwen2.5-1.5b", "gemma3-1b", "olmo2-1b")),
+    # Long rows.
+    "qwen2.5-0.5b:fp8:8x1:16000:1:1",
 ]
-PHASES = ("qkv", "attend", "output", "gated", "down")
 WARM_LAYERS = 2
 """Layers at the beginning that are left out of the phases' means."""
 
@@ -39,26 +49,25 @@ def time_pass(name: str) -> dict[str, Any]:
     (many, expected_TE), (one, found_TE) = (record(partial(run, tokens_T, rows)) for run in (forward, whole))
     whole.check()
     error = float((found_TE.float() - expected_TE.float()).norm() / expected_TE.float().norm())
+    found = {"many_ms": round(milliseconds(many), 3), "one_ms": round(milliseconds(one), 3)}
+    if worker.model.config.qk_norm and "heads" not in whole.phases:
+        apart = Megakernel(worker.model, worker.pool, worker.rope, WIDTH, apart=True)
+        found["apart_ms"] = round(milliseconds(record(partial(apart, tokens_T, rows))[0]), 3)
     profiled = Megakernel(worker.model, worker.pool, worker.rope, WIDTH, profile=True)
     for _ in range(3):
         profiled(tokens_T, rows)
     torch.cuda.synchronize()
-    return {
-        "many_ms": round(milliseconds(many), 3),
-        "one_ms": round(milliseconds(one), 3),
-        "difference": round(error, 4),
-        "phases": phases(profiled.workspace.times),
-    }
+    return {**found, "difference": round(error, 4), "phases": phases(profiled.workspace.times, profiled.phases)}
 
 
-def phases(times: torch.Tensor) -> dict[str, dict[str, int]]:
+def phases(times: torch.Tensor, names: tuple[str, ...]) -> dict[str, dict[str, int]]:
     """Return the mean over layers of the longest work and the shortest wait of each phase, in clocks; `times` as in
     `smc.kernels.megakernel.MegakernelRoom`."""
     times = times[:, WARM_LAYERS:]
     work = (times[:, :, 1::2] - times[:, :, ::2]).amax(0).double().mean(0)
     after = torch.cat((times[:, :-1, 2::2], times[:, 1:, :1]), dim=2)
     wait = (after - times[:, :-1, 1::2]).amin(0).double().mean(0)
-    return {name: {"work": round(float(work[i])), "wait": round(float(wait[i]))} for i, name in enumerate(PHASES)}
+    return {name: {"work": round(float(work[i])), "wait": round(float(wait[i]))} for i, name in enumerate(names)}
 
 
 def main() -> None:
