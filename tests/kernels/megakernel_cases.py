@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from smc.arrays import map_tensors
 from smc.executor.forward import StaticForward
 from smc.executor.worker import ModelWorker
-from smc.kernels.megakernel import Megakernel
+from smc.kernels.megakernel import BFLOAT16, FP8_WEIGHTS, Megakernel, Weights
 from smc.memory.kv_cache import KVPool
 from smc.model.config import ModelConfig
 from smc.model.families import FAMILIES
-from smc.model.linear import DTYPES, INT4, Linear
+from smc.model.linear import DTYPES, INT4, SCALE_DTYPES, Linear
 from smc.model.loader import random_model
 from smc.model.presets import NoText
 from smc.model.quantisation import Int4Format
@@ -66,6 +66,13 @@ INT4_FORMATS = [
     Int4Format(32, zeros=True, scale_dtype="F32"),
     Int4Format(32, zeros=False, scale_dtype="F16"),
 ]
+
+
+def weights_of(dtype: str, held: Int4Format | None = None) -> Weights:
+    """The weights of `worker`, as the kernel's constants take them."""
+    if held is None:
+        return FP8_WEIGHTS if dtype == "fp8" else BFLOAT16
+    return Weights(torch.int32, held.group, SCALE_DTYPES[held.scale_dtype], held.zeros)
 
 
 def matrices(model: nn.Module) -> list[Linear]:
