@@ -133,9 +133,10 @@ def test_a_row_s_bits_do_not_depend_on_its_company(name, dtype, held):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("factor", [0.0, 1e-4, 1e4])
-def test_extreme_activations_are_torch_s(family, factor):
-    one = worker(config(family), "bfloat16")
+def test_extreme_activations_are_torch_s(family, dtype, factor):
+    one = worker(config(family), dtype)
     one.model.embed.weight.mul_(factor)
     one.pool.values.mul_(factor)
     one.pool.keys.mul_(min(factor, 8.0))
