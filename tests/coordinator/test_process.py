@@ -83,8 +83,8 @@ def test_load_on_one_model_does_not_starve_the_other():
     engine is never idle, so only heartbeats reach the draft."""
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
-        heard, send = [], made._remote.workers["draft"]._send
-        made._remote.workers["draft"]._send = lambda command: (heard.append(time.monotonic()), send(command))[1]
+        heard, send = [], made._remote.workers["draft"].send
+        made._remote.workers["draft"].send = lambda command: (heard.append(time.monotonic()), send(command))[1]
         end = time.monotonic() + 1.0
 
         async def load(name: str) -> None:
