@@ -4,12 +4,14 @@ requests that draft longer blocks."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Request
 from smc.local_engine import local_engine
+from tests.pairwise import few
 from tests.scheduler.harness import PaddingOps, answers, assert_empty, assert_pages_follow, config_id, request
 from tests.scheduler.pairs import tiny_pair
 
@@ -29,12 +31,12 @@ def pair():
 
 
 def asked(way: str, count: int = 4) -> list[Request]:
-    given = {"max_tokens": 45, "ignore_eos": True, "logprobs": True, **WAYS[way]}
+    given = {"max_tokens": 30, "ignore_eos": True, "logprobs": True, **WAYS[way]}
     return [request([2, 1, i], f"{way} {i}", particles=3 + i % 2, seed=i, **given) for i in range(count)]
 
 
 def walks(count: int = 3) -> list[Request]:
-    given = {"method": "exact", "max_tokens": 60, "ignore_eos": True, "temperature": 0.4}
+    given = {"method": "exact", "max_tokens": 40, "ignore_eos": True, "temperature": 0.4}
     return [request([1, i], f"walk {i}", particles=4, seed=i, **given) for i in range(count)]
 
 
@@ -46,9 +48,7 @@ def assert_same(found: Answer, expected: Answer) -> None:
     assert found.statistics.rounds == expected.statistics.rounds
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("config", FORMS, ids=config_id)
+@pytest.mark.parametrize(("config", "way", "padded"), few(product(FORMS, WAYS, (False, True))))
 def test_answers_are_those_of_an_engine_with_that_k(config, way, padded, monkeypatch):
     if padded:
         monkeypatch.setattr("smc.local_engine.ops_for", lambda device: PaddingOps())
@@ -60,27 +60,27 @@ def test_answers_are_those_of_an_engine_with_that_k(config, way, padded, monkeyp
             assert_same(one, expected[name])
 
 
-@pytest.mark.parametrize("drafting", ["adaptive", "always"])
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
-def test_company_with_longer_blocks_changes_nothing(config, drafting):
+def test_company_with_longer_blocks_changes_nothing(config):
     """Walks begin alone, with blocks of 8 tokens in flight; the others join them."""
     ways = [one for way in WAYS for one in asked(way, 2)]
     alone = {one.request_id: answers(local_engine(pair(), config), [one])[one.request_id] for one in ways + walks()}
-    engine, found = local_engine(pair(), replace(config, drafting=drafting)), {}
-    for one in (*walks(), None, None, *ways):
-        if one is not None:
-            engine.submit(one)
-        outputs = engine.step()
-        found |= {output.answer.request_id: output.answer for output in outputs if output.answer}
-    for output in engine.run([]):
-        if output.answer:
-            found[output.answer.request_id] = output.answer
-    assert_empty(engine)
-    assert found.keys() == alone.keys()
-    for name, one in found.items():
-        assert one.tokens == alone[name].tokens
-        if not name.startswith("walk"):
-            assert_same(one, alone[name])
+    for drafting in ("adaptive", "always"):
+        engine, found = local_engine(pair(), replace(config, drafting=drafting)), {}
+        for one in (*walks(), None, None, *ways):
+            if one is not None:
+                engine.submit(one)
+            outputs = engine.step()
+            found |= {output.answer.request_id: output.answer for output in outputs if output.answer}
+        for output in engine.run([]):
+            if output.answer:
+                found[output.answer.request_id] = output.answer
+        assert_empty(engine)
+        assert found.keys() == alone.keys()
+        for name, one in found.items():
+            assert one.tokens == alone[name].tokens
+            if not name.startswith("walk"):
+                assert_same(one, alone[name])
 
 
 @pytest.mark.parametrize("config", FORMS, ids=config_id)
