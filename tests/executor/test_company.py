@@ -37,6 +37,7 @@ SHAPES = [
     (replace(LOOKAHEAD, block=4, redrafting="always"), 3),
 ]
 """Forms with K and F, and N."""
+OTHER_BLOCKS = dict(zip(("long blocks", "many branches", "redrafting"), SHAPES[2:]))
 ALSO = [
     request([5, 6, 7, 4], "1", method="target", seed=5, max_tokens=9, top_p=0.8),
     request([2], "2", particles=2, seed=6, max_tokens=7, alpha=1.7, temperature=0.6),
@@ -90,6 +91,9 @@ class Ways:
     def in_company(self) -> Answer:
         return answers(self.engine(), [*ALSO[:3], self.one, *ALSO[3:]])["0"]
 
+    def beside_another(self) -> Answer:
+        return answers(self.engine(), [ALSO[2], self.one])["0"]
+
     def in_chunks(self) -> Answer:
         return answers(self.engine(prefill_chunk=5), [self.one, ALSO[2]])["0"]
 
@@ -137,8 +141,14 @@ NEAR_TIES = {"guidance": 13, "penalties": 19, "mask": 16, "biases": 5, "all chan
 """Seeds of near ties: torch's rounding decides some of their tokens, so that its exact answers are not the target's."""
 
 
-def cases(first: dict[str, tuple], ways: list[Callable], quick: Collection[tuple[str, Callable]]) -> list:
-    """Return parameters `first`, a way, and whether kernels run; with kernels they are slow unless they are `quick`."""
+def cases(
+    first: dict[str, tuple],
+    ways: list[Callable],
+    quick: Collection[tuple[str, Callable]],
+    slow: Collection[tuple[str, Callable]] | None = None,
+) -> list:
+    """Return parameters `first`, a way, and whether kernels run. With kernels, which take ten times as long, only what
+    is `quick` or `slow` runs (None: all others are slow)."""
     return [
         pytest.param(
             *values, way, kernels,
@@ -146,6 +156,7 @@ def cases(first: dict[str, tuple], ways: list[Callable], quick: Collection[tuple
             marks=[pytest.mark.slow] if kernels and (name, way) not in quick else [],
         )
         for (name, values), way, kernels in product(first.items(), ways, (False, True))
+        if not kernels or slow is None or (name, way) in {*quick, *slow}
     ]  # fmt: skip
 
 
@@ -218,16 +229,24 @@ def test_exact(config, particles, way, kernels, engines):
 
 def of_either_mode(blocks: list) -> list:
     """Give each case one kind of log-probabilities, so that every size, way and form of operations meets both."""
-    modes = [("processed", "raw")[(i + i // 2 + i // 4) % 2] for i in range(len(blocks))]
+    modes = [("processed", "raw")[(i + i // 4) % 2] for i in range(len(blocks))]
     return [pytest.param(*one.values, mode, id=f"{one.id}-{mode}", marks=one.marks) for one, mode in zip(blocks, modes)]
 
 
 @pytest.mark.parametrize(
     ("config", "particles", "way", "kernels", "mode"),
-    of_either_mode(cases(dict(zip(("long blocks", "many branches", "redrafting"), SHAPES[2:])), EXACT[:2], [])),
+    of_either_mode(
+        cases(
+            OTHER_BLOCKS,
+            [Ways.alone, Ways.in_company, Ways.beside_another],
+            [],
+            [(name, Ways.beside_another) for name in OTHER_BLOCKS],
+        )
+    ),
 )
 def test_exact_with_other_blocks(config, particles, way, kernels, mode, engines):
-    """N, K and F change nothing, nor does the kind of log-probabilities."""
+    """N, K and F change nothing, nor does the kind of log-probabilities. In the kernels one request is company enough:
+    every row of it is truncated."""
     engines(kernels)
     config = replace(in_order(config, kernels), logprobs_mode=mode)
     assert_the_target_s(way, in_bfloat16(), config, **LAW, **CUT, particles=particles)
@@ -239,9 +258,18 @@ def test_exact_with_other_blocks(config, particles, way, kernels, mode, engines)
         {name: (*SHAPES[i % 2], name) for i, name in enumerate(CHANGES)},
         [Ways.in_company, Ways.preempted, Ways.without_draft, Ways.resumed],
         [("all changes", way) for way in (Ways.preempted, Ways.without_draft)],
+        [
+            ("all changes", Ways.in_company),
+            ("all changes", Ways.resumed),
+            ("guidance", Ways.resumed),
+            ("penalties", Ways.preempted),
+            ("mask", Ways.without_draft),
+            ("biases", Ways.preempted),
+        ],
     ),
 )
 def test_exact_with_changed_logits(config, particles, name, way, kernels, engines):
+    """In the kernels all changes together meet every way, and each alone one of them."""
     engines(kernels)
     law = LAW | CHANGES[name] | {"seed": NEAR_TIES[name] if kernels else 3}
     assert_the_target_s(way, in_bfloat16(), in_order(config, kernels), **law, particles=particles)
@@ -257,8 +285,18 @@ def test_each_change_of_logits_changes_the_answer():
 
 @pytest.mark.parametrize(
     ("config", "law", "way", "kernels"),
-    cases(LAWS, OF_ALL[1:], [("distinct", Ways.preempted)]),
+    cases(
+        LAWS,
+        OF_ALL[1:],
+        [("distinct", Ways.preempted)],
+        [
+            *(("distinct", way) for way in (Ways.in_company, Ways.in_chunks, Ways.after_a_cached_prefix)),
+            *(("independent", way) for way in (Ways.in_company, Ways.preempted)),
+            ("given a constraint", Ways.preempted),
+        ],
+    ),
 )
 def test_smc(config, law, way, kernels, engines):
+    """In the kernels one law meets every way to run a prompt, which comes before weights; all are preempted."""
     engines(kernels)
     assert_as_alone(way, in_bfloat16(), in_order(config, kernels), **law)
