@@ -24,6 +24,8 @@ _make_block_type, _broadcast = core.block_type.__init__, TritonSemantic.broadcas
 _check, _equal_types = TritonSemantic.binary_op_type_checking_impl, core.dtype.__eq__
 _to_tensor, _patch_attr = TritonSemantic.to_tensor, interpreter._patch_attr
 _argument, _call = interpreter._implicit_cvt, interpreter.InterpretedFunction.__call__
+_SUMS = {("smc.kernels.norm", "pair_sum"): True, ("smc.kernels.truncation", "block_sum"): False}
+"""Functions that add halves of the last axis until one entry is left, with whether they return a block."""
 _pointer_types: dict[torch.dtype, core.dtype] = {}
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict] = {}
@@ -161,14 +163,15 @@ def _as_argument(value):
 
 def _called(self, *arguments, **named):
     """The interpreter would add the halves of sums in nested calls, of a dozen operations each."""
-    if (self.fn.__module__, self.fn.__name__) != ("smc.kernels.norm", "pair_sum"):
+    block = _SUMS.get((self.fn.__module__, self.fn.__name__))
+    if block is None:
         return _call(self, *arguments, **named)
     (given,) = arguments
     values = given.handle.data
-    while values.shape[1] > 1:
-        half = values.shape[1] // 2
-        values = values[:, :half] + values[:, half:]
-    return interpreter_operators.tensor(values[:, 0], given.dtype, True)
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return interpreter_operators.tensor(values[..., 0] if block else values, given.dtype, block)
 
 
 def _patch_member(of, name, member, builder, scope) -> None:
