@@ -27,6 +27,8 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.speculation import LatencyModel
 
+pytestmark = pytest.mark.xdist_group("policy")
+"""Tests of one process share the models' answers."""
 LATENCY = LatencyModel.from_json((Path(__file__).parents[2] / "benchmarks/latencies/h200_8b_0.5b.json").read_text())
 TEMPERATURE, ANSWERS, TOKENS = 2.0, 5, 48
 

@@ -16,6 +16,8 @@ from smc.types import Decoding
 from tests.benchmarks.test_policy import ANSWERS, LATENCY, library
 from tests.pairwise import one_of
 
+pytestmark = pytest.mark.xdist_group("policy")
+"""Its tests share the replays of one process."""
 SIZES = {
     "lookahead": [TreeSize(n, k, f) for n, k, f in ((1, 4, 4), (1, 6, 1), (1, 6, 4), (4, 4, 4), (4, 6, 1), (4, 6, 4))],
     "lockstep": [TreeSize(n, k, 1) for n, k in ((1, 2), (1, 4), (4, 2), (4, 4), (4, 6))],
