@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 
@@ -15,7 +16,9 @@ ALERTS = rules("alerts.yml")
 
 
 def promtool(*arguments: object) -> str:
-    ran = subprocess.run([binary("promtool"), *map(str, arguments)], capture_output=True, text=True)
+    """With the garbage collector's usual goal, promtool spends a quarter of its time on it."""
+    environment = os.environ | {"GOGC": "400"}
+    ran = subprocess.run([binary("promtool"), *map(str, arguments)], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
