@@ -132,16 +132,16 @@ SLOW = "start: e\ne: " + " | ".join(" ".join(["e"] * k) for k in range(2, 40)) +
 
 
 def test_a_constraint_that_becomes_slow_ends_its_call_and_no_other(service: Service):
-    """16 answers at once, beside a stream: the call gets 400 with the caller's field, and the stream all its tokens.
+    """Four answers at once, beside a stream: the call gets 400 with the caller's field, and the stream all its tokens.
     Its longest pause is compared with the usual one, and with that of a busy machine."""
     counted = {"status": "INTERNAL", "finish_reason": "none"}
     failed = service.metric("smc_requests_total", **counted)
     refused: list[Said] = []
     asks = threading.Thread(
-        target=lambda: refused.append(post(service, chat("x", n=16, structured_outputs={"grammar": SLOW})))
+        target=lambda: refused.append(post(service, chat("x", n=4, structured_outputs={"grammar": SLOW})))
     )
     connection, times = connect(service), []
-    body = json.loads(chat(QUESTIONS[0], stream=True, max_tokens=300, ignore_eos=True, method="exact", seed=1))
+    body = json.loads(chat(QUESTIONS[0], stream=True, max_tokens=150, ignore_eos=True, method="exact", seed=1))
     connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
     for line in connection.getresponse():
         if b'"content"' in line:

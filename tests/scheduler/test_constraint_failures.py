@@ -99,7 +99,7 @@ def test_a_constraint_that_fails_ends_its_request_alone(pair: ModelPair, config:
     """By every method: once, without an answer that looks valid, and with the kind of the failure."""
     engine = local_engine(pair, config)
     requests = [asked(pair, name, constraint=constraint, **params) for name, params in METHODS.items()]
-    beside = asked(pair, "beside", max_tokens=60, ignore_eos=True, method="exact")
+    beside = asked(pair, "beside", max_tokens=30, ignore_eos=True, method="exact")
     found = run(engine, [*requests, beside])
     for name in METHODS:
         (answer,) = found[name]
