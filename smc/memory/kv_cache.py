@@ -25,6 +25,8 @@ from smc.types import ModelRole
 
 RESERVED_BYTES = 5 << 30
 """Memory of a GPU that is reserved for activations and captured graphs."""
+LOOKED_AT = 4096
+"""Maximum number of blocks held by requests that are looked at to find out whether an eviction suffices: 0.5 ms."""
 WATERMARK = 0.05
 """Share of a pool that new requests must leave free for running ones."""
 
@@ -62,8 +64,8 @@ class PrefixCache:
         self.hit_tokens = 0
         """Number of tokens that were found."""
         self._pages: OrderedDict[bytes, int] = OrderedDict()
-        """Last page of each block, by key, least recently used first. A block comes after all blocks that continue
-        it."""
+        """Last page of each block, by key, least recently used first. A block comes after all blocks that continue it,
+        except those that requests hold."""
 
     @property
     def entries(self) -> int:
@@ -118,13 +120,37 @@ class PrefixCache:
         self.allocator.release([self._pages.pop(key) for key in keys if key in self._pages])
 
     def evict(self, count: int) -> int:
-        """Drop the least recently used blocks until `count` more pages are free or no block is left. Returns how many
-        became free."""
+        """Drop the least recently used blocks until `count` more pages are free or only requests hold what is left.
+        Returns how many became free."""
         before = self.allocator.num_free
-        while self._pages and self.allocator.num_free < before + count:
-            missing = before + count - self.allocator.num_free
-            self._drop(-(-missing // self.block))
+        keys, _ = self._unused(count, len(self._pages))
+        self.allocator.release([self._pages.pop(key) for key in keys])
         return self.allocator.num_free - before
+
+    def frees(self, count: int) -> bool:
+        """Return whether `evict` would free `count` pages. Drops nothing. False as well if `LOOKED_AT` blocks that
+        requests hold have been seen before: the next call looks at others."""
+        return self._unused(count, LOOKED_AT)[1] >= count
+
+    def _unused(self, count: int, most_used: int) -> tuple[list[bytes], int]:
+        """Return the least recently used blocks that must be dropped to free `count` pages, or as many as possible, and
+        the number of pages that become free. Blocks that requests hold count as just used: later calls look at them
+        last. `most_used`: after this many of them, nothing more is looked for."""
+        unused: list[bytes] = []
+        used: list[bytes] = []
+        gone: dict[int, int] = {}
+        freed = 0
+        for key, page in self._pages.items():
+            if freed >= count or len(used) == most_used:
+                break
+            if more := self.allocator.freed_by(page, gone):
+                unused.append(key)
+                freed += more
+            else:
+                used.append(key)
+        for key in used:
+            self._pages.move_to_end(key)
+        return unused, freed
 
     def take_counts(self) -> tuple[int, int]:
         """Return (`queried_tokens`, `hit_tokens`) and reset both to 0."""
@@ -133,13 +159,8 @@ class PrefixCache:
         return counts
 
     def clear(self) -> None:
-        self._drop(len(self._pages))
-
-    def _drop(self, count: int) -> None:
-        """Drop the `count` least recently used blocks together, because releasing many pages costs little more than
-        releasing one."""
-        count = min(count, len(self._pages))
-        self.allocator.release([self._pages.popitem(last=False)[1] for _ in range(count)])
+        self.allocator.release(list(self._pages.values()))
+        self._pages.clear()
 
 
 def pages_that_fit(page_bytes: int, device: torch.device, distribution_bytes: int = 0) -> int:
@@ -248,7 +269,7 @@ class KVCacheManager:
         `spare`: number of pages of each pool that must stay free, for a request that can wait; nothing is evicted if
         that would not suffice."""
         wanted = pages if spare is None else {role: count + spare[role] for role, count in pages.items()}
-        hopeless = [] if spare is None else [role for role, count in wanted.items() if count > self.room(role)]
+        hopeless = [] if spare is None else [role for role, count in wanted.items() if not self._suffices(role, count)]
         for role in hopeless or self.short(wanted):
             raise OutOfPages(f"{wanted[role]} pages of the {role} model wanted, {self.allocators[role].num_free} free")
         return {role: self.allocators[role].allocate(count) for role, count in pages.items()}
@@ -262,9 +283,14 @@ class KVCacheManager:
                 self.caches[role].evict(missing)
         return [role for role, count in pages.items() if count > self.allocators[role].num_free]
 
+    def _suffices(self, role: ModelRole, count: int) -> bool:
+        """Return whether `count` pages are free or can be made free by eviction."""
+        missing = count - self.allocators[role].num_free
+        return missing <= 0 or (role in self.caches and self.caches[role].frees(missing))
+
     def room(self, role: ModelRole) -> int:
-        """Return approximately how many pages are free or would be if the cache were evicted: all pages of a pool that
-        no request uses."""
+        """Return at most how many pages are free or would be if the cache were evicted and requests held none of its
+        pages: all pages of a pool that no request uses."""
         if not self.expected[role]:
             return self.capacity[role]
         return self.allocators[role].num_free + (self.caches[role].pages if role in self.caches else 0)

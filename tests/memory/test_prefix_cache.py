@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from smc.memory.kv_cache import PrefixCache, common_blocks
-from smc.memory.pages import PageAllocator
+from smc.memory.kv_cache import KVCacheManager, PrefixCache, common_blocks
+from smc.memory.pages import OutOfPages, PageAllocator
+from smc.types import ModelRole
 
 CAPACITY, BLOCK = 60, 2
 
@@ -117,15 +118,25 @@ class Cache(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 12))
     def evict(self, count):
-        free = self.allocator.num_free
+        free, keys = CAPACITY - len(self.held()), list(self.order)
+        enough = self.cache.frees(count)
+        assert self.allocator.num_free == free
         freed = self.cache.evict(count)
-        while self.order and CAPACITY - len(self.held()) < free + count:
-            missing = free + count - (CAPACITY - len(self.held()))
-            for key in self.order[: -(-missing // BLOCK)]:
-                self.order.remove(key)
-                del self.paths[key]
+        for key in keys:
+            before = CAPACITY - len(self.held())
+            if before >= free + count:
+                break
+            path = self.paths.pop(key)
+            self.order.remove(key)
+            if CAPACITY - len(self.held()) == before:  # a request holds it
+                self.paths[key] = path
+                self.order.append(key)
         assert freed == self.allocator.num_free - free
-        assert freed >= count or not self.cache.entries
+        assert enough == (freed >= count)
+        assert enough or all(self.is_held(path) for path in self.paths.values())
+
+    def is_held(self, path: list[int]) -> bool:
+        return any(path[-1] in pages for pages in self.requests)
 
     @rule()
     def clear(self):
@@ -141,16 +152,6 @@ class Cache(RuleBasedStateMachine):
         assert list(self.cache._pages.values()) == [self.paths[key][-1] for key in self.order]
         assert self.allocator.num_held == len(self.held())
         assert (self.cache.queried_tokens, self.cache.hit_tokens) == (self.asked, self.found)
-        assert all(
-            self.order.index(key) > self.order.index(longer)
-            for key in self.order
-            for longer in self.order
-            if continues(longer, key)
-        )
-
-
-def continues(longer, key) -> bool:
-    return longer != key and longer[0] == key[0] and longer[1][: len(key[1])] == key[1]
 
 
 TestCache = Cache.TestCase
@@ -221,17 +222,49 @@ def key_of(cache: PrefixCache, text: list[int]) -> bytes:
     return cache.keys(text)[-1]
 
 
-def test_eviction_frees_nothing_that_somebody_holds():
+def test_eviction_drops_nothing_that_somebody_holds():
     allocator = PageAllocator(100)
     cache = PrefixCache(allocator, 4)
     pages_B = written(allocator, 12)
     insert(cache, [1] * 12, pages_B)
+    assert not cache.frees(1)
     assert cache.evict(1) == 0
-    assert cache.entries == 0
+    cached(cache, [2] * 8)
+    assert cache.frees(8) and not cache.frees(9)
+    assert cache.evict(20) == 8
+    assert match(cache, [1] * 12) == (12, pages_B[-1]) and match(cache, [2] * 8) == (0, 0)
     assert allocator.path(pages_B[-1], 12).tolist() == pages_B.tolist()
     allocator.check()
     allocator.release(pages_B[-1:])
+    assert cache.evict(5) == 8
+    cache.clear()
     assert allocator.num_free == 100
+
+
+def test_who_can_wait_evicts_nothing_in_vain():
+    """A pool of 100 pages: a request holds 64 cached ones, 32 other cached pages are unused, and 4 are free."""
+    role = ModelRole.DRAFT
+    memory = KVCacheManager({role: 100}, prefix_cache=True)
+    memory.expect(1, {role: 64}, {role: 8})
+    cache = memory.caches[role]
+    insert(cache, [1] * 64, written(cache.allocator, 64))
+    cached(cache, [2] * 32)
+    blocks = cache.entries
+    with pytest.raises(OutOfPages):
+        memory.allocate({role: 29}, {role: 8})
+    assert cache.entries == blocks and cache.allocator.num_free == 4
+    assert len(memory.allocate({role: 28}, {role: 8})[role]) == 28
+    assert match(cache, [1] * 64)[0] == 64
+
+
+def test_evictions_look_at_few_held_blocks(monkeypatch):
+    """Blocks that requests hold are looked at again after all others."""
+    monkeypatch.setattr("smc.memory.kv_cache.LOOKED_AT", 3)
+    cache = PrefixCache(PageAllocator(100), 4)
+    insert(cache, [1] * 20, written(cache.allocator, 20))
+    cached(cache, [2] * 40)
+    assert [cache.frees(40) for _ in range(2)] == [False, True]
+    assert cache.evict(40) == 40
 
 
 def test_computed_twice_at_once():
