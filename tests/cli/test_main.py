@@ -37,21 +37,20 @@ def test_what_needs_no_model_loads_no_model_library(words, code):
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_what_needs_no_service_loads_no_library_of_services():
+    """Both models in this process: neither Ray nor gRPC, which take seconds to import. In one process, as importing
+    torch takes most of the time."""
+    commands = [
         ["bench", "--concurrency", "1", "--rounds", "1"],
         ["generate", "--max-tokens", "1", "a"],
         ["check"],
         ["eval", "--problems", "1", "--only", "draft"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_what_needs_no_service_loads_no_library_of_services(words):
-    """Both models in this process: neither Ray nor gRPC, which take seconds to import."""
+    ]
     script = (
-        f"import sys; from services.cli.main import run; assert run({words!r}) == 0; "
-        "assert not {'ray', 'grpc'} & sys.modules.keys()"
+        "import sys\nfrom services.cli.main import run\n"
+        f"for words in {commands!r}:\n"
+        "    assert run(words) == 0, words\n"
+        "    assert not {'ray', 'grpc'} & sys.modules.keys(), words\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
