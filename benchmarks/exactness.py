@@ -229,7 +229,7 @@ def _compare_in_company(given: argparse.Namespace, tokenizer: Tokenizer, engines
         config = EngineConfig(
             form="lockstep" if n is None else form, block=5, max_slots=in_flight * (n or 1), numerics=numerics,
             prefix_cache=in_flight > 1, verified=given.verified,
-            redrafting=given.redrafting if form == "lookahead" else None,
+            redrafting=given.redrafting if form == "lookahead" else "never",
         )  # fmt: skip
         asked = (
             company_requests(given, tokenizer, Method.TARGET)
@@ -277,7 +277,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     parser.add_argument(
         "--prompts-file", nargs="+", help="for company: files of conversations, a line of JSON each; default: problems"
     )
-    parser.add_argument("--redrafting", help="for company, look-ahead: adaptive, always or never; default: as serve")
+    parser.add_argument(
+        "--redrafting", default="adaptive", help="for company, look-ahead: adaptive, always or never; default: adaptive"
+    )
     parser.add_argument("--verified", help="for company: nodes or paths; default: as serve")
     parser.add_argument("--max-tokens", type=int, default=MAX_ANSWER, help="for company; default: %(default)s")
     parser.add_argument(

@@ -174,13 +174,13 @@ class EngineConfig:
             has_flag=False,
         ),
     )
-    redrafting: str | None = setting(
-        None,
+    redrafting: str = setting(
+        "adaptive",
         OneOf(("adaptive", "always", "never")),
         option=Option(
             "Whether the draft drafts again after a miss in look-ahead, before the target goes on (exact decoding). "
             "adaptive: as many tokens as pay by the latency model, possibly none; always: a whole block. Answers are "
-            "the same. Default: adaptive on a CPU, never on GPUs, where a test of it over gRPC has failed.",
+            "the same.",
             panel=ENGINE,
             has_flag=False,
         ),
@@ -281,10 +281,8 @@ class EngineConfig:
             raise ValueError(f"defensive_share={self.defensive_share!r}; allowed: between 0 and 1, both excluded")
 
     def on_device(self, device: str) -> EngineConfig:
-        """Return the configuration with `verified` and `redrafting` set, if they are not yet, for models on this
-        device."""
-        verified, redrafting = (PATHS, "never") if device == "cuda" else (NODES, "adaptive")
-        return replace(self, verified=self.verified or verified, redrafting=self.redrafting or redrafting)
+        """Return the configuration with `verified` set, if it is not yet, for models on this device."""
+        return replace(self, verified=self.verified or (PATHS if device == "cuda" else NODES))
 
     def check_numerics(self, device: str, dtype: str | None) -> None:
         """Raise ValueError if `numerics` has no effect for models on this device, or of this type if it is given."""
