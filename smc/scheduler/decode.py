@@ -36,7 +36,7 @@ from smc.round.plan import RoundKind
 from smc.round.tensors import Lineage, ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts, TreeFacts
-from smc.scheduler.planner import DecideSize, DraftSize, Population, RoundPlanner
+from smc.scheduler.planner import DecideSize, DraftSize, RoundPlanner, SlotBatch
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
 from smc.scheduler.speculation import Acceptance, DraftExponents
@@ -66,7 +66,7 @@ class LaunchedGroup(NamedTuple):
 class InFlightStep(NamedTuple):
     """A round that has been launched."""
 
-    population: Population
+    batch: SlotBatch
     groups: list[LaunchedGroup]
     size: DraftSize
     """How much is drafted."""
@@ -154,9 +154,9 @@ class RoundScheduler:
         read."""
         if not groups:
             return []
-        population = Population(groups)
-        length_G = population.largest(self.slots.length_S[population.slot_A]).tolist()
-        block_G = population.least(self.slots.block_S[population.slot_A]).tolist()
+        batch = SlotBatch(groups)
+        length_G = batch.largest(self.slots.length_S[batch.slot_A]).tolist()
+        block_G = batch.least(self.slots.block_S[batch.slot_A]).tolist()
         return [group for group, *progress in zip(groups, length_G, block_G) if self._wants_round(group, *progress)]
 
     def _wants_round(self, group: SequenceGroup, length: int, block: int) -> bool:
@@ -177,29 +177,29 @@ class RoundScheduler:
         if not given:
             return None
         begin = time.perf_counter()
-        population, pages = Population([group for group, _ in given]), [pages for _, pages in given]
-        for group in population.groups:
+        batch, pages = SlotBatch([group for group, _ in given]), [pages for _, pages in given]
+        for group in batch.groups:
             if group.rules.coupled and group.exponent is None:
                 group.exponent = self.exponents.begin(group.params.temperature)
-        size = self._with_redraft_pages(population, pages, self._planner.size(population))
-        plan = self._planner.plan(population, pages, size)
+        size = self._with_redraft_pages(batch, pages, self._planner.size(batch))
+        plan = self._planner.plan(batch, pages, size)
         groups = []
         for group, granted in given:
             is_resized, depth = group.next_rows is not None, self._depth(group, plan.kind)
             exponent = group.draft_exponent
             groups.append(LaunchedGroup(group, granted, group.generation, is_resized, exponent, depth))
             group.begin_round(granted, plan.kind.steps or self.config.block)
-        step = InFlightStep(population, groups, size, self.executor.round(plan))
+        step = InFlightStep(batch, groups, size, self.executor.round(plan))
         self.queued += time.perf_counter() - begin
         return step
 
-    def _with_redraft_pages(self, population: Population, pages: list[RoundPages], size: DraftSize) -> DraftSize:
+    def _with_redraft_pages(self, batch: SlotBatch, pages: list[RoundPages], size: DraftSize) -> DraftSize:
         """Allocate pages for what the round drafts again. Only pages that no next round needs are taken: without enough
         of them, nothing is drafted again."""
         if not size.redrafted:
             return size
         draft = ModelRole.DRAFT
-        each_G = [group.rules.redraft_pages(self.config, len(group.slots)) for group in population.groups]
+        each_G = [group.rules.redraft_pages(self.config, len(group.slots)) for group in batch.groups]
         try:
             given_B = self.memory.allocate({draft: sum(each_G)}, {draft: self.memory.next_round[draft]})[draft]
         except OutOfPages:
@@ -218,58 +218,58 @@ class RoundScheduler:
         """Wait for a round, and update slots and pages to what the models hold. Requests that have released their slots
         since the launch are left out."""
         begin = time.monotonic_ns()
-        outcome = step.pending.result()
+        reports = step.pending.result()
         self.waited = (begin, time.monotonic_ns())
         current = [g for g, each in enumerate(step.groups) if each.group.generation == each.generation]
         if current:
-            self._record(step, outcome, np.array(current))
-        if any(group.params.masked for group in step.population.groups):
+            self._record(step, reports, np.array(current))
+        if any(group.params.masked for group in step.batch.groups):
             masks = [end - begin for name, (begin, end) in step.pending.spans().items() if is_mask_span(name)]
             self._stats.count_masks(masks)
-            self._turns.learn(step.population.groups, 1e-9 * sum(masks))
+            self._turns.learn(step.batch.groups, 1e-9 * sum(masks))
         self.last = step.pending
 
-    def _record(self, step: InFlightStep, outcome: RoundReports, current_G: np.ndarray) -> None:
-        launched, result, drafted, slots = step.population, outcome.result, outcome.draft, self.slots
+    def _record(self, step: InFlightStep, reports: RoundReports, current_G: np.ndarray) -> None:
+        launched, result, drafted, slots = step.batch, reports.result, reports.draft, self.slots
         groups = [step.groups[g] for g in current_G]
-        population, index_A = launched, np.arange(len(launched.slot_A))
+        batch, index_A = launched, np.arange(len(launched.slot_A))
         if len(current_G) < len(launched.groups):
             index_A = index_A[np.isin(launched.group_A, current_G)]
-            population = launched.take(current_G)
+            batch = launched.take(current_G)
         source_A = launched.slot_A[result.selection.particles.ancestor_A[index_A]]
         pages = [each.pages for each in groups]
         again = None if drafted is None else drafted.redrafted
-        redrafted_A = self._redraft(again, launched, population, index_A, pages)
-        self._count_work(population, step.size, redrafted_A)
-        confirmed_G = slots.block_S[population.slot_A[population.first_G]].copy()
-        restarts_G = population.largest(slots.unscored(population.slot_A)) == 0
-        self._remap_pages(outcome, population, source_A, index_A, pages)
-        self._write_tokens(population, result, source_A, index_A)
-        commit_tokens(slots, population)
-        more_G = slots.block_S[population.slot_A[population.first_G]] - confirmed_G
+        redrafted_A = self._redraft(again, launched, batch, index_A, pages)
+        self._count_work(batch, step.size, redrafted_A)
+        confirmed_G = slots.block_S[batch.slot_A[batch.first_G]].copy()
+        restarts_G = batch.largest(slots.unscored(batch.slot_A)) == 0
+        self._remap_pages(reports, batch, source_A, index_A, pages)
+        self._write_tokens(batch, result, source_A, index_A)
+        commit_tokens(slots, batch)
+        more_G = slots.block_S[batch.slot_A[batch.first_G]] - confirmed_G
         failures = step.pending.failures()
         for each, launched_g in zip(groups, current_G.tolist()):
             if launched_g in failures:
                 each.group.fail_constraint(failures[launched_g])
-        again_G = redrafted_A[population.first_G]
+        again_G = redrafted_A[batch.first_G]
         depths = [step.size.redrafted + 1 if again else each.depth for each, again in zip(groups, again_G.tolist())]
-        self._count(population, depths, step.size.branches, result, current_G, more_G, restarts_G, again_G)
+        self._count(batch, depths, step.size.branches, result, current_G, more_G, restarts_G, again_G)
         if drafted is not None:
             observed = map_tensors(lambda values_A: values_A[index_A], drafted.observed)
-            self._observe_draws(population, observed, [each.exponent for each in groups])
-        self._drop_slots(population, [each.is_resized for each in groups], result, index_A)
+            self._observe_draws(batch, observed, [each.exponent for each in groups])
+        self._drop_slots(batch, [each.is_resized for each in groups], result, index_A)
 
     def _redraft(
         self,
         report: RedraftReport[np.ndarray] | None,
-        launched: Population,
-        population: Population,
+        launched: SlotBatch,
+        batch: SlotBatch,
         index_A: np.ndarray,
         pages: list[RoundPages],
     ) -> np.ndarray:
         """Record what was drafted again before the round: rows that continue a group's only particle, whose block was
         its last token. Returns which particles have such a row [A]."""
-        slots, slot_A, redrafted_A = self.slots, population.slot_A, np.zeros(len(population.slot_A), dtype=bool)
+        slots, slot_A, redrafted_A = self.slots, batch.slot_A, np.zeros(len(batch.slot_A), dtype=bool)
         if report is None:
             return redrafted_A
         given_B = np.concatenate([given.get(REDRAFTED, np.zeros(0, np.int32)) for given in pages])
@@ -296,31 +296,31 @@ class RoundScheduler:
 
     def _remap_pages(
         self,
-        outcome: RoundReports,
-        population: Population,
+        reports: RoundReports,
+        batch: SlotBatch,
         source_A: np.ndarray,
         index_A: np.ndarray,
         pages: list[RoundPages],
     ) -> None:
         """Let particles and unconditional rows continue their ancestors' pages; free pages without descendants."""
-        for role, report in outcome.by_model.items():
+        for role, report in reports.by_model.items():
             lineage = Lineage(*(values_A[index_A] for values_A in report.lineage))
             given_B = np.concatenate([given[Stream(role)] for given in pages])
-            self.slots.descend(role, self.memory.allocators[role], population.slot_A, source_A, lineage, given_B)
-            self._remap_unconditional_rows(role, population, source_A, lineage, pages)
+            self.slots.descend(role, self.memory.allocators[role], batch.slot_A, source_A, lineage, given_B)
+            self._remap_unconditional_rows(role, batch, source_A, lineage, pages)
 
     def _remap_unconditional_rows(
         self,
         role: ModelRole,
-        population: Population,
+        batch: SlotBatch,
         source_A: np.ndarray,
         lineage: Lineage[np.ndarray],
         pages: list[RoundPages],
     ) -> None:
-        """At one model, let unconditional rows of a population's particles continue those of the particles in slots
+        """At one model, let unconditional rows of a batch's particles continue those of the particles in slots
         `source_A`: by the pages that were allocated beside those of the particles' own `lineage`."""
         stream = Stream(role, unconditional=True)
-        is_guided_A = np.array([stream in given for given in pages])[population.group_A]
+        is_guided_A = np.array([stream in given for given in pages])[batch.group_A]
         if not is_guided_A.any():
             return
         guided = [given for given in pages if stream in given]
@@ -329,21 +329,21 @@ class RoundScheduler:
         order_B = np.argsort(own_B)
         # Entries of the path that are not kept may be any page.
         at_AB = np.searchsorted(own_B, path_AB, sorter=order_B).clip(max=len(own_B) - 1)
-        to_A, of_A = (self.slots.unconditional_S[slot_A[is_guided_A]] for slot_A in (population.slot_A, source_A))
+        to_A, of_A = (self.slots.unconditional_S[slot_A[is_guided_A]] for slot_A in (batch.slot_A, source_A))
         own = Lineage(theirs_B[order_B[at_AB]], kept_A, dropped_A)
         self.slots.descend(role, self.memory.allocators[role], to_A, of_A, own, theirs_B)
 
     def _write_tokens(
-        self, population: Population, result: RoundResult[np.ndarray], source_A: np.ndarray, index_A: np.ndarray
+        self, batch: SlotBatch, result: RoundResult[np.ndarray], source_A: np.ndarray, index_A: np.ndarray
     ) -> None:
         """Let particles continue the tokens of their ancestors, which are in slots `source_A`, by those of the
         round."""
-        slots, slot_A, ahead = self.slots, population.slot_A, self.rules.ahead(self.config)
+        slots, slot_A, ahead = self.slots, batch.slot_A, self.rules.ahead(self.config)
         moved_A = source_A != slot_A
         slots.copy(slot_A[moved_A], source_A[moved_A])
         before_A, count_A = slots.length_S[slot_A] - result.selection.cut_A[index_A], result.selection.count_A[index_A]
         self._write(slots.tokens_SL, slot_A, before_A, result.grown_AQ[index_A])
-        wants_logp = any(p.keeps_logprobs for p in population.params)
+        wants_logp = any(p.keeps_logprobs for p in batch.params)
         if wants_logp:
             self._write(slots.logp_SL, slot_A, slots.block_S[slot_A] + 1, result.logp_AQ[index_A, :-1])
             self._write(slots.raw_logp_SL, slot_A, slots.block_S[slot_A] + 1, result.raw_logp_AQ[index_A])
@@ -368,15 +368,13 @@ class RoundScheduler:
         column_AQ = np.minimum(first_A[:, None] + np.arange(values_AQ.shape[1]), array_SL.shape[1] - 1)
         array_SL[slot_A[:, None], column_AQ] = values_AQ
 
-    def _observe_draws(
-        self, population: Population, observed: ObservedDraws[np.ndarray], exponents: list[float]
-    ) -> None:
+    def _observe_draws(self, batch: SlotBatch, observed: ObservedDraws[np.ndarray], exponents: list[float]) -> None:
         """Learn from the target's draws: fit the exponents of coupled drafting, and count how the draft ranks the
         draws. All rows of a request have seen the same draw."""
         seen = np.flatnonzero(np.isfinite(observed).any(0))
-        drawn = dict(zip(population.group_A[seen].tolist(), zip(*(values_A[seen].tolist() for values_A in observed))))
+        drawn = dict(zip(batch.group_A[seen].tolist(), zip(*(values_A[seen].tolist() for values_A in observed))))
         for g, (score, information, rank) in drawn.items():
-            group = population.groups[g]
+            group = batch.groups[g]
             if group.exponent is not None:
                 draw = DrawObservation(score, information, exponents[g])
                 self.exponents.observe(group.params.temperature, group.exponent, draw)
@@ -384,40 +382,40 @@ class RoundScheduler:
                 self.acceptance.count_rank(rank)
 
     def _drop_slots(
-        self, population: Population, resized: list[bool], result: RoundResult[np.ndarray], index_A: np.ndarray
+        self, batch: SlotBatch, resized: list[bool], result: RoundResult[np.ndarray], index_A: np.ndarray
     ) -> None:
         """Release the slots that hold no particle after a round that changed the number of a request's particles."""
-        for g, group in enumerate(population.groups):
+        for g, group in enumerate(batch.groups):
             if not resized[g]:
                 continue
             assert group.next_rows is not None, "the round changes the number of its particles"
-            alive_N = result.selection.particles.alive_A[index_A[population.group_A == g]]
+            alive_N = result.selection.particles.alive_A[index_A[batch.group_A == g]]
             dropped = group.end_resize(group.rules.kept_rows(alive_N, group.next_rows))
             self.slots.release_pages(dropped, self.memory.allocators)
             self.slots.release(dropped)
 
-    def _count_work(self, population: Population, size: DraftSize, redrafted_A: np.ndarray) -> None:
+    def _count_work(self, batch: SlotBatch, size: DraftSize, redrafted_A: np.ndarray) -> None:
         """Count the tokens that the models run in this round, for the particles that were open when it began.
         `redrafted`: those that continue what was drafted again at first."""
-        slot_A, config, roles = population.slot_A, self.config, self.rules.roles
+        slot_A, config, roles = batch.slot_A, self.config, self.rules.roles
         open_A, steps = ~self.slots.ended_S[slot_A], size.steps or config.block
         if roles == BOTH_MODELS:
             target_A = self.slots.unscored(slot_A) + open_A if config.lookahead else open_A * (steps + 1)
-            any_A = np.logical_or.reduceat(open_A, population.first_G)[population.group_A]
+            any_A = np.logical_or.reduceat(open_A, batch.first_G)[batch.group_A]
             drafting_A = np.zeros(len(slot_A), dtype=bool)
-            for rules, at in population.by_rules():
+            for rules, at in batch.by_rules():
                 drafting_A[at] = rules.drafting(open_A[at], any_A[at])
             drafted_A = drafting_A * size.branches * steps + redrafted_A * size.redrafted
             work = {ModelRole.DRAFT: drafted_A, ModelRole.TARGET: target_A}
         else:
             work = {roles[0]: open_A * config.block}
         for role, tokens_A in work.items():
-            for group, tokens in zip(population.groups, population.sums(tokens_A).tolist()):
+            for group, tokens in zip(batch.groups, batch.sums(tokens_A).tolist()):
                 group.counters.count_tokens(role, tokens * (1 + (role in group.params.guided_roles)))
 
     def _count(
         self,
-        population: Population,
+        batch: SlotBatch,
         depths: list[int],
         branches: int,
         result: RoundResult[np.ndarray],
@@ -430,12 +428,12 @@ class RoundScheduler:
         blocks that were verified; `confirmed`, `restarts`, `again`: see `TreeFacts`."""
         for role, nan_G in ((ModelRole.DRAFT, result.draft_nan_G), (ModelRole.TARGET, result.target_nan_G)):
             for g in np.flatnonzero(nan_G[current_G]):
-                population.groups[g].fail(role)
+                batch.groups[g].fail(role)
         ahead = self.rules.ahead(self.config)
-        open_G = np.logical_or.reduceat(~self.slots.ended_S[population.slot_A], population.first_G)
+        open_G = np.logical_or.reduceat(~self.slots.ended_S[batch.slot_A], batch.first_G)
         hit_G = result.hit_G[current_G].astype(bool) & ahead
         # Converting whole arrays is cheaper than converting each element.
-        of_trees = (each.tolist() for each in (confirmed_G, population.size_G, hit_G, restarts_G, again_G))
+        of_trees = (each.tolist() for each in (confirmed_G, batch.size_G, hit_G, restarts_G, again_G))
         trees = map(TreeFacts, *of_trees, depths, repeat(branches), repeat(ahead))
         of_groups = map_tensors(lambda values_G: values_G[current_G].tolist(), result.statistics)
         facts = map(
@@ -448,7 +446,7 @@ class RoundScheduler:
             trees,
         )
         counted = Counter[TreeFacts]()
-        for group, of_group in zip(population.groups, facts, strict=True):
+        for group, of_group in zip(batch.groups, facts, strict=True):
             group.end_round()
             self._stats.exact_alone_rounds += group.alone
             group.rules.count_round(group, of_group, self._stats, counted)
@@ -456,30 +454,28 @@ class RoundScheduler:
             tree.add_to(self.acceptance, times)
 
 
-def commit_tokens(slots: Slots, population: Population) -> None:
+def commit_tokens(slots: Slots, batch: SlotBatch) -> None:
     """Advance each request's committed prefix: the answer tokens on which all its particles agree and which its
     decoding cannot take back. They are final, because every later particle is a copy of one of these."""
-    groups, slot_A = population.groups, population.slot_A
+    groups, slot_A = batch.groups, batch.slot_A
     length_A = slots.length_S[slot_A]
-    for rules, at in population.by_rules():
+    for rules, at in batch.by_rules():
         length_A[at] = rules.settled(length_A[at], slots.block_S[slot_A[at]])
     committed_G = np.array([g.committed for g in groups])
-    common_G = population.least(length_A) - committed_G
+    common_G = batch.least(length_A) - committed_G
     width = min(int(common_G.max()), WINDOW)
     while width > 0:
         # Where a window extends past the end of a row, it is also past the common tokens of the request.
-        index_AL = np.minimum(committed_G[population.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
+        index_AL = np.minimum(committed_G[batch.group_A, None] + np.arange(width), slots.tokens_SL.shape[1] - 1)
         tokens_AL = slots.tokens_SL[slot_A[:, None], index_AL]
-        agree_AL = tokens_AL == tokens_AL[population.first_G[population.group_A]]
-        agree_GL = np.logical_and.reduceat(agree_AL, population.first_G, axis=0) & (
-            np.arange(width) < common_G[:, None]
-        )
+        agree_AL = tokens_AL == tokens_AL[batch.first_G[batch.group_A]]
+        agree_GL = np.logical_and.reduceat(agree_AL, batch.first_G, axis=0) & (np.arange(width) < common_G[:, None])
         more_G = np.logical_and.accumulate(agree_GL, axis=1).sum(1)
         committed_G += more_G
         # Requests that agree on the whole window may agree on the following tokens; the others are done.
         common_G = np.where(more_G == width, common_G - width, 0)
         width = min(int(common_G.max()), WINDOW)
-    lag_G = population.largest(slots.length_S[slot_A]) - committed_G
+    lag_G = batch.largest(slots.length_S[slot_A]) - committed_G
     for group, committed, lag in zip(groups, committed_G.tolist(), lag_G.tolist()):
         group.committed, group.lag = committed, lag
         group.counters.lag_sum += lag

@@ -212,7 +212,7 @@ class Engine:
         """Launch rounds of all running requests. Return the rounds whose results were read."""
         every = self.registry.rounds.values()
         self._turns.begin_step(group for rounds in every for group in rounds.constrained())
-        return [outcome for rounds in every for outcome in rounds.step(self.preemption.allocate)]
+        return [one for rounds in every for one in rounds.step(self.preemption.allocate)]
 
     def _process_results(self, rounds: list[Pending[RoundReports]]) -> None:
         self.prefill.budget.accrue(rounds)

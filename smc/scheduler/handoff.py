@@ -10,7 +10,7 @@ from smc.executor.round_executor import RoundExecutor
 from smc.memory.kv_cache import KVCacheManager
 from smc.round.plan import SequenceHandoff
 from smc.scheduler.decode import commit_tokens
-from smc.scheduler.planner import Population
+from smc.scheduler.planner import SlotBatch
 from smc.scheduler.prefill_batches import PrefillRequest, PromptRow
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots, Stream, row_of_batch
@@ -99,7 +99,7 @@ class Handoff:
             group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1) | (logw_N == -np.inf)
         )
         slots.logw_S[group.slots] = logw_N
-        commit_tokens(slots, Population([group]))
+        commit_tokens(slots, SlotBatch([group]))
 
     def set_heads(self, job: PrefillRequest) -> None:
         """Let every particle, and every unconditional row, refer to the last page of its sequence."""

@@ -518,7 +518,8 @@ RULES: dict[Decoding, DecodingRules] = {
     for rules in (Independent(), Distinct(), Walk(), Rejection(), TARGET_ALONE, SingleModelRules(Decoding.DRAFT))
 }
 RULES_OF_ROUNDS: dict[tuple[ModelRole, ...], DecodingRules] = {rules.roles: rules for rules in RULES.values()}
-"""Rules by the models that take part in rounds: those for the same models have rounds of the same shape. A step
+"""Rules by the models that take part in rounds: those for the same models have rounds of the same shape, and nothing
+else of them is read here. A step
 launches rounds in this order, those of both models first."""
 
 

@@ -34,7 +34,7 @@ NODE_SHARES = (1 / 2, 5 / 8, 3 / 4)
 """Shares of a round's tokens for which there may be nodes: few, since rounds of each have recordings of their own."""
 
 
-class Population:
+class SlotBatch:
     """The slots of several requests, one request after another: A slots in all."""
 
     def __init__(
@@ -52,9 +52,9 @@ class Population:
         """Index of each group's first slot."""
         self.seed_G = np.array([g.seed for g in self.groups], dtype=np.int64)
 
-    def take(self, index_G: np.ndarray) -> Population:
-        """Return the population of the requests with these indices, with the slots that they have here."""
-        return Population([self.groups[g] for g in index_G], [self._members[g] for g in index_G])
+    def take(self, index_G: np.ndarray) -> SlotBatch:
+        """Return the batch of the requests with these indices, with the slots that they have here."""
+        return SlotBatch([self.groups[g] for g in index_G], [self._members[g] for g in index_G])
 
     @cached_property
     def params(self) -> list[SamplingParams]:
@@ -148,14 +148,14 @@ class RoundPlanner:
         self.shape, self.width = rules.shape(config), width
         self._decide = decide
 
-    def size(self, population: Population) -> DraftSize:
+    def size(self, batch: SlotBatch) -> DraftSize:
         """Return how much a round drafts. A round with a request whose answer depends on K drafts that many tokens for
         all, so its answer does not depend on the others. Rounds that are guided or have masks do not draft again: they
         have further work between the steps of the draft."""
-        groups, config, params = population.groups, self.config, population.params
+        groups, config, params = batch.groups, self.config, batch.params
         if self._decide and all(g.adaptive for g in groups):
-            context = int(self._shared(population).sum())
-            chosen = self._decide(groups, bucket(len(population.slot_A)), context)
+            context = int(self._shared(batch).sum())
+            chosen = self._decide(groups, bucket(len(batch.slot_A)), context)
         else:
             steps = fixed_steps(config, {g.rules.decoding for g in groups})
             chosen = DraftSize(self.shape.branches, steps, redrafted=config.redrafted)
@@ -164,54 +164,54 @@ class RoundPlanner:
             return chosen._replace(redrafted=0)
         return chosen
 
-    def _shared(self, population: Population) -> np.ndarray:
+    def _shared(self, batch: SlotBatch) -> np.ndarray:
         """Number of leading positions that all particles of each group share [G]. Particles of rounds in flight are
         copies of those that the host knows, so they share the same positions."""
-        prompt_G = np.array([g.prompt_size for g in population.groups], dtype=np.int64)
-        least_G = population.least(self.slots.length_S[population.slot_A])
-        return prompt_G + np.minimum([g.committed for g in population.groups], least_G - 1)
+        prompt_G = np.array([g.prompt_size for g in batch.groups], dtype=np.int64)
+        least_G = batch.least(self.slots.length_S[batch.slot_A])
+        return prompt_G + np.minimum([g.committed for g in batch.groups], least_G - 1)
 
-    def plan(self, population: Population, pages: list[RoundPages], chosen: DraftSize) -> RoundPlan[np.ndarray]:
+    def plan(self, batch: SlotBatch, pages: list[RoundPages], chosen: DraftSize) -> RoundPlan[np.ndarray]:
         """`chosen`: from `size`. If it drafts again, `pages` has pages for that."""
-        size, columns = bucket(len(population.slot_A)), self._columns(population, pages)
-        shared_G, row_A = self._shared(population), padded(population.group_A, size, 0)
-        arrays = self._arrays(population, pages, chosen, size, shared_G)
+        size, columns = bucket(len(batch.slot_A)), self._columns(batch, pages)
+        shared_G, row_A = self._shared(batch), padded(batch.group_A, size, 0)
+        arrays = self._arrays(batch, pages, chosen, size, shared_G)
         width = arrays.target_pages_AQ.shape[1] or None
         return RoundPlan(
-            kind=self._kind(population, chosen, columns),
+            kind=self._kind(batch, chosen, columns),
             columns=columns,
             arrays=arrays,
-            target_distribution=population.distribution_of(ModelRole.TARGET).take(row_A),
-            draft_distribution=population.distribution_of(ModelRole.DRAFT).take(row_A),
-            target_unconditional=self._unconditional(population, pages, size, shared_G, width),
-            penalties=_penalties(population, size),
-            constraints=_constraints(population, size),
-            weights_A=self._weights(population, size),
-            redraft_pages_AB=padded(self._redraft_pages(population, pages), size, 0) if chosen.redrafted else None,
+            target_distribution=batch.distribution_of(ModelRole.TARGET).take(row_A),
+            draft_distribution=batch.distribution_of(ModelRole.DRAFT).take(row_A),
+            target_unconditional=self._unconditional(batch, pages, size, shared_G, width),
+            penalties=_penalties(batch, size),
+            constraints=_constraints(batch, size),
+            weights_A=self._weights(batch, size),
+            redraft_pages_AB=padded(self._redraft_pages(batch, pages), size, 0) if chosen.redrafted else None,
         ).sized()
 
-    def _columns(self, population: Population, pages: list[RoundPages]) -> int:
+    def _columns(self, batch: SlotBatch, pages: list[RoundPages]) -> int:
         """Maximum number of positions that any row holds when the round ends."""
-        groups, config = population.groups, self.config
+        groups, config = batch.groups, self.config
         rounds_G = np.array([len(g.in_flight) + 1 for g in groups], dtype=np.int64)
         # A round that drafts again grows an answer by that block, too.
         again_G = np.array([sum(REDRAFTED in each for each in (*g.in_flight, own)) for g, own in zip(groups, pages)])
         stride = max(rules.stride(config) for rules in {g.rules for g in groups})
         grown_G = stride * rounds_G + self.shape.branch * again_G
         prompt_G = np.maximum([g.prompt_size for g in groups], [g.negative_size for g in groups])
-        length_G = population.largest(self.slots.length_S[population.slot_A])
+        length_G = batch.largest(self.slots.length_S[batch.slot_A])
         return min(int((prompt_G + length_G + grown_G).max()) + config.block + 2, self.width)
 
-    def _kind(self, population: Population, chosen: DraftSize, columns: int) -> RoundKind:
+    def _kind(self, batch: SlotBatch, chosen: DraftSize, columns: int) -> RoundKind:
         """What is static in a round, but for the sizes of its arrays."""
-        groups, params = population.groups, population.params
+        groups, params = batch.groups, batch.params
         decodings = frozenset(g.rules.decoding for g in groups)
         constrained = [g for g in groups if g.params.masked]
         return RoundKind(
-            contexts=Contexts.of(columns, len(population.slot_A), len(groups)),
+            contexts=Contexts.of(columns, len(batch.slot_A), len(groups)),
             decodings=decodings if len(decodings) == 1 else COMMON | decodings,
             steps=chosen.steps,
-            biased=self._biased(population),
+            biased=self._biased(batch),
             nodes=chosen.nodes,
             every_step=any(g.rules.needs_every_mask for g in constrained),
             raw_logprobs=reports_raw(self.config, params),
@@ -220,10 +220,10 @@ class RoundPlanner:
         )
 
     def _arrays(
-        self, population: Population, pages: list[RoundPages], chosen: DraftSize, size: int, shared_G: np.ndarray
+        self, batch: SlotBatch, pages: list[RoundPages], chosen: DraftSize, size: int, shared_G: np.ndarray
     ) -> RoundArrays[np.ndarray]:
         """The arrays of a plan, padded to `size` batch indices. `shared_G`: from `_shared`."""
-        groups, params, shape, group_A = population.groups, population.params, self.shape, population.group_A
+        groups, params, shape, group_A = batch.groups, batch.params, self.shape, batch.group_A
         total, branches = len(group_A), chosen.branches
         own = {
             role: np.concatenate([given[Stream(role)] for given in pages]).reshape(total, -1)
@@ -238,19 +238,19 @@ class RoundPlanner:
             total * branches, shape.branch
         )
         drafted = max(target_pages_AQ.shape[1], chosen.steps or self.config.block)
-        nodes_G = shared_nodes(chosen.nodes, population.size_G, drafted) if chosen.nodes else np.zeros(len(groups))
+        nodes_G = shared_nodes(chosen.nodes, batch.size_G, drafted) if chosen.nodes else np.zeros(len(groups))
         decoding_G = np.array([g.rules.decoding for g in groups], dtype=np.int32)
-        chain_P, distribution_P = self._chains(population, decoding_G)
+        chain_P, distribution_P = self._chains(batch, decoding_G)
         return RoundArrays(
-            slot_A=padded(population.slot_A, size, self.config.max_slots),
+            slot_A=padded(batch.slot_A, size, self.config.max_slots),
             group_A=padded(group_A, size, size - 1),
-            particle_A=padded(population.particle_A, size, 0),
-            seed_A=padded(population.seed_G[group_A], size, 0),
-            round_A=population.by_index([g.launched + 1 for g in groups], np.int64, size, 1),
-            alpha_A=population.by_index([p.alpha or 1.0 for p in params], np.float64, size, 1.0),
-            exponent_A=population.by_index([g.draft_exponent for g in groups], np.float32, size, 0.0),
-            first_G=padded(population.first_G.astype(np.int32), size, 0),
-            size_G=padded(population.size_G.astype(np.int32), size, 0),
+            particle_A=padded(batch.particle_A, size, 0),
+            seed_A=padded(batch.seed_G[group_A], size, 0),
+            round_A=batch.by_index([g.launched + 1 for g in groups], np.int64, size, 1),
+            alpha_A=batch.by_index([p.alpha or 1.0 for p in params], np.float64, size, 1.0),
+            exponent_A=batch.by_index([g.draft_exponent for g in groups], np.float32, size, 0.0),
+            first_G=padded(batch.first_G.astype(np.int32), size, 0),
+            size_G=padded(batch.size_G.astype(np.int32), size, 0),
             count_G=padded(np.array([g.count for g in groups], np.int32), size, 0),
             next_count_G=padded(
                 np.array([g.count if g.next_rows is None else g.next_rows for g in groups], np.int32), size, 0
@@ -269,21 +269,21 @@ class RoundPlanner:
             branch_pages_XB=padded(branches_XB.astype(np.int32), size * branches, 0),
         )
 
-    def _chains(self, population: Population, decoding_G: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _chains(self, batch: SlotBatch, decoding_G: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Batch indices of chains, and the indices of their distributions [P]."""
-        chain_P = np.flatnonzero(decoding_G[population.group_A] == Decoding.REJECTION)
-        distribution_P = self.slots.distribution_S[population.slot_A[chain_P]].astype(np.int64)
+        chain_P = np.flatnonzero(decoding_G[batch.group_A] == Decoding.REJECTION)
+        distribution_P = self.slots.distribution_S[batch.slot_A[chain_P]].astype(np.int64)
         if not len(chain_P):
             return chain_P, distribution_P
         chains = min(bucket(len(chain_P)), self.slots.chains)
         return padded(chain_P, chains, chain_P[0]), padded(distribution_P, chains, distribution_P[0])
 
-    def _redraft_pages(self, population: Population, pages: list[RoundPages]) -> np.ndarray:
+    def _redraft_pages(self, batch: SlotBatch, pages: list[RoundPages]) -> np.ndarray:
         """Pages for tokens that are drafted again [A, K - 1]; 0 for requests that never do."""
         has_G = np.array([REDRAFTED in given for given in pages])
-        pages_AB = np.zeros((len(population.slot_A), self.shape.branch), dtype=np.int32)
+        pages_AB = np.zeros((len(batch.slot_A), self.shape.branch), dtype=np.int32)
         given_B = np.concatenate([given[REDRAFTED] for given in pages if REDRAFTED in given])
-        pages_AB[has_G[population.group_A]] = given_B.reshape(-1, pages_AB.shape[1])
+        pages_AB[has_G[batch.group_A]] = given_B.reshape(-1, pages_AB.shape[1])
         return pages_AB
 
     def _queries(self, groups: Sequence[SequenceGroup], size: DraftSize) -> int:
@@ -302,19 +302,19 @@ class RoundPlanner:
         return int((self.slots.unscored(group.slots) + 1).max())
 
     def _unconditional(
-        self, population: Population, pages: list[RoundPages], size: int, shared_G: np.ndarray, width: int | None
+        self, batch: SlotBatch, pages: list[RoundPages], size: int, shared_G: np.ndarray, width: int | None
     ) -> UnconditionalRows[np.ndarray] | None:
         """Plan the unconditional rows at the target, for a batch of `size` rows; None if no request is guided there.
         `shared_G`: shared positions of the conditional rows; `width`: pages of a row that the round uses, None:
         all."""
-        groups, group_A, stream = population.groups, population.group_A, Stream(ModelRole.TARGET, unconditional=True)
+        groups, group_A, stream = batch.groups, batch.group_A, Stream(ModelRole.TARGET, unconditional=True)
         guided_G = np.array([stream in given for given in pages])
         if not guided_G.any():
             return None
         is_guided_A, shift_G = guided_G[group_A], np.array([g.negative_size - g.prompt_size for g in groups])
-        index_U, size_Y = np.flatnonzero(is_guided_A), population.size_G[guided_G]
+        index_U, size_Y = np.flatnonzero(is_guided_A), batch.size_G[guided_G]
         scale_G = np.where(guided_G, [g.params.guidance_scale for g in groups], 1.0).astype(np.float32)
-        slot_U = self.slots.unconditional_S[population.slot_A[index_U]].astype(np.int64)
+        slot_U = self.slots.unconditional_S[batch.slot_A[index_U]].astype(np.int64)
         pages_B = np.concatenate([given[stream] for given in pages if stream in given])
         most = room(len(index_U), size)
         return UnconditionalRows(
@@ -330,55 +330,55 @@ class RoundPlanner:
             pages_UB=padded(pages_B.reshape(len(index_U), -1)[:, :width], most, 0),
         )
 
-    def _weights(self, population: Population, size: int) -> np.ndarray | None:
+    def _weights(self, batch: SlotBatch, size: int) -> np.ndarray | None:
         """Weights of requests with a potential, which has changed them since the last round; NaN for other requests
         [A]."""
-        params = population.params
+        params = batch.params
         if not any(p.potential for p in params):
             return None
         has_potential_G = np.array([p.potential is not None for p in params])
-        logw_A = self.slots.logw_S[population.slot_A]
-        return padded(np.where(has_potential_G[population.group_A], logw_A, np.nan), size, np.nan)
+        logw_A = self.slots.logw_S[batch.slot_A]
+        return padded(np.where(has_potential_G[batch.group_A], logw_A, np.nan), size, np.nan)
 
-    def _biased(self, population: Population) -> int:
+    def _biased(self, batch: SlotBatch) -> int:
         """Maximum number of tokens whose logits a request changes; 0 if no logit is changed any more: there are no
         biases and all answers are longer than their `min_tokens`."""
-        if not any(group.params.logit_bias or group.params.min_tokens for group in population.groups):
+        if not any(group.params.logit_bias or group.params.min_tokens for group in batch.groups):
             return 0
         # Tokens after the first one of a block may still be drawn or scored.
-        next_G = population.least(self.slots.block_S[population.slot_A]) + 1
+        next_G = batch.least(self.slots.block_S[batch.slot_A]) + 1
         widths = [
             width_of(group.stop_rules.machine)
-            for group, next_ in zip(population.groups, next_G.tolist())
+            for group, next_ in zip(batch.groups, next_G.tolist())
             if group.params.logit_bias or next_ < group.params.min_tokens
         ]
         return max(widths, default=0)
 
 
-def _penalties(population: Population, size: int) -> Penalties[np.ndarray] | None:
+def _penalties(batch: SlotBatch, size: int) -> Penalties[np.ndarray] | None:
     """Penalties by batch index; None if no group has any."""
-    params = population.params
+    params = batch.params
     if not any(p.penalised for p in params):
         return None
     return Penalties(
-        presence_A=population.by_index([p.presence_penalty for p in params], np.float32, size, 0.0),
-        frequency_A=population.by_index([p.frequency_penalty for p in params], np.float32, size, 0.0),
-        repetition_A=population.by_index([p.repetition_penalty for p in params], np.float32, size, 1.0),
-        prompt_A=population.by_index([g.prompt_size for g in population.groups], np.int64, size, 0),
+        presence_A=batch.by_index([p.presence_penalty for p in params], np.float32, size, 0.0),
+        frequency_A=batch.by_index([p.frequency_penalty for p in params], np.float32, size, 0.0),
+        repetition_A=batch.by_index([p.repetition_penalty for p in params], np.float32, size, 1.0),
+        prompt_A=batch.by_index([g.prompt_size for g in batch.groups], np.int64, size, 0),
     )
 
 
-def _constraints(population: Population, size: int) -> ConstrainedRows[np.ndarray] | None:
+def _constraints(batch: SlotBatch, size: int) -> ConstrainedRows[np.ndarray] | None:
     """Constraints by batch index; None if no group has any."""
-    groups = population.groups
-    if not any(p.masked for p in population.params):
+    groups = batch.groups
+    if not any(p.masked for p in batch.params):
         return None
     entries = [g.stop_entry if g.params.masked else 0 for g in groups]
     by_answer = [g.params.masked and g.params.constraint_scope == "answer" for g in groups]
     return ConstrainedRows(
-        entry_A=population.by_index(entries, np.int32, size, 0),
-        prompt_A=population.by_index([g.prompt_size for g in groups], np.int64, size, 0),
-        by_answer_A=population.by_index(by_answer, np.bool_, size, False),
+        entry_A=batch.by_index(entries, np.int32, size, 0),
+        prompt_A=batch.by_index([g.prompt_size for g in groups], np.int64, size, 0),
+        by_answer_A=batch.by_index(by_answer, np.bool_, size, False),
     )
 
 

@@ -22,7 +22,7 @@ from smc.distributions import DistributionSpec
 from smc.executor.messages import Draws, Guidance, Pending, PromptBatch, PromptResult, TopLogprobsSpec, Worker
 from smc.philox import STREAMS_PER_PARTICLE, Purpose
 from smc.scheduler.methods import TARGET_ALONE, Progress
-from smc.scheduler.planner import Population, reports_raw
+from smc.scheduler.planner import SlotBatch, reports_raw
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Stream
 from smc.types import ModelRole
@@ -391,7 +391,7 @@ def _top_logprobs_spec(scored: list[ScoredPart]) -> TopLogprobsSpec:
     return TopLogprobsSpec(
         distribution=DistributionSpec.plain(len(scored))
         if plain
-        else Population(groups).distribution_of(ModelRole.TARGET),
+        else SlotBatch(groups).distribution_of(ModelRole.TARGET),
         count=max(1, *(max(g.params.top_logprobs, g.params.prompt_logprobs or 0) for g in groups)),
         scored_P=np.array(
             [*(part.count for part in scored), *(part.count for part in scored if part.guided)], np.int32
@@ -413,17 +413,17 @@ def _given(part: ScoredPart) -> np.ndarray:
 
 def _first_draws(jobs: list[PrefillRequest]) -> Draws:
     groups = [job.group for job in jobs]
-    population = Population(groups)
+    slots = SlotBatch(groups)
     biases = [(row, token, bias) for row, group in enumerate(groups) for token, bias in group.first_biases()]
     seen = [(row, token) for row, group in enumerate(groups) for token in group.repeated_tokens()]
     machines = tuple(group.stop_rules.machine if group.params.masked else None for group in groups)
     return Draws(
-        distribution=population.distribution_of(groups[0].rules.first),
-        seed_R=population.seed_G,
+        distribution=slots.distribution_of(groups[0].rules.first),
+        seed_R=slots.seed_G,
         round_R=np.array([group.redraws for group in groups], dtype=np.int64),
-        stream_RF=np.tile(np.arange(population.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
+        stream_RF=np.tile(np.arange(slots.size_G.max()) * STREAMS_PER_PARTICLE, (len(groups), 1)),
         purpose=Purpose.TARGET,
-        count_R=population.size_G.astype(np.int32),
+        count_R=slots.size_G.astype(np.int32),
         decoding_R=np.array([g.rules.decoding for g in groups], dtype=np.int32),
         biased_row_U=np.array([row for row, _, _ in biases], dtype=np.int32),
         biased_token_U=np.array([token for _, token, _ in biases], dtype=np.int32),
@@ -432,7 +432,7 @@ def _first_draws(jobs: list[PrefillRequest]) -> Draws:
         seen_token_Z=np.array([token for _, token in seen], dtype=np.int32),
         repetition_Z=np.array([groups[row].params.repetition_penalty for row, _ in seen], dtype=np.float32),
         machines=machines if any(machines) else (),
-        raw_logprobs=reports_raw(jobs[0].config, population.params),
+        raw_logprobs=reports_raw(jobs[0].config, slots.params),
         by_answer_R=np.array([g.params.constraint_scope == "answer" for g in groups]),
         guidance=_guidance(groups, [g.params.guided for g in groups]),
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from smc.scheduler.decode import WINDOW, commit_tokens
 from smc.scheduler.methods import RULES
-from smc.scheduler.planner import Population
+from smc.scheduler.planner import SlotBatch
 from smc.scheduler.slots import Slots
 from smc.types import Decoding
 
@@ -46,7 +46,7 @@ def committed(groups: list[list[list[int]]], junk: int, confirms: bool = False) 
                 rules=rules,
             )
         )
-    commit_tokens(slots, Population(members))
+    commit_tokens(slots, SlotBatch(members))
     assert [m.lag for m in members] == [max(map(len, rows)) - m.committed for m, rows in zip(members, groups)]
     return [member.committed for member in members]
 
