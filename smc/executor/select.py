@@ -213,7 +213,7 @@ class RowScorer:
             draft_G=self._of_group(mass.draft_nan_X | self._nan_of_blocks()),
         )
         if plan.kind.has_exact:
-            mass, nan = self._matching(mass, nan)
+            mass, nan = self._following(mass, nan)
         mass_X = mass.mass_X.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         candidate_tokens = self.inputs.target.candidate_tokens
         if candidate_tokens is None:
@@ -258,7 +258,7 @@ class RowScorer:
         nan_A = verified.nan_A | torch.isnan(log_z_A)
         return RowMass(weight_A + log_z_A, verified.blocks.alive_A, nan_A, torch.zeros_like(nan_A))
 
-    def _matching(self, mass: RowMass, nan: GroupNan) -> tuple[RowMass, GroupNan]:
+    def _following(self, mass: RowMass, nan: GroupNan) -> tuple[RowMass, GroupNan]:
         """Keep, in groups that are decoded exactly, only the rows that follow the target's own draws: in lockstep
         the block that agrees longest; in look-ahead the rows that begin where it ceases to agree, with the token that
         the target draws there."""
@@ -400,7 +400,7 @@ class SelectionApplier:
             return self._of_own(own)
         theirs = self._of_trees(trees)
         if self.inputs.matched is not None:
-            theirs = self._matched(theirs, self.inputs.matched)
+            theirs = self._with_misses(theirs, self.inputs.matched)
         if own is None:
             return theirs
         return where(self.plan.is_decoded_by(*SEPARATE), self._of_own(own), theirs)
@@ -436,7 +436,7 @@ class SelectionApplier:
             misses_A=torch.zeros_like(trees.alive_A),
         )
 
-    def _matched(self, selected: SelectedRows, matched: Matches) -> SelectedRows:
+    def _with_misses(self, selected: SelectedRows, matched: Matches) -> SelectedRows:
         """Complete the groups that are decoded exactly. If no drafted row of a group continues, the block that agrees
         longest does, followed by the target's next token."""
         plan, blocks, is_exact_A, particles = self.plan, self.blocks, self.is_exact_A, selected.particles
