@@ -1,6 +1,6 @@
-"""Handles a request of any API from its arrival to its last message: admission, decoding, and the records of its
-answers. Also defines the interface between the gateway and its front ends, which use nothing else of the gateway but
-`services.gateway.calls`.
+"""Handles a request of any API from its admission to its last output: decoding, and the records of its answers. gRPC
+calls enter by `serve`, HTTP calls by `updates`. Also defines the interface between the gateway and its front ends,
+which use nothing else of the gateway but `services.gateway.calls`.
 
 Knows nothing about the messages of an API.
 """

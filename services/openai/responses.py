@@ -298,12 +298,12 @@ class ResponsesWriter(AnswerWriter):
 
     def _more(self, index: int, output: Output, parts: Iterable[PartEvent]) -> bytes:
         if self._request.params.top_logprobs:
-            return b"".join(self._part(event) for event in parts if not self._is_late(event))
+            return b"".join(self._part(event) for event in parts if not self._hold_back(event))
         if output.logprobs:
             self._logprobs.add(output.tokens, chat_logprobs(output.tokens, output.logprobs, None, self._tokenizer))
         return b"".join(map(self._part, parts))
 
-    def _is_late(self, event: PartEvent) -> bool:
+    def _hold_back(self, event: PartEvent) -> bool:
         """Return whether an event waits for the end of the answer, when likeliest tokens are known."""
         if self._late or (isinstance(event, PartEnds) and event.part.kind is PartKind.TEXT):
             self._late.append(event)

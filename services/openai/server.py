@@ -37,7 +37,7 @@ from services.openai.dialects import AnswerHeading, ApiCall, Dialect
 from services.openai.pages import DOCS, OPENAPI, Playground
 from services.openai.requests import Served
 from services.openai.responses import RESPONSES, ResponsesDialect
-from services.openai.streaming import HttpReply, answered, requests_of
+from services.openai.streaming import HttpReply, reply_with_answers, requests_of
 from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.security import bearer_token, caller_with, server_context
 from smc.api.limits import PromptTooLong
@@ -389,7 +389,7 @@ class OpenAiServer:
             requests = await requests_of(completion, request_id, self._handler)
             records.extend(records[0].another() for _ in requests[1:])
             heading = AnswerHeading(request_id, int(time.time()), self._names[0], completion.chat, self._fingerprint)
-            return await answered(call, requests, heading, self._handler, records, reply)
+            return await reply_with_answers(call, requests, heading, self._handler, records, reply)
         except ValueError as error:
             raise call.completion.names.named(error) from error
 

@@ -130,7 +130,7 @@ async def requests_of(completion: CompletionRequest, request_id: str, handler: R
     return requests
 
 
-async def answered(
+async def reply_with_answers(
     call: ApiCall,
     requests: list[Request],
     heading: AnswerHeading,

@@ -7,8 +7,8 @@ to a few values, so that a whole round can be queued on a device or recorded the
 
 Read `smc.reference.ExactWalk` first: it has the same mathematics without batches. Terms are those of docs/glossary.md,
 letters of axes those of `smc`. Below are the steps of a round of exact decoding by walk in look-ahead, in the order in
-which the code is best read: ten files besides these two. Fields of their types are explained in `smc.round.plan` and
-`tensors`.
+which the code is best read: ten files besides this one and the reference. Fields of their types are explained in
+`smc.round.plan` and `tensors`.
 
 Draft and verify run at the same time, each on the ranks of its model. The target receives the drafted rows after its
 pass, the draft the selection after its steps. What is drafted in one round is verified in the next, but for what is
@@ -51,7 +51,8 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
 
 What else these files call, in a walk:
 
-  `self.run`                  a forward pass; logits are as they are without guidance, penalties, biases, masks
+  `self.run`                  a forward pass. Without guidance its `begin` and `remap` do nothing; without penalties,
+                              biases and masks it changes no logits
   `self.ops.f`                the function `f` in torch; GPUs have kernels of the same names (`triton_ops`)
   `propose_candidates`        `CandidateTokens`: the 32 tokens v of largest log softmax(gamma log q_v + g_v), which is
                               their `share`; g: the target's noise there
@@ -69,5 +70,7 @@ What else these files call, in a walk:
   `SequenceGroup`             a request as the scheduler knows it; `begin_round`, `end_round` count its rounds in flight
   `self.slots`                the host's record of the particles, by slot: `tokens_SL`; `length_S`, how many there are,
                               the block in flight included; `block_S`, where that block begins
+  `group.drafted`             tokens that its last launched round drafts for a row; `generation`: how often it has
+                              released its slots, so that results of rounds before that are left out
   `slots.descend`             lets slots refer to the pages of a lineage, and frees pages that nothing refers to
   `rules`                     `smc.scheduler.methods.Walk`: what differs per kind of decoding on the host"""

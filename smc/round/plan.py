@@ -129,7 +129,7 @@ class RoundKind:
     queries: int = 0
     """Q: tokens of a block that the target runs."""
     chains: int = 0
-    """C."""
+    """P: length of `RoundArrays.chain_P`."""
     unconditional: int = 0
     """U; 0: no row is guided."""
     target_processors: Processors = NO_PROCESSORS
