@@ -247,7 +247,7 @@ class DecodingRules(ABC):
         few, all_rows = (self.round_pages(config, params, n) for n in (params.least_rows, self.rows(params)))
         ample = {role: pages + ROUNDS_IN_FLIGHT * (all_rows[role] - few[role]) for role, pages in most.items()}
         again = self.redraft_pages(config, self.rows(params))
-        if again and self.ahead(config) and config.redrafting != "never":
+        if again and config.redraft_levels and self.ahead(config):
             # A round drafts again only while the pages of a next round are left.
             ample[ModelRole.DRAFT] += ROUNDS_IN_FLIGHT * again + all_rows[ModelRole.DRAFT]
         return ample

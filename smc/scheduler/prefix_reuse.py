@@ -107,7 +107,8 @@ class PrefixReuse:
                 memory.allocators[role].hold(pages[-1:])
                 carried[stream] = [PromptRow(sequence, pages, len(pages))]
             else:
-                self._remember(role, keys[stream], pages)
+                size = len(sequence) if self._may_cache_answer(group, role) else len(group.prompt_of(stream))
+                self._remember(role, keys[stream], pages[:size])
         return carried
 
     def release(self, job: PrefillJob) -> None:
@@ -146,14 +147,18 @@ class PrefixReuse:
             self.memory.remember(stream.role, self._keys(job.group, stream), rows[0].pages_L[:size])
 
     def remember_answer(self, group: SequenceGroup, particle: int, tokens: tuple[int, ...]) -> None:
-        """Cache the pages that the models have computed for a request's answer. With `numerics: invariant` those of a
-        model whose bits the answer does not depend on may have been computed in another order of sums
-        (`smc.executor.whole_pass`), so they are left out: an answer of SMC must not depend on what is cached."""
-        rules, invariant = group.rules, self.config.numerics == Numerics.INVARIANT
+        """Cache the pages that the models have computed for a request's answer."""
         keys = self.memory.keys((*group.request.prompt, *tokens), group.request.cache_salt)
         slot, size = int(group.slots[particle]), group.prompt_size + len(tokens)
-        for role in rules.decoding.deciding if invariant else rules.roles:
-            self._remember(role, keys, self._path(role, slot)[:size])
+        for role in group.rules.roles:
+            if self._may_cache_answer(group, role):
+                self._remember(role, keys, self._path(role, slot)[:size])
+
+    def _may_cache_answer(self, group: SequenceGroup, role: ModelRole) -> bool:
+        """Whether others may read what rounds have computed of a request's answer. With `numerics: invariant`, a model
+        whose bits the answer does not depend on may have computed it in another order of sums
+        (`smc.executor.whole_pass`), and an answer of SMC must not depend on what is cached."""
+        return self.config.numerics != Numerics.INVARIANT or role in group.rules.decoding.deciding
 
     def forget_prompt(self, group: SequenceGroup) -> None:
         """Remove the request's prompts from the cache: a model has returned NaN after them, so later requests must not

@@ -99,14 +99,26 @@ def test_a_conversation_goes_on_from_its_last_answer(config, law):
 
 @pytest.mark.parametrize("config", LOCKSTEP_FIRST, ids=config_id)
 @pytest.mark.parametrize(
-    ("law", "reuses_draft"),
-    [({"method": "exact"}, False), ({"method": "exact", "verification": "rejection"}, True), ({}, True)],
-    ids=["walk", "rejection", "smc"],
+    ("law", "reuses_draft", "falls_back"),
+    [
+        ({"method": "exact"}, False, False),
+        ({"method": "exact"}, False, True),
+        ({"method": "exact", "verification": "rejection"}, True, False),
+        ({}, True, False),
+    ],
+    ids=["walk", "walk, then the target alone", "rejection", "smc"],
 )
-def test_with_one_order_of_sums_only_deciding_models_cache_answers(config, law, reuses_draft):
+def test_with_one_order_of_sums_only_deciding_models_cache_answers(config, law, reuses_draft, falls_back):
     """Rounds of walks may compute the draft's keys in another order of sums than SMC does."""
     engine = local_engine(pair(), replace(config, numerics="invariant"))
-    first = one(engine, request(PROMPT, "first", seed=3, max_tokens=30, ignore_eos=True, particles=2, **law))
+    first, fallen = None, False
+    engine.submit(request(PROMPT, "first", seed=3, max_tokens=30, ignore_eos=True, particles=2, **law))
+    while first is None:
+        first = next((output.answer for output in engine.step() if output.answer), None)
+        if falls_back and not fallen and (groups := running(engine)) and groups[0].committed > 20:
+            engine.fallback.fall_back(groups[0])
+            fallen = True
+    assert fallen == falls_back
     engine.take_stats()
     longer = (*PROMPT, *first.tokens, 1, 1)
     one(engine, request(longer, "next", seed=4, max_tokens=4, ignore_eos=True, particles=2))

@@ -407,7 +407,7 @@ def test_drafting_again_is_chosen_by_costs():
 @pytest.mark.parametrize("requests", [1, 16])
 def test_a_draft_that_never_finds_what_follows_a_miss_is_left_out(block, requests):
     """Every round restarts, so none shows what the tokens of a block miss."""
-    config, rows = EngineConfig(block=block, branches=4, max_slots=512), 8
+    config, rows = EngineConfig(block=block, branches=4, max_slots=512, redrafting="never"), 8
     of_all, own = Acceptance(0.997), Acceptance(0.97)
     for _ in range(40):
         for counts in (*[of_all] * requests, own):
