@@ -216,9 +216,11 @@ def compare_in_company(given: argparse.Namespace) -> dict[str, int]:
 
 
 def _compare_in_company(given: argparse.Namespace, tokenizer: Tokenizer, engines: Engines) -> dict[str, int]:
-    numerics, alone = given.numerics, dict[str, Answer]()
-    with engines(EngineConfig(form="lockstep", block=5, max_slots=1, numerics=numerics)) as engine:
-        for request in company_requests(given, tokenizer, Method.TARGET):
+    plain, alone = company_requests(given, tokenizer, Method.TARGET), dict[str, Answer]()
+    # No more memory than these requests need, so that several processes may share a GPU.
+    common = {"numerics": given.numerics, "max_context": max(len(one.prompt) for one in plain) + given.max_tokens}
+    with engines(EngineConfig(form="lockstep", block=5, max_slots=1, **common)) as engine:
+        for request in plain:
             alone |= answers_of(engine, [request])
     print(f"{len(alone)} answers by the target alone", flush=True)
     forms = [form for form in ("lockstep", "lookahead") if given.form in (None, form)]
@@ -227,15 +229,11 @@ def _compare_in_company(given: argparse.Namespace, tokenizer: Tokenizer, engines
     found: dict[str, int] = {}
     for form, n, in_flight in rows:
         config = EngineConfig(
-            form="lockstep" if n is None else form, block=5, max_slots=in_flight * (n or 1), numerics=numerics,
+            form="lockstep" if n is None else form, block=5, max_slots=in_flight * (n or 1), **common,
             prefix_cache=in_flight > 1, verified=given.verified,
             redrafting=given.redrafting if form == "lookahead" else "never",
         )  # fmt: skip
-        asked = (
-            company_requests(given, tokenizer, Method.TARGET)
-            if n is None
-            else company_requests(given, tokenizer, Method.EXACT, particles=n)
-        )
+        asked = plain if n is None else company_requests(given, tokenizer, Method.EXACT, particles=n)
         with engines(config) as engine:
             made = answers_of(engine, asked)
         name = f"{form}, {in_flight} in flight" if n is None else f"{form}, N={n}, {in_flight} in flight"
