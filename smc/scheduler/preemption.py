@@ -84,12 +84,15 @@ class Preemption:
 
     def _make_room(self, first: SequenceGroup) -> bool:
         """Preempt the youngest request that holds pages in a pool that is short. Called if not even `first`, the oldest
-        request that wants a round, got pages. Return False if pages may become free without it: something is in flight,
-        an answer is rescored, or older requests are not ready for a round yet."""
+        request that wants a round, got pages. Preempt nobody if there are enough pages by now. Return False if pages
+        may become free without it: something is in flight, an answer is rescored, or older requests are not ready for a
+        round yet."""
         admitted = self._registry.admitted
         if self._prefill.num_rescoring or any(group.in_flight for group in admitted):
             return False
         short = self._memory.short(first.round_pages(self._config))
+        if not short:
+            return True
         *older, youngest = (group for group in admitted if set(short) & set(group.rules.roles))
         if youngest is first and older:
             return False

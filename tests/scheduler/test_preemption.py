@@ -12,6 +12,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
+from smc.memory.pages import OutOfPages
 from smc.scheduler.engine import Engine
 from smc.types import BOTH_MODELS
 from tests.pairwise import one_of
@@ -156,6 +157,25 @@ def test_requests_of_one_moment_are_in_order(monkeypatch):
     assert sum(a.statistics.preemptions for a in found.values()) > 0
     for name, expected in answers_with_plenty_of_memory(FORMS[1], requests).items():
         assert_same(found[name], expected)
+
+
+def test_nobody_is_preempted_if_there_are_enough_pages_by_now(monkeypatch):
+    """A request gets no pages for a round, and when room is to be made, there are enough."""
+    engine = starved_engine(FORMS[0], monkeypatch)
+    engine.submit(request(particles=2, max_tokens=20, ignore_eos=True, seed=1))
+    while not any(group.rounds for group in running(engine)):
+        engine.step()
+    allocate, refusals = engine.memory.allocate, [1, 2]
+
+    def refuse(pages, spare=None):
+        if refusals:
+            raise OutOfPages(f"refusal {refusals.pop()}")
+        return allocate(pages, spare)
+
+    monkeypatch.setattr(engine.memory, "allocate", refuse)
+    (answer,) = (o.answer for _ in range(30) for o in engine.step() if o.answer)
+    assert not refusals and answer.statistics.preemptions == 0 and answer.finish_reason is FinishReason.LENGTH
+    assert_empty(engine)
 
 
 def test_cached_pages_are_evicted_for_a_prompt(monkeypatch):
