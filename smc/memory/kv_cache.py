@@ -26,7 +26,7 @@ from smc.types import ModelRole
 RESERVED_BYTES = 5 << 30
 """Memory of a GPU that is reserved for activations and captured graphs."""
 LOOKED_AT = 4096
-"""Maximum number of blocks held by requests that are looked at to find out whether an eviction suffices: 0.5 ms."""
+"""Maximum number of blocks held by requests that are looked at to find out whether an eviction suffices: 1 ms."""
 WATERMARK = 0.05
 """Share of a pool that new requests must leave free for running ones."""
 
@@ -65,7 +65,7 @@ class PrefixCache:
         """Number of tokens that were found."""
         self._pages: OrderedDict[bytes, int] = OrderedDict()
         """Last page of each block, by key, least recently used first. A block comes after all blocks that continue it,
-        except those that requests hold."""
+        except those that a request held during an eviction."""
 
     @property
     def entries(self) -> int:
@@ -137,18 +137,23 @@ class PrefixCache:
         the number of pages that become free. Blocks that requests hold count as just used: later calls look at them
         last. `most_used`: after this many of them, nothing more is looked for."""
         unused: list[bytes] = []
-        used: list[bytes] = []
+        used: dict[int, bytes] = {}
         gone: dict[int, int] = {}
         freed = 0
+        freed_by = self.allocator.freed_by
         for key, page in self._pages.items():
             if freed >= count or len(used) == most_used:
                 break
-            if more := self.allocator.freed_by(page, gone):
-                unused.append(key)
+            used[page] = key
+            # The page before those that become free loses a reference: its block may have been looked at too early.
+            while freed < count and page in used:
+                more, before = freed_by(page, gone)
+                if not more:
+                    break
+                unused.append(used.pop(page))
                 freed += more
-            else:
-                used.append(key)
-        for key in used:
+                page = before
+        for key in used.values():
             self._pages.move_to_end(key)
         return unused, freed
 

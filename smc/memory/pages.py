@@ -175,16 +175,17 @@ class PageAllocator:
         self._refs[gone_B] = 0
         self._free_pages(gone_B)
 
-    def freed_by(self, page: int, gone: dict[int, int]) -> int:
+    def freed_by(self, page: int, gone: dict[int, int]) -> tuple[int, int]:
         """Return how many pages releasing `page` once would free, after as many references of pages as in `gone` are
-        gone. Enters the references that would go with the freed pages. Changes no page."""
+        gone, and the page before these, which stays. Enters the references that would go with the freed pages. Changes
+        no page."""
         refs_of, parent_of = self._refs_of, self._parent_of
         count = 0
         while refs_of[page] - gone.get(page, 0) == (count == 0):
             count += 1
             page = parent_of[page]
             gone[page] = gone.get(page, 0) + 1
-        return count
+        return count, page
 
     def path(self, page: int, length: int) -> np.ndarray:
         """Return the last `length` pages [length], int32, of the sequence that ends with `page`, in the order of their

@@ -122,18 +122,28 @@ class Cache(RuleBasedStateMachine):
         enough = self.cache.frees(count)
         assert self.allocator.num_free == free
         freed = self.cache.evict(count)
+        waiting: list[tuple[str, tuple[int, ...]]] = []
         for key in keys:
-            before = CAPACITY - len(self.held())
-            if before >= free + count:
+            if CAPACITY - len(self.held()) >= free + count:
                 break
-            path = self.paths.pop(key)
             self.order.remove(key)
-            if CAPACITY - len(self.held()) == before:  # a request holds it
-                self.paths[key] = path
-                self.order.append(key)
+            self.order.append(key)
+            waiting.append(key)
+            # A block that was dropped may have been the last one that held another.
+            while CAPACITY - len(self.held()) < free + count and any(self.drop(one) for one in list(waiting)):
+                waiting = [one for one in waiting if one in self.paths]
         assert freed == self.allocator.num_free - free
         assert enough == (freed >= count)
         assert enough or all(self.is_held(path) for path in self.paths.values())
+
+    def drop(self, key: tuple[str, tuple[int, ...]]) -> bool:
+        """Drop a block if a page becomes free by that. Return whether one did."""
+        held, path = len(self.held()), self.paths.pop(key)
+        if len(self.held()) < held:
+            self.order.remove(key)
+            return True
+        self.paths[key] = path
+        return False
 
     def is_held(self, path: list[int]) -> bool:
         return any(path[-1] in pages for pages in self.requests)
@@ -265,6 +275,30 @@ def test_evictions_look_at_few_held_blocks(monkeypatch):
     cached(cache, [2] * 40)
     assert [cache.frees(40) for _ in range(2)] == [False, True]
     assert cache.evict(40) == 40
+
+
+def test_blocks_are_evicted_although_their_beginnings_were_used_less_recently():
+    """A request holds three blocks. Evictions and matches of shorter beginnings bring them into the order of the text;
+    after the request has ended, one eviction drops them all."""
+    role = ModelRole.DRAFT
+    memory = KVCacheManager({role: 16}, prefix_cache=True)
+    cache, allocator = memory.caches[role], memory.allocators[role]
+    cache.block = 4
+    text = [1] * 4 + [2] * 4 + [3] * 4
+    pages_B = written(allocator, 12)
+    insert(cache, text, pages_B)
+    for known in (8, 4):
+        cached(cache, [known] * 4)
+        match(cache, text[:known])
+        assert cache.evict(4) == 4
+    assert list(cache._pages) == cache.keys(text)
+    allocator.release(pages_B[-1:])
+    assert cache.frees(12) and not cache.frees(13)
+    assert cache.evict(4) == 4 and match(cache, text) == (8, pages_B[7])
+    assert cache.evict(4) == 4 and match(cache, text) == (4, pages_B[3])
+    assert len(memory.allocate({role: 16}, {role: 0})[role]) == 16
+    assert cache.entries == 0
+    allocator.check()
 
 
 def test_computed_twice_at_once():
