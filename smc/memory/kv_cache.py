@@ -66,6 +66,9 @@ class PrefixCache:
         self._pages: OrderedDict[bytes, int] = OrderedDict()
         """Last page of each block, by key, least recently used first. A block comes after all blocks that continue it,
         except those that a request held during an eviction."""
+        self._nothing_at: int | None = None
+        """Number of references that had been released when the last search of the whole cache found no block to drop.
+        Until another one is released, there is none: whatever is cached meanwhile is held by a request."""
 
     @property
     def entries(self) -> int:
@@ -140,6 +143,8 @@ class PrefixCache:
         used: dict[int, bytes] = {}
         gone: dict[int, int] = {}
         freed = 0
+        if self._nothing_at == self.allocator.num_released:
+            return unused, freed
         freed_by = self.allocator.freed_by
         for key, page in self._pages.items():
             if freed >= count or len(used) == most_used:
@@ -153,6 +158,8 @@ class PrefixCache:
                 unused.append(used.pop(page))
                 freed += more
                 page = before
+        if len(used) == len(self._pages):
+            self._nothing_at = self.allocator.num_released
         for key in used.values():
             self._pages.move_to_end(key)
         return unused, freed

@@ -43,6 +43,8 @@ class PageAllocator:
         if capacity < 1:
             raise ValueError(f"a KV pool needs at least 1 page, got {capacity}")
         self.capacity = capacity
+        self.num_released = 0
+        """Number of references that have been released so far."""
         self._free = np.arange(capacity, 0, -1, dtype=np.int32)
         self._num_free = capacity
         self._state = np.zeros(capacity + 1, dtype=np.uint8)
@@ -165,6 +167,7 @@ class PageAllocator:
         """Remove a reference from each page. Repeats count; page 0 is ignored. Pages without references are freed, and
         so are their ancestors that have no reference left."""
         pages_R = np.asarray(pages_R, dtype=np.intp)
+        self.num_released += len(pages_R)
         np.subtract.at(self._heads, pages_R, ONE)
         self._heads[DUMMY_PAGE] = 0
         assert (self._heads[pages_R] >= 0).all(), "a KV page was released that nothing holds"

@@ -301,6 +301,29 @@ def test_blocks_are_evicted_although_their_beginnings_were_used_less_recently():
     allocator.check()
 
 
+def test_nothing_is_looked_at_again_before_a_reference_is_released(monkeypatch):
+    """Requests that find no pages one after another search the cache once."""
+    cache = PrefixCache(PageAllocator(100), 4)
+    pages_B = written(cache.allocator, 20)
+    insert(cache, [1] * 20, pages_B)
+    looked_at, freed_by = [], cache.allocator.freed_by
+
+    def looks(page, gone):
+        looked_at.append(page)
+        return freed_by(page, gone)
+
+    monkeypatch.setattr(cache.allocator, "freed_by", looks)
+    assert cache.evict(1) == 0 and len(looked_at) == 5
+    assert cache.evict(1) == 0 and not cache.frees(1) and len(looked_at) == 5
+    other_B = written(cache.allocator, 4)
+    insert(cache, [2] * 4, other_B)
+    assert cache.evict(1) == 0 and cache.frees(0) and len(looked_at) == 5
+    cache.allocator.release(other_B[-1:])
+    assert cache.frees(4) and cache.evict(5) == 4
+    cache.allocator.release(pages_B[-1:])
+    assert cache.evict(30) == 20 and cache.entries == 0
+
+
 def test_computed_twice_at_once():
     """Of two requests that compute the same beginning, the second continues from its own pages; both chains of pages
     stay as long as they are needed."""
