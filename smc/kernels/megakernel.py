@@ -60,6 +60,9 @@ KEPT_UNITS = 2
 ROOM_BYTES, VARIABLE_BYTES, STAGE_BYTES = 213 << 10, 14 << 10, 150 << 10
 """Shared memory of a block, with which a multiprocessor runs one block; of its variables; and the part of the first
 that tiles of gate and up may take."""
+ROOM_ALIGNMENT, CHUNK_BYTES, SIGNAL_BYTES = 128, 32, 24
+"""Alignment of a block's shared memory behind its variables; size of the kernel's `Chunk`; and of its flag and barriers
+of copies."""
 PADDING = 128
 """Maximum number of bytes between rows in shared memory."""
 MOST_PARTIAL_BYTES = 256 << 20
@@ -197,22 +200,33 @@ def shape_obstacle(config: ModelConfig, grid: int, weights: Weights, width: int)
     if not given["ATTEND_WARPS"]:
         each = config.num_heads // config.num_kv_heads
         return f"needs more than {ROOM_BYTES >> 10} KiB of shared memory for attention of {each} heads to one key"
-    warps, tile = given["WARPS"], weights.tile_bytes(config.hidden_size) + given["WARPS"] * 512
+    tile = weights.tile_bytes(config.hidden_size) + given["WARPS"] * 512
     rooms = {
         "query, key and value weights": given["QKV_TILES"] * tile,
         "gate and up weights": given["GATED_TILES"] * tile,
     }
     for part, size in rooms.items():
         if size > ROOM_BYTES:
-            return f"needs {size >> 10} KiB of shared memory for {part}; allowed: {ROOM_BYTES >> 10} KiB"
-    squares = warps * MOST_TOKENS * 4 * (1 + given["POST_NORM"] * given["PRE_NORM"])
-    pages = KEPT_UNITS * given["ATTEND_WARPS"] * given["STEPS"] * 64
-    variables = config.num_layers * 8 * _layer_size(given) + squares + pages + (3 << 10)
-    if variables > VARIABLE_BYTES:
-        return f"needs {variables >> 10} KiB of shared memory for variables; allowed: {VARIABLE_BYTES >> 10} KiB"
+            return f"needs {_kib(size)} KiB of shared memory for {part}; allowed: {_kib(ROOM_BYTES)} KiB"
+    if (size := variable_bytes(config, given)) > VARIABLE_BYTES:
+        return f"needs {_kib(size)} KiB of shared memory for variables; allowed: {_kib(VARIABLE_BYTES)} KiB"
     if (size := _partial_bytes(config, given, width)) > MOST_PARTIAL_BYTES:
         return f"needs {size >> 20} MiB for attention to {width} positions; allowed: {MOST_PARTIAL_BYTES >> 20} MiB"
     return None
+
+
+def _kib(size: int) -> int:
+    """Return bytes as KiB, rounded up, so that what is too large by a few bytes does not look allowed."""
+    return -(-size // 1024)
+
+
+def variable_bytes(config: ModelConfig, given: dict[str, Any]) -> int:
+    """Return the shared memory of the kernel's variables for `MOST_TOKENS` tokens."""
+    squares = given["WARPS"] * MOST_TOKENS * 4 * (1 + given["POST_NORM"] * given["PRE_NORM"])
+    tokens = 4 * (3 * MOST_TOKENS + 2 * (MOST_TOKENS + 1))  # positions, rows, pages; chunks before
+    kept = KEPT_UNITS * (64 * given["ATTEND_WARPS"] * given["STEPS"] + CHUNK_BYTES)
+    size = config.num_layers * 8 * _layer_size(given) + squares + tokens + kept + SIGNAL_BYTES
+    return -(-size // ROOM_ALIGNMENT) * ROOM_ALIGNMENT
 
 
 def _layer_size(given: dict[str, Any]) -> int:
@@ -339,8 +353,11 @@ def constants(config: ModelConfig, grid: int, weights: Weights, *, apart: bool =
     """Return the constants of the kernel that depend on the model and on the number of multiprocessors. `apart`: as for
     `Megakernel`."""
     traits, head_tiles, blocks = config.traits, config.head_dim // TILE_ROWS, config.hidden_size // BLOCK
-    # As few idle turns of warps as possible, then as many warps.
-    warps = min(range(MOST_WARPS // 2, MOST_WARPS + 1), key=lambda warps: (-(-blocks // warps) * warps, -warps))
+    fitting_warps = [
+        warps for warps in range(MOST_WARPS // 2, MOST_WARPS + 1) if _turn_bytes(weights, warps) <= ROOM_BYTES
+    ]
+    # As few idle turns of warps as possible, then as many warps. In groups of two blocks, 13 or 15 warps take too much.
+    warps = min(fitting_warps, key=lambda warps: (-(-blocks // warps) * warps, -warps))
     tile = weights.tile_bytes(config.hidden_size)
     fitting = ROOM_BYTES // (tile + 512 * warps)
     most = min(STAGE_BYTES // tile, fitting)
@@ -388,6 +405,15 @@ def constants(config: ModelConfig, grid: int, weights: Weights, *, apart: bool =
         "EMBED_FACTOR": f"{float(torch.tensor(config.embedding_multiplier, dtype=torch.bfloat16))!r}f",
     }
     return made | {"CLOCKS": 2 * len(phases(made))}
+
+
+def _turn_bytes(weights: Weights, warps: int) -> int:
+    """Return the maximum shared memory of the shortest turn of the kernel's `Residual`: weights, the activations of
+    `MOST_TOKENS` tokens, and sums of another block. A turn has whole groups, and as many blocks of inputs for each
+    warp."""
+    group_blocks = max(1, weights.group // BLOCK)
+    inputs = BLOCK * warps * (group_blocks if warps % group_blocks else 1)
+    return weights.tile_bytes(inputs) + MOST_TOKENS * (2 * inputs + PADDING) + MOST_TOKENS // TILE * 512
 
 
 def phases(given: dict[str, Any]) -> tuple[str, ...]:

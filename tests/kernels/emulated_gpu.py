@@ -18,6 +18,8 @@ from smc.kernels.megakernel import Launch, Params
 
 COMPILER = "g++"
 HERE, KERNEL = Path(__file__).parent, Path(megakernel.__file__).with_suffix(".cu")
+FILES = (HERE / "emulated_gpu.h", KERNEL, HERE / "emulated_gpu.cpp")
+SOURCE = "".join(f'#include "{file}"\n' for file in FILES)
 OPTIONS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 LINKED = ["-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic"]
 FOLDER = Path(tempfile.gettempdir()) / "smcserve-emulated-gpu"
@@ -44,16 +46,24 @@ def needs_compiler() -> None:
         pytest.skip(f"needs {COMPILER}")
 
 
+def complaint(given: dict[str, Any]) -> str:
+    """Return what the compiler says against the kernel with these constants, or "" if it takes it. No code is made."""
+    command = [COMPILER, *OPTIONS, *_defined(given | {"EAGER": 0}), "-fsyntax-only", "-x", "c++", "-"]
+    return subprocess.run(command, input=SOURCE, text=True, capture_output=True).stderr
+
+
+def _defined(given: dict[str, Any]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in sorted(given.items())]
+
+
 def _compiled(given: dict[str, Any]) -> Path:
-    defined = [f"-D{name}={value}" for name, value in sorted(given.items())]
-    files = [HERE / "emulated_gpu.h", KERNEL, HERE / "emulated_gpu.cpp"]
-    parts = [*(file.read_bytes() for file in files), *map(str.encode, [*OPTIONS, *defined])]
+    defined = _defined(given)
+    parts = [*(file.read_bytes() for file in FILES), *map(str.encode, [*OPTIONS, *defined])]
     made = FOLDER / (hashlib.sha256(b"\0".join(parts)).hexdigest() + ".so")
     if not made.exists():
         FOLDER.mkdir(exist_ok=True)
-        source = "".join(f'#include "{file}"\n' for file in files)
         with tempfile.NamedTemporaryFile(dir=FOLDER, suffix=".so", delete=False) as room:
             command = [COMPILER, *OPTIONS, *defined, *LINKED, "-x", "c++", "-", "-o", room.name]
-            subprocess.run(command, input=source, text=True, check=True)
+            subprocess.run(command, input=SOURCE, text=True, check=True)
         Path(room.name).rename(made)
     return made

@@ -3,7 +3,10 @@ computes on an emulated GPU what torch computes. `tests/gpu/test_megakernel.py` 
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ from smc.model.config import ModelConfig
 from smc.model.presets import preset
 from smc.model.quantisation import Int4Format
 from smc.round.tensors import Rows, RowSpans
-from tests.kernels.emulated_gpu import EmulatedGpu, needs_compiler
+from tests.kernels.emulated_gpu import EmulatedGpu, complaint, needs_compiler
 from tests.kernels.megakernel_cases import (
     CONFIGS,
     DENSE,
@@ -50,6 +53,24 @@ DIFFERENT = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "gemma3_text")
 """Families for which the kernel has code of its own."""
 INT4 = Weights(torch.int32, 128, torch.bfloat16)
 INT4_ZEROS = Weights(torch.int32, 32, torch.float16, zeros=True)
+INT4_FORMS = [
+    Weights(torch.int32, group, scales, zeros)
+    for group, scales, zeros in product((32, 64, 128), megakernel.SCALES, (False, True))
+]
+GEMMA3_4B = replace(
+    preset("gemma3-1b"),
+    num_layers=34,
+    window_layers=tuple(layer for layer in range(34) if (layer + 1) % 6),
+    hidden_size=2560,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=10_240,
+)
+DEEPEST = replace(preset("llama-1b"), num_layers=35)
+"""As many layers of Llama as shared memory has variables for."""
+RESERVED_BYTES, MOST_SHARED_BYTES = 1 << 10, 227 << 10
+"""Shared memory: what CUDA takes of each block's, which machine code counts with the variables; and the most that a
+block may have besides."""
 
 
 @pytest.mark.parametrize(
@@ -68,8 +89,46 @@ INT4_ZEROS = Weights(torch.int32, 32, torch.float16, zeros=True)
 def test_compiles(shape, weights, tiles):
     config = replace(preset(shape), **({"window": 4096} if shape == "llama-1b" else {}))
     assert shape_obstacle(config, GRID, weights, 32_768) is None
-    given = constants(config, GRID, weights) | {"TILES": tiles}
-    assert megakernel.machine_code(given)[:4] == b"\x7fELF"
+    check_machine_code(config, weights, tiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        (GEMMA3_4B, BFLOAT16),
+        (DEEPEST, BFLOAT16),
+        *((replace(preset("llama-8b/4"), hidden_size=hidden), INT4) for hidden in (1664, 1920, 3328)),
+    ],
+    ids=lambda value: f"{value.hidden_size}-{value.num_layers}" if isinstance(value, ModelConfig) else "",
+)
+def test_compiles_for_any_number_of_tiles(config, weights, tiles):
+    assert shape_obstacle(config, GRID, weights, 4096) is None
+    check_machine_code(config, weights, tiles)
+
+
+def check_machine_code(config: ModelConfig, weights: Weights, tiles: int) -> None:
+    """Compile the kernel, and compare the shared memory of its variables with what `shape_obstacle` counts and with
+    what a multiprocessor has."""
+    given = constants(config, GRID, weights)
+    used = variable_bytes(megakernel.machine_code(given | {"TILES": tiles}))
+    counted = megakernel.variable_bytes(config, given)
+    assert used <= counted
+    assert used + megakernel.ROOM_BYTES <= MOST_SHARED_BYTES
+    if tiles == 8 and not config.window:
+        assert used == counted
+
+
+def variable_bytes(code: bytes) -> int:
+    """Return the size of a kernel's variables in shared memory: of a section of its ELF file."""
+    assert code[:4] == b"\x7fELF"
+    (begin,) = struct.unpack_from("<Q", code, 0x28)
+    size, count, names = struct.unpack_from("<HHH", code, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", code, begin + i * size) for i in range(count)]
+    name_at = sections[names][4]
+    (found,) = (section[5] for section in sections if code.startswith(b".nv.shared.step\0", name_at + section[0]))
+    return found - RESERVED_BYTES
 
 
 def test_errors_of_the_compiler_are_told():
@@ -82,7 +141,7 @@ def test_errors_of_the_compiler_are_told():
     [
         ({"hidden_size": 2000}, "multiples of 64, got"),
         ({"head_dim": 96}, "multiples of 64, got"),
-        ({"num_layers": 100}, "KiB of shared memory for variables"),
+        ({"num_layers": DEEPEST.num_layers + 1}, "needs 15 KiB of shared memory for variables; allowed: 14 KiB"),
         ({"head_dim": 512}, "heads of at most 256 features, got 512"),
         (
             {"head_dim": 256, "num_heads": 256, "num_kv_heads": 1},
@@ -112,6 +171,103 @@ def test_shapes_that_are_not_refused_have_room_for_tiles(hidden, weights):
     given_config = replace(preset("llama-8b/20"), hidden_size=hidden)
     given = constants(given_config, GRID, weights)
     assert shape_obstacle(given_config, GRID, weights, 4096) or min(given["GATED_TILES"], given["QKV_TILES"]) > 0
+
+
+class Residual:
+    """`Residual` of the kernel, which multiplies with a matrix of `inputs` inputs: the arithmetic of its static
+    assertions."""
+
+    def __init__(self, given: dict[str, Any], tiles: int, inputs: int, parts: int) -> None:
+        self.given, self.tiles = given, tiles
+        unit = given["GROUP"] // 64 if given["GROUP"] > 64 else 1
+        self.share = -(-inputs // (64 * parts * unit)) * unit
+        self.step = given["WARPS"] * (unit if given["WARPS"] % unit else 1)
+        self.turn = self.share if self.fits(self.share) else self.share // self.step * self.step
+        while self.turn > self.step and not self.fits(self.turn):
+            self.turn -= self.step
+
+    def fits(self, turn: int) -> bool:
+        padding = {0: 64, 128: 32}.get(self.given["GROUP"], 16)
+        activations = self.tiles * 8 * (128 * turn + padding)
+        return tile_bytes(self.given, 64 * turn) + activations + self.tiles * 512 <= self.given["ROOM"]
+
+    @property
+    def compiles(self) -> bool:
+        sums = (self.given["WARPS"] + 1) * self.tiles * 512
+        is_ordered = self.turn == self.share or self.turn % self.step == 0
+        return self.turn > 0 and self.fits(self.turn) and sums <= self.given["ROOM"] and is_ordered
+
+
+def tile_bytes(given: dict[str, Any], inputs: int) -> int:
+    """`tile_bytes` of the kernel."""
+    if given["GROUP"]:
+        each = given["GROUP"] // 2 + (4 if given["SCALE"] == "SCALE_FLOAT" else 2) + 4 * given["ZEROS"]
+        return inputs // given["GROUP"] * 16 * each
+    size, more = (inputs, 32) if given["FP8"] else (2 * inputs, 64)
+    return 16 * (size + (more - size) % 128)
+
+
+def compiles(given: dict[str, Any], tiles: int) -> bool:
+    """Return whether the kernel's static assertions hold, and its tiles of weights have room."""
+    sums = 512 * given["WARPS"]
+    most = max(given["QKV_TILES"], given["GATED_TILES"])
+    output = Residual(given, tiles, given["HEADS"] * given["HEAD_DIM"], 1)
+    down = Residual(given, tiles, given["INNER"], given["SPLIT"])
+    return output.compiles and down.compiles and most * (tile_bytes(given, given["HIDDEN"]) + sums) <= given["ROOM"]
+
+
+@pytest.mark.parametrize("shape", ["llama-8b/20", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("weights", [FP8_WEIGHTS, BFLOAT16, *INT4_FORMS], ids=lambda given: "-".join(map(str, given)))
+def test_shapes_that_are_not_refused_compile_by_arithmetic(shape, weights):
+    taken = 0
+    for hidden in range(128, 8192 + 1, 128):
+        config = replace(preset(shape), hidden_size=hidden, intermediate_size=hidden * 7 // 256 * 128)
+        if shape_obstacle(config, GRID, weights, 4096) is None:
+            given = constants(config, GRID, weights)
+            assert [tiles for tiles in (1, 2, 4, 8) if not compiles(given, tiles)] == [], hidden
+            taken += 1
+    assert taken > 40
+
+
+FEW_WARPS = [1664, 1920, 2432, 3328, 3712, 3840]
+"""Hidden sizes that 13 or 15 warps would divide best, whose turns would be too long for groups of 128 inputs."""
+
+
+@pytest.mark.parametrize("tiles", [8, *(pytest.param(tiles, marks=pytest.mark.slow) for tiles in (1, 2, 4))])
+@pytest.mark.parametrize(
+    "hidden",
+    [hidden if hidden in (1920, 3328) else pytest.param(hidden, marks=pytest.mark.slow) for hidden in FEW_WARPS],
+)
+def test_groups_of_128_compile_for_any_hidden_size(hidden, tiles):
+    needs_compiler()
+    given = constants(replace(preset("llama-8b/20"), hidden_size=hidden), GRID, INT4) | {"TILES": tiles}
+    assert complaint(given) == ""
+
+
+@pytest.mark.parametrize("warps", [15, pytest.param(13, marks=pytest.mark.slow)])
+def test_the_arithmetic_of_the_test_is_the_kernel_s(warps):
+    """With more warps than `constants` takes, both find that a turn does not fit."""
+    needs_compiler()
+    given = constants(replace(preset("llama-8b/20"), hidden_size=1920), GRID, INT4) | {"WARPS": warps}
+    assert compiles(given, 4) and not compiles(given, 8)
+    assert "static assertion failed: shared memory" in complaint(given | {"TILES": 8})
+
+
+@pytest.mark.parametrize("weights", [BFLOAT16, FP8_WEIGHTS, INT4, INT4_ZEROS])
+def test_deep_models_are_not_refused(weights):
+    assert shape_obstacle(DEEPEST, GRID, BFLOAT16, 4096) is None
+    assert shape_obstacle(GEMMA3_4B, GRID, weights, 4096) is None
+
+
+def test_warps_of_measured_shapes_are_as_they_were():
+    shapes = [("qwen2.5-0.5b", FP8_WEIGHTS), ("qwen2.5-0.5b", INT4), ("llama-1b", BFLOAT16), ("llama-1b", INT4)]
+    made = [constants(preset(shape), GRID, weights) for shape, weights in shapes]
+    assert [(given["WARPS"], given["QKV_TILES"], given["GATED_TILES"]) for given in made] == [
+        (14, 1, 5),
+        (14, 1, 5),
+        (16, 2, 2),
+        (16, 2, 8),
+    ]
 
 
 def test_wide_shapes_are_refused():
@@ -178,6 +334,13 @@ def test_a_pass_of_many_tokens_is_torch_s(family, dtype):
 )
 def test_int4_weights_are_torch_s(held):
     compare(*emulated(config("qwen2"), "int4", held), (7, 1, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [1664, 1920])
+def test_groups_of_128_with_fewer_warps_are_torch_s(hidden):
+    """64 tokens, for which `down` takes several turns."""
+    compare(*emulated(replace(LARGE, hidden_size=hidden), "int4", INT4_FORMATS[0]), (16, 4, True))
 
 
 @pytest.mark.slow
