@@ -143,6 +143,15 @@ class _NotLaunched:
     def run(self, *_: object) -> None: ...
 
 
+_RECORDERS: list[Any] = []
+"""Those of all contexts of `recorded` that this process is in."""
+
+
+def is_recording() -> bool:
+    """Whether launches may do nothing (`recorded`), so that results decide nothing."""
+    return bool(_RECORDERS)
+
+
 @contextmanager
 def recorded(need: Need) -> Iterator[None]:
     """In this context a launch whose kernel this process has not compiled or loaded yet does nothing, except that
@@ -166,10 +175,12 @@ def recorded(need: Need) -> Iterator[None]:
         return stands_for
 
     JITFunction._do_compile = record
+    _RECORDERS.append(record)
     try:
         yield
     finally:
         JITFunction._do_compile = compile_now
+        _RECORDERS.pop()
         for kernels, key in variants:
             kernels.pop(key, None)
 

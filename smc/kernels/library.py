@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smc.kernels.compile_jobs import is_recording
 from smc.kernels.fixed_order import linear_fixed, splits_of
 from smc.kernels.linear import reduce
 
@@ -52,10 +53,11 @@ class LibraryProducts:
 
     def _has(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> bool:
         """Return whether the library gives the same bits for this size. A size that is first seen while a graph is
-        captured counts as different, because the check waits for the device."""
-        size = (*x_TI.shape, len(weight_OI), splits, bias_O is not None, x_TI.dtype)
+        captured counts as different, because the check waits for the device, and so does one of a dry run, in which our
+        kernel may not run; it is checked when it is next seen."""
+        size = (*x_TI.shape, weight_OI.shape[0], splits, bias_O is not None, x_TI.dtype)
         if size not in self._is_same:
-            if not x_TI.is_cuda or torch.cuda.is_current_stream_capturing():
+            if not x_TI.is_cuda or torch.cuda.is_current_stream_capturing() or is_recording():
                 return False
             self._is_same[size] = _is_same(x_TI, weight_OI, bias_O, splits)
         return self._is_same[size]

@@ -6,11 +6,14 @@ Local axes: Z experts; of gates and ups, both of each."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from smc.kernels.compile_jobs import is_recording, recorded
 from smc.kernels.experts import experts, experts_fixed
 from smc.kernels.fixed_order import (
     FEW_FP8_TOKENS,
@@ -280,6 +283,17 @@ def test_many_tokens_by_the_library_or_by_our_kernel(device, divided, monkeypatc
         assert torch.equal(made, expected[:count])
     sizes = {size[0] for size in library._is_same}
     assert sizes == (set() if device.type == "cpu" else {128, 64} if divided else {300, 128, 70})
+
+
+def test_a_dry_run_decides_nothing_about_the_library(monkeypatch):
+    """Our kernel may not run there, so that its result differs from the library's."""
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("smc.kernels.library._is_same", lambda *_: not is_recording())
+    x, weight = (SimpleNamespace(is_cuda=True, shape=shape, dtype=KIND) for shape in ((128, 64), (32, 64)))
+    library = LibraryProducts()
+    with recorded(lambda _: None):
+        assert not library._has(x, weight, None, 1)
+    assert library._has(x, weight, None, 1)
 
 
 def test_the_library_s_parts_are_added_in_their_order(device):
