@@ -2,11 +2,13 @@
 answers and errors become responses and events.
 
 Below is the path of a call that generates, in the order in which the code is best read. The dialect of an endpoint
-(`chat`, `completions`, `responses`, `anthropic`) knows its bodies and events; everything else is common.
+(in `completions`, `responses`, `anthropic`) knows its bodies and events; everything else is common.
 
-  call    `server`: `OpenAiServer._generate` reads the body, and answers with what follows
+  call    `server`: `OpenAiServer._generate`: `_read` reads the body, `_within` limits the time, `_decode` does what
+          follows
   read    `responses`: `ResponsesDialect.read`, for example: `BodyForm.read` (`dialects`) checks the body by the forms
-          of `bodies`; `chat_request` (`requests`) makes a `CompletionRequest` of it, as for completions and chats
+          of `bodies`, which need not be opened; `chat_request` (`requests`) makes a `CompletionRequest` of it, as for
+          completions and chats
           -> `ApiCall` (`dialects`): a call of HTTP, not of a tool
   submit  `streaming`: `requests_of` makes requests of the library, `reply_with_answers` has them decoded:
           `RequestHandler.updates` (`services.gateway.request_handler`) admits them and yields their outputs

@@ -243,7 +243,9 @@ def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
 
 
 class ResponsesWriter(AnswerWriter):
-    """Writes an answer as a response: see `AnswerWriter`."""
+    """Writes an answer as a response. Its events are `response.created` and `in_progress`; for each part
+    `output_item.added`, `content_part.added`, deltas, what is done, `content_part.done` and `output_item.done` (calls
+    have no content parts); then `completed` or `incomplete`."""
 
     def __init__(self, body: ResponsesBody, call: AnsweredCall) -> None:
         super().__init__(call)
@@ -255,7 +257,7 @@ class ResponsesWriter(AnswerWriter):
         self._spans: list[tuple[int, int]] = []
         """Where the pieces of the open text begin and end in the answer's text."""
         self._late: list[PartEvent] = []
-        """What waits for likeliest tokens: the end of a text, and all after it."""
+        """With `top_logprobs`, which are known only at the end: the end of a text, and all events after it."""
         self._sequence = 0
         self._base = self._described(body)
 

@@ -148,17 +148,17 @@ async def reply_with_answers(
     async with aclosing(handler.updates(requests, records)) as updates:
         async for index, output in updates:
             if completion.stream:
-                await reply.send(await _beside(partial(writer.update, index, output), [output.answer]))
+                await reply.send(await _written_beside_loop(partial(writer.update, index, output), [output.answer]))
             if output.answer is not None:
                 ended[index] = output.answer
     answers = [ended[index] for index in range(len(requests))]
     if not completion.stream:
-        return await reply.whole(await _beside(partial(writer.whole, answers), answers))
-    await reply.send(await _beside(partial(writer.finish, answers)))
+        return await reply.whole(await _written_beside_loop(partial(writer.whole, answers), answers))
+    await reply.send(await _written_beside_loop(partial(writer.finish, answers)))
     return await reply.end()
 
 
-async def _beside(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
+async def _written_beside_loop(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
     """Return what `write` returns. If `answers` list likeliest tokens, writing them takes long, so it runs in a thread
     and does not block the loop. Raises NotWritten."""
     is_long = any(answer is not None and (answer.top_logprobs or answer.prompt_logprobs) for answer in answers)

@@ -7,8 +7,8 @@ to a few values, so that a whole round can be queued on a device or recorded the
 
 Read `smc.reference.ExactWalk` first: it has the same mathematics without batches. Terms are those of docs/glossary.md,
 letters of axes those of `smc`. Below are the steps of a round of exact decoding by walk in look-ahead, in the order in
-which the code is best read: ten files besides this one and the reference. Fields of their types are explained in
-`smc.round.plan` and `tensors`.
+which the code is best read: eleven files besides this one and the reference, `smc.round.plan` and `tensors` among them,
+which explain the fields.
 
 Draft and verify run at the same time, each on the ranks of its model. The target receives the drafted rows after its
 pass, the draft the selection after its steps. What is drafted in one round is verified in the next, but for what is
@@ -46,20 +46,22 @@ drafted again: selected rows are the target's pending tokens until then (`SlotSt
           draft  `DraftStage.remap` -> `DraftReport` with the draft's `Lineage`: `observe_draws`,
           `store_inner_nodes` (candidates that the next round adds as outcomes), `remap_draft`, `advance`
   report  `RoundScheduler._read`, on GPUs while the next round runs: `RequestedRound.result` -> `RoundReports`;
-          `_record`: pages by `_remap_pages`, tokens (those of the new block included) by `_write_tokens`; those before
-          it and its first are certain (`commit_tokens`), and `ResultReporter` streams them
+          `_record`: pages by `_remap_pages`, tokens by `_write_tokens`, which takes back what a miss has cut and
+          appends the new block; tokens before it and its first are certain (`commit_tokens`), and `ResultReporter`
+          streams them
 
-What else these files call, in a walk:
+What else these files call, in a walk; no other file need be opened:
 
   `self.run`                  a forward pass. Without guidance its `begin` and `remap` do nothing; without penalties,
                               biases and masks it changes no logits
   `self.ops.f`                the function `f` in torch; GPUs have kernels of the same names (`triton_ops`)
   `propose_candidates`        `CandidateTokens`: the 32 tokens v of largest log softmax(gamma log q_v + g_v), which is
                               their `share`; g: the target's noise there
-  `expand`                    the candidates of largest mass of a group, in order, and always the first row's first:
+  `expand`                    the candidates of largest mass of a group, in order, and always the first that has mass:
                               `parent_X`, a row among `SourceRows`, and `candidate_X`, one of its candidates
   `own_draws`                 argmax(log p_v + g_v), with the keys of plain decoding
-  `match_samples`             a group's block that agrees longest with the draws, and the number of its tokens that do
+  `match_samples`             a group's block that agrees longest with the draws, and the number of its tokens that do,
+                              its known first one included
   `grow`                      whether tokens end an answer, and the state of its stop machine after them
   `assign_rows`               the first row that continues a batch index stays there, others take free ones in order
   `NextParticles`             which particle (`ancestor_A`) and which drafted row (`row_A`) a batch index continues
@@ -73,4 +75,8 @@ What else these files call, in a walk:
   `group.drafted`             tokens that its last launched round drafts for a row; `generation`: how often it has
                               released its slots, so that results of rounds before that are left out
   `slots.descend`             lets slots refer to the pages of a lineage, and frees pages that nothing refers to
+  `self.shape`                `PagesPerRow`: tokens that the target runs (`target`), pending ones of the draft
+                              (`begin`), and those of each branch that are run within the round (`branch`)
+  `RoundPages`                a request's pages, by `Stream`: a model's, guided or redrafted rows of their own
+  `selected_A`                index, among the rows that `expand` chose, of the one that continues
   `rules`                     `smc.scheduler.methods.Walk`: what differs per kind of decoding on the host"""
