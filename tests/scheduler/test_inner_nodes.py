@@ -47,7 +47,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen, record = [], RoundScheduler._record
 
     def watch(self, step, outcome, current_G):
-        population, result = step.population, outcome.result
+        population, result = step.batch, outcome.result
         at_G = population.first_G
         seen.extend(
             zip(np.asarray(result.selection.cut_A)[at_G].tolist(), np.asarray(result.hit_G)[: len(at_G)].tolist())
