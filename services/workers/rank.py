@@ -259,7 +259,7 @@ class PeerChannel:
         if self._coming is None or self._coming[0] != incarnation:
             self._lost = True
             self._end.close()
-            self._coming = incarnation, _begun(make)
+            self._coming = incarnation, _in_background(make)
         _, coming = self._coming
         if not coming.done():
             return False
@@ -316,7 +316,7 @@ class PeerChannel:
             self._end.settle()
 
 
-def _begun(make: Callable[[], PeerEnd]) -> Future[PeerEnd]:
+def _in_background(make: Callable[[], PeerEnd]) -> Future[PeerEnd]:
     """Call `make` in a daemon thread, which is not joined at the end of the process; return its future result."""
     coming: Future[PeerEnd] = Future()
 

@@ -26,6 +26,7 @@ ONE_SHOT = 256 << 10
 """Bytes up to which every rank reads the whole parts of all ranks. For larger sums each rank sums its share, and
 distributes the result."""
 SUMMED = (torch.bfloat16, torch.float32)
+LEADER_GONE = "the group's leader is gone or silent"
 _FROM_LEADER = dist.BroadcastOptions()
 _FROM_LEADER.rootRank = 0
 _FROM_LEADER.rootTensor = 0
@@ -175,15 +176,12 @@ class TensorParallel:
 
     def share(self, tensor: Tensor) -> None:
         """Replace the tensor's values, in place on every rank, with those of rank 0."""
-        try:
-            self._sums.broadcast([tensor], _FROM_LEADER).wait()
-        except RuntimeError as error:
-            raise LinkError(f"a rank of the group is gone: {error}") from error
+        _broadcast(self._sums, tensor, "a rank of the group is gone")
 
     def spread(self, data: bytes) -> None:
         """On the leader: send a command to the other ranks."""
         for frame in frames(data):
-            self._broadcast(frame)
+            _broadcast(self._commands, frame, LEADER_GONE)
 
     def receive(self) -> bytes:
         """On other ranks: return the leader's next command. Raises LinkError if the leader is gone, or silent past the
@@ -193,11 +191,13 @@ class TensorParallel:
     def _next(self, size: int) -> Tensor:
         """Return the next frame, which has this size."""
         frame = torch.empty(size, dtype=torch.uint8)
-        self._broadcast(frame)
+        _broadcast(self._commands, frame, LEADER_GONE)
         return frame
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        try:
-            self._commands.broadcast([tensor], _FROM_LEADER).wait()
-        except RuntimeError as error:
-            raise LinkError(f"the group's leader is gone or silent: {error}") from error
+
+def _broadcast(group: dist.ProcessGroup, tensor: Tensor, failure: str) -> None:
+    """Replace the tensor's values with the leader's. Raises LinkError, which says this, if that fails."""
+    try:
+        group.broadcast([tensor], _FROM_LEADER).wait()
+    except RuntimeError as error:
+        raise LinkError(f"{failure}: {error}") from error
