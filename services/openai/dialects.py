@@ -159,8 +159,8 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def _more(self, index: int, output: Output, parts: Iterable[PartEvent]) -> bytes:
-        """Return the events for new tokens of an answer. `parts`: events that are certain by now; text
-        that may become a mark or a call is kept back."""
+        """Return the events for new tokens of an answer. `parts`: events that are certain by now; text that may
+        become a mark or a call is kept back."""
 
     @abstractmethod
     def _end(self, index: int, answer: Answer, parts: Iterable[PartEvent]) -> bytes:

@@ -244,8 +244,9 @@ def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
 
 class ResponsesWriter(AnswerWriter):
     """Writes an answer as a response. Its events are `response.created` and `in_progress`; for each part
-    `output_item.added`, `content_part.added`, deltas, what is done, `content_part.done` and `output_item.done` (calls
-    have no content parts); then `completed` or `incomplete`."""
+    `output_item.added`, `content_part.added`, deltas, the whole text or arguments, `content_part.done` and
+    `output_item.done` (calls have no `content_part`); then `completed` or `incomplete`, or else `error` and
+    `failed`."""
 
     def __init__(self, body: ResponsesBody, call: AnsweredCall) -> None:
         super().__init__(call)

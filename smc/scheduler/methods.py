@@ -208,7 +208,8 @@ class DecodingRules(ABC):
     @abstractmethod
     def held_tokens(self, config: EngineConfig, role: ModelRole, particle: Progress) -> int:
         """Number of leading answer tokens of a resumed particle whose keys and values a model needs. Those of an ended
-        particle are not needed at the draft, or if one model decodes alone."""
+        particle are not needed if one model decodes alone, nor at the draft once the target can refuse none of them
+        (`Progress.over`)."""
 
     def round_pages(self, config: EngineConfig, params: SamplingParams, rows: int) -> dict[ModelRole, int]:
         """Pages that one round of `rows` rows allocates in each pool. The first model of `roles` drafts, or decodes
@@ -518,9 +519,8 @@ RULES: dict[Decoding, DecodingRules] = {
     for rules in (Independent(), Distinct(), Walk(), Rejection(), TARGET_ALONE, SingleModelRules(Decoding.DRAFT))
 }
 RULES_OF_ROUNDS: dict[tuple[ModelRole, ...], DecodingRules] = {rules.roles: rules for rules in RULES.values()}
-"""Rules by the models that take part in rounds: those for the same models have rounds of the same shape, and nothing
-else of them is read here. A step
-launches rounds in this order, those of both models first."""
+"""Rules by the models that take part in rounds. Those for the same models have rounds of the same shape, ahead or not,
+so that any of them may stand here. A step launches rounds in this order, those of both models first."""
 
 
 def fixed_steps(config: EngineConfig, decodings: Iterable[Decoding]) -> int | None:
