@@ -4,7 +4,7 @@
     python -m benchmarks.exactness misses --problems 24 [--temperature 1]
     python -m benchmarks.exactness company --problems 400 [--device cuda --dtype bfloat16] [--numerics fastest]
     [--target DIR --draft DIR --prompts-file FILE ..] [-n 4] [--in-flight 32] [--max-tokens 300] [--form lockstep]
-    [--redrafting always] [--verified nodes] [--target-tp 2]
+    [--redrafting always] [--verified nodes] [--target-tp 2] [--first 50]
 
 `equality` spreads problems over temperatures, truncations, stop strings, forms, N, K and F, and decodes half of them
 beside SMC requests. It prints the answers that differ from plain decoding, the number of these that are right, and the
@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from benchmarks.problem_file import FileProblem, read_problems
 from benchmarks.processes import RankProcesses
 from services.launch.config import WorkerGroupConfig
 from services.link.base import SHARED
@@ -161,16 +162,16 @@ def count_misses(given: argparse.Namespace) -> None:
 
 
 def company_requests(given: argparse.Namespace, tokenizer: Tokenizer, method: Method, **params: Any) -> list[Request]:
-    if given.prompts_file is None:
-        texts: list[Any] = [problem.question for problem in generate(11, given.problems, "test")]
-        chats = [[{"role": "user", "content": text}] for text in texts]
-    else:
-        lines = [line for file in given.prompts_file for line in Path(file).read_text().splitlines()]
-        chats = [json.loads(lines[i % len(lines)])["messages"] for i in range(given.problems)]
+    """Return a request for each problem from `first` on: those of the files, then word problems. Temperature and
+    seed depend on the number of the problem alone."""
+    end = given.first + given.problems
+    asked = [problem for file in given.prompts_file for problem in read_problems(Path(file))]
+    words = generate(11, max(0, end - len(asked)), "test")
+    asked += [FileProblem(i, problem.question) for i, problem in enumerate(words)]
     return [
         Request(
             str(i),
-            tuple(tokenizer.chat(chat)),
+            tuple(problem.tokens(tokenizer, raw=False)),
             SamplingParams(
                 method=method,
                 seed=derived_seed(5, i),
@@ -179,7 +180,8 @@ def company_requests(given: argparse.Namespace, tokenizer: Tokenizer, method: Me
                 **params,
             ),
         )
-        for i, chat in enumerate(chats)
+        for i, problem in enumerate(asked[:end])
+        if i >= given.first
     ]
 
 
@@ -273,7 +275,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     parser.add_argument("--target", default=demo.TARGET, help="for company: directory of the target")
     parser.add_argument("--draft", default=demo.DRAFT, help="for company: directory of the draft")
     parser.add_argument(
-        "--prompts-file", nargs="+", help="for company: files of conversations, a line of JSON each; default: problems"
+        "--prompts-file",
+        nargs="+",
+        default=[],
+        help="for company: files of prompts, as for `smcserve eval --problems`; word problems follow",
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="for company: number of the first problem, to divide them among processes"
     )
     parser.add_argument(
         "--redrafting", default="adaptive", help="for company, look-ahead: adaptive, always or never; default: adaptive"

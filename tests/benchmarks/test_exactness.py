@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from benchmarks.exactness import main
+from benchmarks.exactness import company_requests, main
+from smc import demo
+from smc.api.request import Request
+from smc.api.sampling_params import Method
+from smc.model.tokenizer import Tokenizer
 
 
 def test_tokens_a_round_leave_out_what_no_round_makes(capsys):
@@ -14,6 +20,19 @@ def test_tokens_a_round_leave_out_what_no_round_makes(capsys):
     assert "1.00 tokens a round" in capsys.readouterr().out
     main([*options, "1"])
     assert "tokens a round" not in capsys.readouterr().out
+
+
+def test_parts_of_the_problems_are_those_of_the_whole():
+    """Files first, then word problems, each with the same prompt, temperature and seed in every part."""
+    files, tokenizer = ["benchmarks/number_questions.jsonl"], Tokenizer.load(demo.TARGET)
+
+    def asked(first: int, problems: int) -> list[Request]:
+        given = Namespace(first=first, problems=problems, prompts_file=files, max_tokens=4)
+        return company_requests(given, tokenizer, Method.EXACT)
+
+    whole = asked(0, 50)
+    assert whole == [*asked(0, 20), *asked(20, 30)]
+    assert len({request.prompt for request in whole}) == 50
 
 
 @pytest.mark.slow
