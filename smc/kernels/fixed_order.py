@@ -31,6 +31,8 @@ from smc.model.linear import QuantisedRows
 
 FEW_TOKENS, FEW_FP8_TOKENS = 64, 512
 """Up to these numbers of tokens, the products of `smc.kernels.linear` are used."""
+MIDDLING_TOKENS = 512
+"""Up to this number of tokens, loading a weight in 16 bits takes about as long as multiplying by it, or longer."""
 LONG_PART = 1024
 """Least inputs of a part whose sum waits in memory for the next part."""
 ROOM = 200 * 1024
@@ -62,6 +64,8 @@ def splits_of(outputs: int, inputs: int, gated: bool = False, fp8: bool = False)
 
 def choose_many(tokens: int, outputs: int, inputs: int, splits: int, gated: bool, fp8: bool) -> ManyTiling:
     """Return the tiling of `_many` for [tokens, inputs] x [outputs, inputs]^T."""
+    if tokens <= MIDDLING_TOKENS and not gated and not fp8:
+        return _choose_middling(tokens, outputs, inputs, splits)
     # Sums of parts that wait in memory pay if a part reads much more than it writes.
     spills = splits > 1 and tokens > 1024 and inputs // splits >= LONG_PART
     block_t = min(256 if splits == 1 or spills else 128, max(16, triton.next_power_of_2(tokens)))
@@ -79,6 +83,18 @@ def choose_many(tokens: int, outputs: int, inputs: int, splits: int, gated: bool
         warps=8 if block_t * block_n > 8192 else 4,
         stages=max(2, min(5, ROOM // stage_bytes)),
     )
+
+
+def _choose_middling(tokens: int, outputs: int, inputs: int, splits: int) -> ManyTiling:
+    """Return the tiling of `_many` for so few tokens that the weight's bytes take about as long as the arithmetic:
+    small programs, several on each multiprocessor, of which some load while others multiply."""
+    block_t, block_n = 64, 128
+    block_k = next(size for size in (64, 32, 16) if inputs // splits % size == 0)
+    tiles = triton.cdiv(outputs, block_n) * triton.cdiv(tokens, block_t)
+    grid_splits = 1 if 2 * tiles >= 3 * MULTIPROCESSORS else splits
+    # A multiprocessor has room for three programs of three stages, for two of four.
+    stages = 4 if tiles * grid_splits <= 2 * MULTIPROCESSORS else 3
+    return ManyTiling(block_t, block_n, block_k, grid_splits, spills=False, warps=4, stages=stages)
 
 
 def linear_fixed(

@@ -1,13 +1,15 @@
 """The GPU library's matrix products of many tokens, where they have the bits of `smc.kernels.fixed_order`.
 
 The library chooses its kernel by the sizes of a product. Most kernels add up the inputs one after another, as ours do,
-and are faster for many tokens; some cut the inputs. So a product of each size is first computed both ways, and the
-library is used for this size only if all bits are equal: whether it is changes no result. The numbers of this product
-are random, but each sum would be zero without rounding: what is left of it shows the order of its terms, which another
-result would hide when it is rounded to 16 bits. A product of several parts is one call for each part, which adds its
-sums to those of the parts before in float32."""
+and are often faster for many tokens; some cut the inputs. So a product of each size is first computed both ways, and
+the library is used for this size only if all bits are equal and it takes less time: whether it is changes no result.
+The numbers of this product are random, but each sum would be zero without rounding: what is left of it shows the order
+of its terms, which another result would hide when it is rounded to 16 bits. A product of several parts is one call for
+each part, which adds its sums to those of the parts before in float32."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,15 +23,19 @@ PIECES = (4096, 2048, 1024, 512, 256)
 """Numbers of tokens into which prompts are divided, because the library is checked for each number."""
 SMALL = 2.0**-17
 """Standard deviation of the bias with which the library is checked."""
+AHEAD = 4_000_000
+"""Clocks, about 2 ms, for which the GPU waits before products are timed, so that the host has queued them by then."""
+TIMED = 6
+"""Number of products that are timed together."""
 _Size = tuple[int, int, int, int, bool, torch.dtype]
 
 
 class LibraryProducts:
-    """Products of many tokens with unquantised weights, in one order of sums: by the library for sizes that have been
-    checked, otherwise by our kernel."""
+    """Products of many tokens with unquantised weights, in one order of sums: by the library for sizes for which it has
+    been seen to be as exact and faster, otherwise by our kernel."""
 
     def __init__(self) -> None:
-        self._is_same: dict[_Size, bool] = {}
+        self._pays: dict[_Size, bool] = {}
 
     def multiply(
         self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int | None, *, divided: bool
@@ -39,40 +45,60 @@ class LibraryProducts:
         splits = splits or splits_of(*weight_OI.shape)
         pieces = _pieces(len(x_TI)) if divided else [len(x_TI)]
         if pieces == [len(x_TI)]:
-            if self._has(x_TI, weight_OI, bias_O, splits):
+            if self._uses(x_TI, weight_OI, bias_O, splits):
                 return by_library(x_TI, weight_OI, bias_O, splits)
             return linear_fixed(x_TI, weight_OI, splits, bias_O)
         out_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
         for x, out in zip(x_TI.split(pieces), out_TO.split(pieces)):
-            if len(x) in PIECES and self._has(x, weight_OI, bias_O, splits):
+            if len(x) in PIECES and self._uses(x, weight_OI, bias_O, splits):
                 by_library(x, weight_OI, bias_O, splits, out)
             else:
                 made = linear_fixed(x, weight_OI, splits, bias_O)
                 reduce(made.view(-1, *out.shape), out)
         return out_TO
 
-    def _has(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> bool:
-        """Return whether the library gives the same bits for this size. A size that is first seen while a graph is
-        captured counts as different, because the check waits for the device, and so does one of a dry run, in which our
-        kernel may not run; it is checked when it is next seen."""
+    def _uses(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> bool:
+        """Return whether the library multiplies this size. One that is first seen while a graph is captured counts as
+        different, because the check waits for the device, and so does one of a dry run, in which our kernel may not
+        run; it is checked when it is next seen."""
         size = (*x_TI.shape, weight_OI.shape[0], splits, bias_O is not None, x_TI.dtype)
-        if size not in self._is_same:
+        if size not in self._pays:
             if not x_TI.is_cuda or torch.cuda.is_current_stream_capturing() or is_recording():
                 return False
-            self._is_same[size] = _is_same(x_TI, weight_OI, bias_O, splits)
-        return self._is_same[size]
+            self._pays[size] = _pays(x_TI, weight_OI, bias_O, splits)
+        return self._pays[size]
 
 
-def _is_same(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> bool:
-    """Return whether both ways give the same bits for a product of this size."""
+def _pays(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> bool:
+    """Return whether the library gives the same bits as our kernel for a product of this size, in less time."""
     try:
-        operands = cancelling(x_TI, weight_OI)
+        x_TI, other_OI = cancelling(x_TI, weight_OI)
         shift_O = None if bias_O is None else small_bias(bias_O)
-        ours = linear_fixed(*operands, splits, shift_O)
-        theirs_TO = by_library(*operands, shift_O, splits)
+        ours = linear_fixed(x_TI, other_OI, splits, shift_O)
+        theirs_TO = by_library(x_TI, other_OI, shift_O, splits)
+        is_same = torch.equal(reduce(ours.view(-1, *theirs_TO.shape), torch.empty_like(theirs_TO)), theirs_TO)
+        # Two weights in turn, so that less of them is still in the cache than in a pass over all layers.
+        weights = (weight_OI, other_OI)
+        return is_same and _milliseconds(lambda i: by_library(x_TI, weights[i % 2], shift_O, splits)) < _milliseconds(
+            lambda i: linear_fixed(x_TI, weights[i % 2], splits, shift_O)
+        )
     except torch.OutOfMemoryError:
         return False
-    return torch.equal(reduce(ours.view(-1, *theirs_TO.shape), torch.empty_like(theirs_TO)), theirs_TO)
+
+
+def _milliseconds(multiply: Callable[[int], Tensor]) -> float:
+    """Return the time of `TIMED` products on the GPU, without what the host needs to queue them: the lesser of two."""
+    found = []
+    for _ in range(2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD)
+        begin.record()
+        for i in range(TIMED):
+            multiply(i)
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return min(found)
 
 
 def cancelling(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:

@@ -259,7 +259,7 @@ def test_near_ties_between_experts_of_up_to_512_tokens(device, int4):
 )  # fmt: skip
 def test_tilings_fit(outputs, inputs, gated, fp8):
     splits = 1 if gated else splits_of(outputs, inputs, fp8=fp8)
-    for tokens in (FEW_TOKENS + 1, 100, 256, FEW_FP8_TOKENS + 1, 2048, 16384):
+    for tokens in (FEW_TOKENS + 1, 100, 192, 256, 320, FEW_FP8_TOKENS + 1, 2048, 16384):
         tiling = choose_many(tokens, outputs, inputs, splits, gated, fp8)
         assert inputs % (splits * tiling.block_k) == 0 and tiling.grid_splits in (1, splits)
         assert shared_bytes(tiling, fp8) <= 227 * 1024
@@ -271,8 +271,8 @@ def shared_bytes(tiling: ManyTiling, fp8: bool) -> int:
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_many_tokens_by_the_library_or_by_our_kernel(device, divided, monkeypatch):
-    """On a GPU the library multiplies sizes that have been checked. A prompt's products are divided into pieces of a
-    few sizes, and its last tokens remain."""
+    """On a GPU the library may multiply sizes that have been checked and timed. A prompt's products are divided into
+    pieces of a few sizes, and its last tokens remain."""
     monkeypatch.setattr("smc.kernels.library.PIECES", (128, 64))
     parts = splits_of(OUTPUTS, INPUTS)
     x_TI, weight_OI, bias_O = operands(device, OUTPUTS, INPUTS, parts)
@@ -281,19 +281,19 @@ def test_many_tokens_by_the_library_or_by_our_kernel(device, divided, monkeypatc
     for count in (300, 128, 70, 300):
         made = total(library.multiply(x_TI[:count], weight_OI, bias_O, None, divided=divided))
         assert torch.equal(made, expected[:count])
-    sizes = {size[0] for size in library._is_same}
+    sizes = {size[0] for size in library._pays}
     assert sizes == (set() if device.type == "cpu" else {128, 64} if divided else {300, 128, 70})
 
 
 def test_a_dry_run_decides_nothing_about_the_library(monkeypatch):
     """Our kernel may not run there, so that its result differs from the library's."""
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("smc.kernels.library._is_same", lambda *_: not is_recording())
+    monkeypatch.setattr("smc.kernels.library._pays", lambda *_: not is_recording())
     x, weight = (SimpleNamespace(is_cuda=True, shape=shape, dtype=KIND) for shape in ((128, 64), (32, 64)))
     library = LibraryProducts()
     with recorded(lambda _: None):
-        assert not library._has(x, weight, None, 1)
-    assert library._has(x, weight, None, 1)
+        assert not library._uses(x, weight, None, 1)
+    assert library._uses(x, weight, None, 1)
 
 
 def test_the_library_s_parts_are_added_in_their_order(device):
