@@ -1,15 +1,16 @@
-"""A round that launches everything and runs nothing: its stages are captured as CUDA graphs, which are thrown away. So
-values do not matter, and memory does not change. What a dry run needs of kernels is known before any is compiled
-(`smc.kernels.compile_jobs.recorded`)."""
+"""A round that launches all kernels and runs nothing: its stages are captured as CUDA graphs, which are thrown away. So
+values do not matter, and memory does not change. Of layers whose kernels are alike, only the first ones are launched.
+What a dry run needs of kernels is known before any is compiled (`smc.kernels.compile_jobs.recorded`)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.forward import Reader
@@ -21,7 +22,7 @@ from smc.executor.whole_pass import PassKind, timed_rows
 from smc.executor.worker import ModelWorker
 from smc.kernels.compile_jobs import Need
 from smc.kernels.megakernel import MOST_TOKENS, MegakernelJob, obstacle, tiles_of
-from smc.model.decoder import Decoder
+from smc.model.decoder import Decoder, Layer
 from smc.round.tensors import Rows
 from smc.types import ModelRole
 
@@ -139,6 +140,7 @@ def dry_executor(
     with contextlib.ExitStack() as stack:
         for worker in workers.values():
             stack.enter_context(_without_sums(worker.model, worker.device))
+            stack.enter_context(_first_layers(worker.model))
         try:
             if len(workers) > 1:
                 yield LocalRoundExecutor(config, workers, ops)
@@ -150,6 +152,25 @@ def dry_executor(
         finally:
             for worker, stages, own_ops in before:
                 worker.stages, worker.ops = stages, own_ops
+
+
+@contextlib.contextmanager
+def _first_layers(model: Decoder) -> Iterator[None]:
+    """In this context the model has as many of its layers as have all of its kernels."""
+    layers = model.layers
+    model.layers = cast("Sequence[Layer]", nn.ModuleList(layers[: telling_layers(model)]))
+    try:
+        yield
+    finally:
+        model.layers = layers
+
+
+def telling_layers(model: Decoder) -> int:
+    """Return how many of the first layers have all kinds of layers and, since a kernel adds what the layer before it
+    has computed, all pairs of kinds that follow each other."""
+    kinds = [(model.config.window_of(layer.index), layer.rope_kind) for layer in model.layers]
+    pairs = list(pairwise(kinds))
+    return max((pairs.index(pair) + 2 for pair in pairs), default=1)
 
 
 @contextlib.contextmanager

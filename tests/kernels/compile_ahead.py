@@ -10,8 +10,10 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -22,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from smc.api.engine_config import EngineConfig
 from smc.calibration.compile_ahead import plans_of_all_kinds, submit_kernels
 from smc.executor.dry_run import DryOps, dry_executor
-from smc.kernels.compile_jobs import CompilePool, CompilerWatch, Job
+from smc.kernels.compile_jobs import CompileJob, CompilePool, CompilerWatch, Job
 from smc.kernels.launch import MULTIPROCESSORS
 from smc.kernels.megakernel import FP8_WEIGHTS, MegakernelJob, constants
 from smc.local_engine import ModelPair, local_engine
@@ -46,11 +48,21 @@ class Kept(list[Job]):
 
 def engine() -> Any:
     shape = tiny_config(
-        vocab_size=VOCAB, num_layers=1, hidden_size=128, head_dim=64, intermediate_size=128, max_context=CONTEXT
+        vocab_size=VOCAB, num_layers=3, hidden_size=128, head_dim=64, intermediate_size=128, max_context=CONTEXT
     )
     target, draft = (random_decoder(shape, seed).bfloat16() for seed in (1, 2))
     config = EngineConfig(block=3, max_slots=4, max_context=CONTEXT).on_device("cuda")
     return local_engine(ModelPair(target, draft, NoText(VOCAB), CONTEXT), config)
+
+
+def told(jobs: Sequence[Job]) -> set[tuple[str, ...]]:
+    """Return what tells the kernels apart."""
+    return {
+        (job.name, str(job.signature), str(job.constants), str(job.attributes))
+        if isinstance(job, CompileJob)
+        else (job.name,)
+        for job in jobs
+    }
 
 
 def main() -> dict[str, Any]:
@@ -62,6 +74,11 @@ def main() -> dict[str, Any]:
     stages = {role: worker.stages for role, worker in workers.items()}
     plans, kept = plans_of_all_kinds(made.config, CONTEXT, VOCAB, workers), Kept()
     said: dict[str, Any] = {"found": submit_kernels(plans, made.config, workers, kept, Padding), "missing": len(kept)}
+    every = Kept()
+    with patch("smc.executor.dry_run.telling_layers", lambda model: len(model.layers)):
+        submit_kernels(plans, made.config, workers, every, Padding)
+    said["layers"] = [len(worker.model.layers) for worker in workers.values()]
+    said["differ"] = sorted(name for name, *_ in told(kept) ^ told(every))
     said["restored"] = all(worker.stages is stages[role] for role, worker in workers.items())
     shape = preset("qwen2.5-0.5b")
     kept.append(MegakernelJob(constants(shape, MULTIPROCESSORS, FP8_WEIGHTS) | {"TILES": 1}))

@@ -25,9 +25,11 @@ import smc.attention
 import smc.kernels
 from smc.api.engine_config import EngineConfig
 from smc.calibration import compile_ahead as ahead
+from smc.executor.dry_run import telling_layers
 from smc.kernels import compile_jobs
 from smc.kernels.compile_jobs import CompilePool, possible_processes
 from smc.types import ModelRole
+from tests.model.tiny import random_decoder, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +51,19 @@ def said() -> dict[str, Any]:
 def test_dry_runs_name_kernels_that_are_not_compiled_yet(said):
     assert said["found"] == said["missing"] > 100
     assert said["restored"]
+
+
+def test_the_first_layers_have_all_kernels(said):
+    assert said["layers"] == [3, 3] and not said["differ"]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "wanted"),
+    [("llama", {"num_layers": 9}, 2), ("llama", {"num_layers": 1}, 1),
+     ("gemma3_text", {"num_layers": 9, "window_layers": (0, 1, 2, 4, 5, 6, 8)}, 5)],
+)  # fmt: skip
+def test_dry_runs_have_every_kind_of_layer_and_every_change_of_kind(family, fields, wanted):
+    assert telling_layers(random_decoder(tiny_config(family, **fields))) == wanted
 
 
 def test_the_pool_compiles_what_it_is_given(said):
