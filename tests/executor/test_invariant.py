@@ -84,7 +84,7 @@ def test_answers_name_the_order_of_sums_that_ran(monkeypatch):
     }  # fmt: skip
 
 
-WHOLE = {"olmo2": (), "gemma3_text": (), "qwen3_moe": pytest.mark.slow, "smollm3": pytest.mark.slow}
+WHOLE = {"olmo2": (), "gemma3_text": pytest.mark.slow, "qwen3_moe": pytest.mark.slow, "smollm3": pytest.mark.slow}
 """Families whose whole passes run, which the interpreter takes ten times as long for as for their operations: norms on
 either side of a layer, windows, experts, layers without positions."""
 SHAPE = {

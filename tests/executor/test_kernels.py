@@ -26,6 +26,7 @@ from smc.scheduler.tree_policy import LatencyTreePolicy
 from smc.stops import TokenBytes
 from tests.executor.test_same_answers import assert_same
 from tests.model.tiny import random_decoder, tiny_config
+from tests.pairwise import one_of
 from tests.scheduler.harness import Padding, PaddingOps, answers, assert_empty, request, running
 from tests.scheduler.pairs import letter_tokenizer, peaked
 
@@ -172,7 +173,7 @@ def test_rounds_that_draft_again_are_those_of_the_reference(beside, monkeypatch)
     assert sum(one.statistics.misses for one in expected.values()) > 0
 
 
-@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+@pytest.mark.parametrize("form", one_of("lockstep", "lookahead"))
 def test_rounds_that_run_common_tokens_once_are_those_of_the_reference(form, monkeypatch):
     """With few and with many nodes, after short and after long prompts."""
     config, nodes = EngineConfig(form=form, block=3), []

@@ -12,6 +12,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.local_engine import fitted_config, local_engine
+from tests.pairwise import one_of
 from tests.scheduler.harness import PaddingOps, answers, assert_pages_follow, request
 from tests.scheduler.pairs import tiny_pair
 
@@ -65,7 +66,7 @@ def test_pages_hold_the_tokens_of_their_particles(padded):
     assert_pages_follow(local_engine(bad_draft(), ALWAYS), exact(7, stop=("ab", "cca")))
 
 
-@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("guided", one_of(True, False))
 def test_other_requests_of_the_round_answer_as_ever(guided):
     """SMC particles and chains keep their rows. A round with a guided request does not draft again."""
     pair, asked = bad_draft(), exact(6)
@@ -84,7 +85,7 @@ def test_other_requests_of_the_round_answer_as_ever(guided):
 
 
 @pytest.mark.parametrize("padded", [True], ids=["padded"], indirect=True)
-@pytest.mark.parametrize("shape", [{}, {"block": 6, "branches": 2}])
+@pytest.mark.parametrize("shape", one_of({}, {"block": 6, "branches": 2}))
 def test_a_fitted_pool_has_pages_for_every_round(padded, shape):
     """Also when the prefix cache has filled it: pages are evicted for what is drafted again. With two rounds in flight,
     which need the most pages; fewer or shorter answers do not fill the cache."""

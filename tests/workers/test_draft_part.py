@@ -22,6 +22,7 @@ from smc.scheduler.engine import Engine
 from smc.types import ModelRole
 from tests.coordinator.harness import coordinator
 from tests.coordinator.test_same_answers import FORMS, answers_here, answers_of
+from tests.pairwise import one_of
 
 Times = Callable[[bool], float | None]
 SHARED = EngineConfig(**FORMS["lockstep"], drafting="always")
@@ -72,7 +73,7 @@ def expect_the_answers_of_one_process(answers) -> None:
         assert (one.tokens, one.text, one.statistics.rounds) == (same.tokens, same.text, same.statistics.rounds)
 
 
-@pytest.mark.parametrize(("whole", "divided", "degree"), [(1.0, 2.0, 1), (2.0, 1.0, 2)])
+@pytest.mark.parametrize(("whole", "divided", "degree"), one_of((2.0, 1.0, 2), (1.0, 2.0, 1)))
 def test_the_faster_part_is_loaded_with_the_same_answers(chosen, whole, divided, degree):
     found, loaded, answers = chosen(lambda is_divided: divided if is_divided else whole)
     assert found == degree and loaded == [degree, degree]
@@ -105,7 +106,7 @@ def test_ranks_with_different_times_choose_alike(chosen):
     assert found == 2 and loaded == [2, 2]
 
 
-@pytest.mark.parametrize(("lacking", "degree"), [({1}, 2), ({1, 2}, 1)])
+@pytest.mark.parametrize(("lacking", "degree"), one_of(({1}, 2), ({1, 2}, 1)))
 def test_without_memory_for_timing(chosen, monkeypatch, caplog, lacking, degree):
     """One rank lacks memory for a step of these degrees. The other one does not wait for it, and what cannot be timed
     is not chosen; if nothing can be, the draft is whole."""
