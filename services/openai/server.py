@@ -8,7 +8,8 @@ import importlib.metadata
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -33,14 +34,16 @@ from services.openai.bodies import BadRequest, BodyTooLarge, FieldNames, Unknown
 from services.openai.completions import COMPLETION_DIALECTS
 from services.openai.connections import SERVER, HttpConnections, Runner, refused_reply
 from services.openai.cors import allow_origin
-from services.openai.dialects import AnswerHeading, ApiCall, Dialect
+from services.openai.dialects import AnsweredCall, AnswerHeading, ApiCall, Dialect
 from services.openai.pages import DOCS, OPENAPI, Playground
-from services.openai.requests import Served
+from services.openai.reply import HttpReply
+from services.openai.requests import CompletionRequest, Served
 from services.openai.responses import RESPONSES, ResponsesDialect
-from services.openai.streaming import HttpReply, reply_with_answers, requests_of
 from services.openai.tokenization import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.security import bearer_token, caller_with, server_context
-from smc.api.limits import PromptTooLong
+from smc.api.limits import DEFAULT_MAX_TOKENS, PromptTooLong
+from smc.api.request import Answer, Request
+from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import check_waiting
 
 CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -335,7 +338,7 @@ class OpenAiServer:
                 return reply.abandon()
             refused = dialect.refusal(error, reply.request_id)
             for record in records:
-                record.failed(status, error, refused.http_status if reply.stream is None else reply.stream.status)
+                record.failed(status, error, refused.http_status if reply.response is None else reply.response.status)
             return await reply.refuse(refused)
 
     async def _read(self, request: web.Request, understand: Callable[[bytes], T]) -> T:
@@ -372,13 +375,13 @@ class OpenAiServer:
         left = None if completion.timeout is None else max(0.0, completion.timeout - records[0].seconds)
         try:
             async with asyncio.timeout(left) as deadline, self._calls.enter((caller_with(_token(request)), request_id)):
-                return await self._decode(call, request_id, records, reply)
+                return await self._answer(call, request_id, records, reply)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise DeadlineExceeded(f"timeout={completion.timeout:g} s is over; the call was aborted") from error
 
-    async def _decode(
+    async def _answer(
         self, call: ApiCall, request_id: str, records: list[CallRecord], reply: HttpReply
     ) -> web.StreamResponse:
         """Build the requests of a call, add them to `records`, and send their answers. Raises QueueFull, and ValueError
@@ -386,12 +389,71 @@ class OpenAiServer:
         completion = call.completion
         check_waiting(self._handler.pair.engine, self._handler.status().queued)
         try:
-            requests = await requests_of(completion, request_id, self._handler)
+            requests = await self._requests_of(completion, request_id)
             records.extend(records[0].another() for _ in requests[1:])
             heading = AnswerHeading(request_id, int(time.time()), self._names[0], completion.chat, self._fingerprint)
-            return await reply_with_answers(call, requests, heading, self._handler, records, reply)
+            return await self._decode(call, requests, heading, records, reply)
         except ValueError as error:
             raise call.completion.names.named(error) from error
+
+    async def _requests_of(self, completion: CompletionRequest, request_id: str) -> list[Request]:
+        """Return one request for each answer. Raises QueueFull, and ValueError naming the field, the value and what is
+        allowed."""
+        handler = self._handler
+
+        def default_length(params: SamplingParams, prompt: int, negative: int) -> int:
+            if completion.chat:
+                return handler.default_length(params, prompt, negative)
+            return min(DEFAULT_MAX_TOKENS, handler.longest(params, prompt, negative))
+
+        requests: list[Request] = []
+        tokenizer, seeds = handler.pair.tokenizer, completion.seeds()
+        negative = await handler.prompts.negative(completion.negative)
+        for each in completion.prompts:
+            prompt = await handler.prompts.tokens(each)
+            requests += completion.requests(request_id, prompt, negative, seeds, tokenizer, default_length)
+        return requests
+
+    async def _decode(
+        self,
+        call: ApiCall,
+        requests: list[Request],
+        heading: AnswerHeading,
+        records: list[CallRecord],
+        reply: HttpReply,
+    ) -> web.StreamResponse:
+        """Decode all requests of a call and reply. At the end, also after an error, the backend's iterators are closed,
+        which aborts requests that still run."""
+        tokenizer, completion = self._handler.pair.tokenizer, call.completion
+        reasoning = completion.reasoning(tokenizer, requests[0].prompt)
+        writer = call.make_writer(AnsweredCall(heading, completion, requests, tokenizer, reasoning))
+        reply.error_event = writer.error
+        ended: dict[int, Answer] = {}
+        async with aclosing(self._handler.updates(requests, records)) as updates:
+            async for index, output in updates:
+                if completion.stream:
+                    await reply.send(await _written_by(partial(writer.update, index, output), [output.answer]))
+                if output.answer is not None:
+                    ended[index] = output.answer
+        answers = [ended[index] for index in range(len(requests))]
+        if not completion.stream:
+            return await reply.whole(await _written_by(partial(writer.whole, answers), answers))
+        await reply.send(await _written_by(partial(writer.finish, answers)))
+        return await reply.end()
+
+
+async def _written_by(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
+    """Return what `write` returns. If `answers` list likeliest tokens, writing them takes long, so it runs in a thread
+    and does not block the loop. Raises NotWritten."""
+    is_long = any(answer is not None and (answer.top_logprobs or answer.prompt_logprobs) for answer in answers)
+    try:
+        return await asyncio.to_thread(write) if is_long else write()
+    except Exception as error:
+        raise NotWritten("an answer cannot be written") from error
+
+
+class NotWritten(RuntimeError):
+    """An answer cannot be written. This is an internal error, never one of the caller."""
 
 
 @dataclass(frozen=True)
