@@ -1,7 +1,7 @@
 """Find what changes the bits of a result: the rows beside a row, the chunks of its prompt, the pages of its keys.
 
     python -m benchmarks.invariance [MODEL] [--layers 4] [--dtype bfloat16] [--parts instructions,operations,passes]
-    [--numerics fastest] [--context 640] [--kernels]
+    [--numerics fastest] [--context 640] [--kernels] [--ranks 2 --parts sums]
 
 MODEL is a directory, a shape such as `qwen3-8b` with random weights, or `small`, a shape for CPUs.
 
@@ -9,7 +9,8 @@ MODEL is a directory, a shape such as `qwen3-8b` with random weights, or `small`
 instructions of the tensor cores, with K in one order. `operations` computes each operation of a layer for one row
 beside random rows. `passes` computes the logits of one position in every way in which the service may compute it.
 
-`products`, if asked for, compares the products of one order with the library's, in bits and in time.
+`products`, if asked for, compares the products of one order with the library's, in bits and in time. `sums`, if asked
+for, sums the parts of so many ranks, which have a process and a GPU each, of one row beside random rows.
 
 A cell is `=` if all bits are those of the first column, which has the row alone, otherwise the number of results that
 differ. `-`: not applicable. The last line is JSON. Without a GPU torch computes, or with `--kernels` the kernels in
@@ -20,9 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from services.link.store import LOOPBACK, StoreServer, connect_store
+from services.workers.tensor_parallel import TensorParallel
 from smc.api.limits import DTYPE_NAMES
 from smc.executor.messages import PromptBatch
 from smc.executor.ops import RoundOps
@@ -73,6 +79,10 @@ LIBRARY = (80, 128, 160, 256, 320, 512, 1024, 2048)
 SOME_TILES = ((64, 16, 4), (64, 64, 4), (128, 128, 8), (16, 16, 4), (64, 64, 2))
 INNER = 4096
 """K of these products."""
+SUM_FEATURES = (2048, 4096)
+"""Features of a row that ranks sum."""
+SECRET, TIMEOUT = "invariance", 120.0
+"""Of the ranks' store; seconds that a rank waits for another one."""
 
 
 class Finding(NamedTuple):
@@ -142,6 +152,8 @@ def main(argv: Sequence[str] | None = None, model: Decoder | None = None) -> lis
     with torch.inference_mode():
         if "instructions" in given.parts and (given.device != "cpu" or given.kernels):
             found += _printed("Products of tiles (first x second operand, warps)", _instructions(given))
+        if "sums" in given.parts:
+            found += _printed(f"Sums over {given.ranks} ranks (type, features)", _sums(given))
         if {"operations", "passes", "products"} & set(given.parts):
             subject = Subject.load(given, model)
             if "products" in given.parts:
@@ -174,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=numbers, default=PROMPTS, help="numbers of tokens of prompts in operations")
     parser.add_argument("--sequences", type=numbers, default=SEQUENCES, help="numbers of sequences of plain passes")
     parser.add_argument("--numerics", choices=tuple(Numerics), default=Numerics.INVARIANT)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of sums; default: %(default)s")
     parser.add_argument("--kernels", action="store_true", help="on a CPU: run the kernels, in Triton's interpreter")
     return parser
 
@@ -278,6 +291,48 @@ def call_microseconds(call: Callable[[], Tensor], repeats: int = 20) -> float:
 
 
 Operation = Callable[[LayerOps, Tensor], Tensor]
+
+
+def _sums(given: argparse.Namespace) -> Iterator[Finding]:
+    context = multiprocessing.get_context("spawn")
+    store, findings = StoreServer(LOOPBACK, SECRET, TIMEOUT), context.Queue()
+    ranks = [
+        context.Process(target=_sum_of_ranks, args=(rank, given, store.port, findings), daemon=True)
+        for rank in range(given.ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        while (finding := findings.get(timeout=TIMEOUT)) is not None:
+            yield finding
+        for rank in ranks:
+            rank.join(TIMEOUT)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        store.close()
+
+
+def _sum_of_ranks(rank: int, given: argparse.Namespace, port: int, findings: multiprocessing.Queue) -> None:
+    """Take part in all sums as one rank. The first one reports, and says None at the end."""
+    if given.device == "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    device, generator = torch.device(given.device), torch.Generator(given.device).manual_seed(rank)
+    is_invariant = given.numerics == Numerics.INVARIANT
+    store = connect_store(LOOPBACK, port, SECRET, TIMEOUT)
+    add = TensorParallel(store, "sums", rank, given.ranks, device, TIMEOUT, in_order=is_invariant)
+    for dtype, features in product((torch.bfloat16, torch.float32), SUM_FEATURES):
+        own_E, alone = torch.randn(features, generator=generator, device=device).to(dtype), None
+        for count in sorted({*given.rows, *given.prompts}):
+            company_TE = torch.randn(count, features, generator=generator, device=device).to(dtype)
+            company_TE[count // 2] = own_E
+            made_E = add(add.room(count, features, dtype).copy_(company_TE))[count // 2].clone()
+            alone = made_E if alone is None else alone
+            if rank == 0:
+                name = f"{str(dtype).removeprefix('torch.')}, {features}"
+                findings.put(Finding(name, str(count), _differ(made_E, alone)))
+    if rank == 0:
+        findings.put(None)
 
 
 def _operations(subject: Subject, rows: Sequence[int], prompts: Sequence[int]) -> Iterator[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.invariance import main
 
 
@@ -17,3 +19,9 @@ def test_one_row_alone_is_itself(capsys):
         name for name, *_ in found
     }
     assert "Logits of one position" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_sums_over_ranks_have_one_order():
+    found = main(["--parts", "sums", "--ranks", "3", "--rows", "1,17,65", "--prompts", "2048"])
+    assert len(found) == 16 and not [finding for finding in found if finding.differ]
