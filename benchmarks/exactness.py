@@ -167,7 +167,7 @@ def company_requests(given: argparse.Namespace, tokenizer: Tokenizer, method: Me
     end = given.first + given.problems
     asked = [problem for file in given.prompts_file for problem in read_problems(Path(file))]
     words = generate(11, max(0, end - len(asked)), "test")
-    asked += [FileProblem(i, problem.question) for i, problem in enumerate(words)]
+    asked += [FileProblem(number, problem.question) for number, problem in enumerate(words, 1)]
     return [
         Request(
             str(i),
@@ -300,6 +300,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
     given.numerics = given.numerics or ("invariant" if given.device.startswith("cuda") else "fastest")
     if given.part == "company" and given.target_tp > 1 and given.form != "lockstep":
         parser.error("--target-tp shares both models, which work in turn: give --form lockstep as well")
+    if given.first < 0 or (given.first and given.part != "company"):
+        parser.error(f"--first {given.first} with {given.part}; allowed: 0 and more, with company")
     if given.problems is None:
         given.problems = {"equality": 1000, "misses": 48, "company": 400}[given.part]
     if given.part == "company":

@@ -316,7 +316,8 @@ def _sums(given: argparse.Namespace) -> Iterator[Finding]:
 def _sum_of_ranks(rank: int, given: argparse.Namespace, port: int, findings: multiprocessing.Queue) -> None:
     """Take part in all sums as one rank. The first one reports, and says None at the end."""
     if given.device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
     device, generator = torch.device(given.device), torch.Generator(given.device).manual_seed(rank)
     is_invariant = given.numerics == Numerics.INVARIANT
     store = connect_store(LOOPBACK, port, SECRET, TIMEOUT)

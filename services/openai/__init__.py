@@ -4,8 +4,8 @@ answers and errors become responses and events.
 Below is the path of a call that generates, in the order in which the code is best read. The dialect of an endpoint
 (in `completions`, `responses`, `anthropic`) knows its bodies and events; everything else is common.
 
-  call    `server`: `OpenAiServer._generate`: `_read` reads the body, `_within` limits the time and admits the call,
-          `_answer` does what follows
+  call    `server`: `OpenAiServer._generate`: `_read` reads the body, `_within` limits the time and registers the
+          call, `_answer` does what follows
   read    within `_read`: `ResponsesDialect.read` (`responses`), for example: `BodyForm.read` (`dialects`) checks the
           body by the forms of `bodies` and calls `_request`, which ends in `chat_request` (`requests`); completions
           and chats end in `understood` there -> `ApiCall` (`dialects`): a call of HTTP, not of a tool. Its

@@ -5,12 +5,12 @@ What a dry run needs of kernels is known before any is compiled (`smc.kernels.co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.forward import Reader
@@ -21,8 +21,9 @@ from smc.executor.triton_ops import TritonOps
 from smc.executor.whole_pass import PassKind, timed_rows
 from smc.executor.worker import ModelWorker
 from smc.kernels.compile_jobs import Need
-from smc.kernels.megakernel import MOST_TOKENS, MegakernelJob, obstacle, tiles_of
-from smc.model.decoder import Decoder, Layer
+from smc.kernels.megakernel import MOST_TOKENS, MegakernelJob, Weights, obstacle, tiles_of
+from smc.model.decoder import Decoder
+from smc.model.linear import Linear
 from smc.round.tensors import Rows
 from smc.types import ModelRole
 
@@ -134,8 +135,8 @@ class _NoSum:
 def dry_executor(
     config: EngineConfig, workers: Mapping[ModelRole, ModelWorker], ops: DryOps
 ) -> Iterator[LocalRoundExecutor | OneModelExecutor]:
-    """In this context there is an executor of dry runs on the workers of this process. It has memory of its own for the
-    state of slots. Other ranks take no part."""
+    """In this context there is an executor of dry runs on the workers of this process, whose models have their first
+    layers only. It has memory of its own for the state of slots. Other ranks take no part."""
     before = [(worker, worker.stages, worker.ops) for worker in workers.values()]
     with contextlib.ExitStack() as stack:
         for worker in workers.values():
@@ -158,7 +159,7 @@ def dry_executor(
 def _first_layers(model: Decoder) -> Iterator[None]:
     """In this context the model has as many of its layers as have all of its kernels."""
     layers = model.layers
-    model.layers = cast("Sequence[Layer]", nn.ModuleList(layers[: telling_layers(model)]))
+    model.layers = layers[: telling_layers(model)]
     try:
         yield
     finally:
@@ -167,8 +168,15 @@ def _first_layers(model: Decoder) -> Iterator[None]:
 
 def telling_layers(model: Decoder) -> int:
     """Return how many of the first layers have all kinds of layers and, since a kernel adds what the layer before it
-    has computed, all pairs of kinds that follow each other."""
-    kinds = [(model.config.window_of(layer.index), layer.rope_kind) for layer in model.layers]
+    has computed, all pairs of kinds that follow each other. Checkpoints may keep some matrices unquantised."""
+    kinds = [
+        (
+            model.config.window_of(layer.index),
+            layer.rope_kind,
+            tuple(Weights.of(matrix) for matrix in layer.modules() if isinstance(matrix, Linear)),
+        )
+        for layer in model.layers
+    ]
     pairs = list(pairwise(kinds))
     return max((pairs.index(pair) + 2 for pair in pairs), default=1)
 

@@ -4,8 +4,9 @@ same bits alone, in a tree, in a batch and in a prompt.
 The inputs are cut into as many parts as few tokens need to occupy the GPU (`splits_of`: by the shape and type of the
 weight alone). The products of a part are added by one instruction of the tensor cores, input after input, and the parts
 one after another. Few tokens use the kernels of `smc.kernels.linear`, in which each program computes one part, and the
-reader of the partial sums adds them. With many tokens there are enough programs without parts: `_many` computes all
-parts of a tile one after another and adds them itself, which gives the same sum. The sum is rounded only as a whole.
+reader of the partial sums adds them. With many tokens there are enough programs without parts (`choose_many`): `_many`
+computes all parts of a tile one after another and adds them itself, which gives the same sum. The sum is rounded only
+as a whole.
 
 The weight is always the first operand, 64 outputs of an instruction; the tokens are its second operand, whose number
 the instructions take from 8 to 256 (`python -m benchmarks.invariance --parts instructions` shows that this changes no
@@ -69,7 +70,7 @@ def choose_many(tokens: int, outputs: int, inputs: int, splits: int, gated: bool
     # Sums of parts that wait in memory pay if a part reads much more than it writes.
     spills = splits > 1 and tokens > 1024 and inputs // splits >= LONG_PART
     block_t = min(256 if splits == 1 or spills else 128, max(16, triton.next_power_of_2(tokens)))
-    block_n = 64 if tokens <= 128 and not gated else 128
+    block_n = 128
     block_k = next(size for size in ((128, 64, 32) if fp8 else (64, 32, 16)) if inputs // splits % size == 0)
     rows = block_n // 2 if gated else block_n
     tiles = triton.cdiv(outputs, rows) * triton.cdiv(tokens, block_t)

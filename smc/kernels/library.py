@@ -9,7 +9,7 @@ each part, which adds its sums to those of the parts before in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ PIECES = (4096, 2048, 1024, 512, 256)
 """Numbers of tokens into which prompts are divided, because the library is checked for each number."""
 SMALL = 2.0**-17
 """Standard deviation of the bias with which the library is checked."""
-AHEAD = 4_000_000
-"""Clocks, about 2 ms, for which the GPU waits before products are timed, so that the host has queued them by then."""
-TIMED = 6
+AHEAD = 2_000_000
+"""Clocks, about 1 ms, for which the GPU waits before products are timed, so that the host has queued them by then."""
+TIMED = 4
 """Number of products that are timed together."""
 _Size = tuple[int, int, int, int, bool, torch.dtype]
 
@@ -58,9 +58,9 @@ class LibraryProducts:
         return out_TO
 
     def _uses(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> bool:
-        """Return whether the library multiplies this size. One that is first seen while a graph is captured counts as
-        different, because the check waits for the device, and so does one of a dry run, in which our kernel may not
-        run; it is checked when it is next seen."""
+        """Return whether the library multiplies this size. It does not if the size is first seen while a graph is
+        captured, because the check waits for the device, nor in a dry run, in which our kernel may not run; the size is
+        checked when it is next seen."""
         size = (*x_TI.shape, weight_OI.shape[0], splits, bias_O is not None, x_TI.dtype)
         if size not in self._pays:
             if not x_TI.is_cuda or torch.cuda.is_current_stream_capturing() or is_recording():
@@ -74,27 +74,35 @@ def _pays(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -
     try:
         x_TI, other_OI = cancelling(x_TI, weight_OI)
         shift_O = None if bias_O is None else small_bias(bias_O)
-        ours = linear_fixed(x_TI, other_OI, splits, shift_O)
         theirs_TO = by_library(x_TI, other_OI, shift_O, splits)
-        is_same = torch.equal(reduce(ours.view(-1, *theirs_TO.shape), torch.empty_like(theirs_TO)), theirs_TO)
-        # Two weights in turn, so that less of them is still in the cache than in a pass over all layers.
+        ours_TO = torch.empty_like(theirs_TO)
+
+        def ours(weight_OI: Tensor) -> Tensor:
+            made = linear_fixed(x_TI, weight_OI, splits, shift_O)
+            # Somebody adds up the parts; a product without parts is done.
+            return reduce(made, ours_TO) if made.ndim == 3 else made
+
+        if not torch.equal(ours(other_OI), theirs_TO):
+            return False
+        # Two weights in turn, so that less of them is still in the cache, as in a pass over all layers.
         weights = (weight_OI, other_OI)
-        return is_same and _milliseconds(lambda i: by_library(x_TI, weights[i % 2], shift_O, splits)) < _milliseconds(
-            lambda i: linear_fixed(x_TI, weights[i % 2], splits, shift_O)
+        return _milliseconds(lambda weight: by_library(x_TI, weight, shift_O, splits), weights) < _milliseconds(
+            ours, weights
         )
     except torch.OutOfMemoryError:
         return False
 
 
-def _milliseconds(multiply: Callable[[int], Tensor]) -> float:
-    """Return the time of `TIMED` products on the GPU, without what the host needs to queue them: the lesser of two."""
+def _milliseconds(multiply: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> float:
+    """Return the time of `TIMED` products with these weights in turn on the GPU, without what the host needs to queue
+    them: the lesser of two."""
     found = []
     for _ in range(2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(AHEAD)
         begin.record()
         for i in range(TIMED):
-            multiply(i)
+            multiply(weights[i % len(weights)])
         end.record()
         end.synchronize()
         found.append(begin.elapsed_time(end))

@@ -47,10 +47,9 @@ class Kept(list[Job]):
 
 
 def engine() -> Any:
-    shape = tiny_config(
-        vocab_size=VOCAB, num_layers=3, hidden_size=128, head_dim=64, intermediate_size=128, max_context=CONTEXT
-    )
-    target, draft = (random_decoder(shape, seed).bfloat16() for seed in (1, 2))
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "head_dim": 64, "intermediate_size": 128, "max_context": CONTEXT}
+    windows = tiny_config("gemma3_text", num_layers=6, window_layers=(0, 1, 3, 4), **sizes)
+    target, draft = (random_decoder(shape, 1).bfloat16() for shape in (windows, tiny_config(num_layers=3, **sizes)))
     config = EngineConfig(block=3, max_slots=4, max_context=CONTEXT).on_device("cuda")
     return local_engine(ModelPair(target, draft, NoText(VOCAB), CONTEXT), config)
 
@@ -58,9 +57,9 @@ def engine() -> Any:
 def told(jobs: Sequence[Job]) -> set[tuple[str, ...]]:
     """Return what tells the kernels apart."""
     return {
-        (job.name, str(job.signature), str(job.constants), str(job.attributes))
+        (job.name, *map(str, (job.signature, job.constants, job.attributes, job.options)))
         if isinstance(job, CompileJob)
-        else (job.name,)
+        else (job.name, str(vars(job)))
         for job in jobs
     }
 

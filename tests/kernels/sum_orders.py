@@ -172,7 +172,7 @@ def main() -> dict[str, dict[str, list[str]]]:
         "sum": lambda: norms((), torch.bfloat16),
         "parts": lambda: norms((4,), torch.float32),
         "others": others,
-        **{f"{tokens} tokens": partial(products, tokens) for tokens in (1, 17, 300)},
+        **{f"{tokens} tokens": partial(products, tokens) for tokens in (1, 17, 300, 600)},
     }.items():
         modules.clear()
         launch()

@@ -54,7 +54,7 @@ def test_dry_runs_name_kernels_that_are_not_compiled_yet(said):
 
 
 def test_the_first_layers_have_all_kernels(said):
-    assert said["layers"] == [3, 3] and not said["differ"]
+    assert said["layers"] == [3, 6] and not said["differ"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,13 @@ def test_the_first_layers_have_all_kernels(said):
 )  # fmt: skip
 def test_dry_runs_have_every_kind_of_layer_and_every_change_of_kind(family, fields, wanted):
     assert telling_layers(random_decoder(tiny_config(family, **fields))) == wanted
+
+
+def test_dry_runs_have_every_format_of_weights():
+    """Checkpoints may keep some matrices of some layers as they are."""
+    model = random_decoder(tiny_config(num_layers=6))
+    model.layers[4].down = model.layers[4].down.half()
+    assert telling_layers(model) == 6
 
 
 def test_the_pool_compiles_what_it_is_given(said):

@@ -77,8 +77,10 @@ def operands(device: torch.device, outputs: int, inputs: int, parts: int) -> tup
     return x_TI, weight_OI, torch.randn(outputs, device=device).to(KIND)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_token_s_product_does_not_depend_on_the_others(device, biased):
+@pytest.mark.parametrize(("biased", "middling"), [(False, 512), (True, 130)])
+def test_a_token_s_product_does_not_depend_on_the_others(device, biased, middling, monkeypatch):
+    """The most tokens are multiplied as those of a round, or as those of a prompt."""
+    monkeypatch.setattr("smc.kernels.fixed_order.MIDDLING_TOKENS", middling)
     parts = splits_of(OUTPUTS, INPUTS)
     x_TI, weight_OI, bias_O = operands(device, OUTPUTS, INPUTS, parts)
     bias_O = bias_O if biased else None

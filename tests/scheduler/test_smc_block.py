@@ -11,7 +11,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, Request
 from smc.local_engine import local_engine
-from tests.pairwise import few
+from tests.pairwise import few, few_of_pairs
 from tests.scheduler.harness import PaddingOps, answers, assert_empty, assert_pages_follow, config_id, request
 from tests.scheduler.pairs import tiny_pair
 
@@ -60,11 +60,10 @@ def test_answers_are_those_of_an_engine_with_that_k(config, way, padded, monkeyp
             assert_same(one, expected[name])
 
 
-@pytest.mark.parametrize(
-    "config", [replace(FORMS[0], drafting="adaptive"), replace(FORMS[1], drafting="always")], ids=config_id
-)
-def test_company_with_longer_blocks_changes_nothing(config):
+@pytest.mark.parametrize(("config", "drafting"), few_of_pairs(product(FORMS, ("adaptive", "always"))))
+def test_company_with_longer_blocks_changes_nothing(config, drafting):
     """Walks begin alone, with blocks of 8 tokens in flight; the others join them."""
+    config = replace(config, drafting=drafting)
     ways = [one for way in WAYS for one in asked(way, 2)]
     alone = {one.request_id: answers(local_engine(pair(), config), [one])[one.request_id] for one in ways + walks()}
     engine, found = local_engine(pair(), config), {}
