@@ -56,7 +56,7 @@ def step_of(built: Built, monkeypatch: pytest.MonkeyPatch, **tiling: int) -> Ten
     return built.run_short()
 
 
-def prompts_of(built: Built, block_x: int, **tiling: int) -> Tensor:
+def prompts_of(built: Built, block_x: int, window: int | None = None, **tiling: int) -> Tensor:
     """Run the kernel of prompts over the same rows."""
     case, live = built.case, [r for r in built.pages if int(built.count_R[r])]
     out_THD = torch.zeros(built.q_THD.shape, dtype=case.dtype)
@@ -71,7 +71,7 @@ def prompts_of(built: Built, block_x: int, **tiling: int) -> Tensor:
     batch = ForwardBatch(
         table_RL, starts_R, counts_R, pages_T, position_T, np.arange(len(live) + 1), np.zeros(len(live), np.int64)
     )
-    pool = SimpleNamespace(keys=built.keys[None].to(DEVICE), values=built.values[None].to(DEVICE), windows=(None,))
+    pool = SimpleNamespace(keys=built.keys[None].to(DEVICE), values=built.values[None].to(DEVICE), windows=(window,))
     planned = FixedOrderPrompts(**(TILING | tiling), block_x=block_x).plan(pool, batch)
     out_THD[index_T] = planned.read(0, built.q_THD[index_T].to(DEVICE)).cpu()
     return out_THD
@@ -153,8 +153,9 @@ def test_windows(window):
         prepared = made.prepare(built.tables(), built.spans(), built.groups())
         q_THD, out_THD = built.q_THD.to(DEVICE).contiguous(), torch.empty_like(built.q_THD, device=DEVICE)
         found.append(made.run(q_THD, built.keys.to(DEVICE), built.values.to(DEVICE), prepared, out_THD, window).cpu())
-    assert all(torch.equal(one, found[0]) for one in found[1:])
-    q = case.queries
+    found.append(prompts_of(built, 16, window))
+    q, held_T = case.queries, torch.cat([torch.arange(case.queries) < count for count in built.count_R])
+    assert all(torch.equal(one[held_T], found[0][held_T]) for one in found[1:])
     for r, pages in built.pages.items():
         for i in range(int(built.count_R[r])):
             pages_L = pages[: int(built.start_R[r]) + i + 1][-window:]
