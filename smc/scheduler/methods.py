@@ -478,6 +478,9 @@ class Rejection(Exact):
     `smc.algorithm.verification`. Answers depend on the number of chains, so it is always the requested one."""
 
     decoding = Decoding.REJECTION
+    # Answers depend on what the chains propose. So that must not depend on whether another request of the round needs
+    # every mask.
+    needs_every_mask = True
 
     def chains(self, rows: int) -> int:
         return rows
