@@ -330,7 +330,7 @@ class MaskWriter:
 
     def _write_alone(self, needed: list[tuple[Follower, Sequence[MaskPath]]], masks_RW: np.ndarray) -> None:
         """Compute the masks of each request in a thread of its own. Those that take too long fail."""
-        began, works = time.monotonic(), []
+        works = []
         for follower, paths in needed:
             count = sum(path.masks for path in paths)
             first_rows = itertools.accumulate((path.masks for path in paths), initial=0)
@@ -339,6 +339,8 @@ class MaskWriter:
             executor, threads = _new_executor(1)
             drive, found_RW = self._drive([(follower, moved)], count, none_RW, executor, single=True)
             works.append((follower, paths, _Work(drive, threads), found_RW))
+        # A busy machine takes long to start the threads. The last one has as much time as the others.
+        began = time.monotonic()
         deadline = began + self._wait_left
         running = works
         while running := [one for one in running if not one[2].wait(POLL_SECONDS / len(running))]:

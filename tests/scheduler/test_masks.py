@@ -162,6 +162,34 @@ def test_masks_that_get_no_processor_time_are_waited_for(monkeypatch):
     assert follower.failure is None and masks_RW.any()
 
 
+def test_the_wait_begins_when_all_threads_have_started(monkeypatch):
+    """A busy machine takes long to start a thread for each request. The last one has as much time as the first."""
+    run, new = constraint_masks._Drive.run, constraint_masks._new_executor
+
+    def late(drive):
+        time.sleep(0.1)
+        run(drive)
+
+    def slowly(count: int):
+        time.sleep(0.2)
+        return new(count)
+
+    monkeypatch.setattr(constraint_masks._Drive, "run", late)
+    monkeypatch.setattr(constraint_masks, "_new_executor", slowly)
+    monkeypatch.setattr(constraint_masks, "PATIENCE_SECONDS", 1.4)
+    monkeypatch.setattr(constraint_masks, "WAIT_SECONDS", 60.0)
+    compiler = compiler_of()
+    followers = [Follower(machine_of("choices"), compiler) for _ in range(8)]
+    for follower in followers:
+        follower.alone = True
+    masks_RW = np.zeros((len(followers), compiler.words), dtype=np.int32)
+    path = MaskPath(np.array([IDS[b"a"]]), 1, 0, 1)
+    needed = [(follower, [path._replace(row=row)]) for row, follower in enumerate(followers)]
+    MaskWriter(compiler).write(needed, masks_RW)
+    assert [follower.failure for follower in followers] == [None] * len(followers)
+    assert masks_RW.any(1).all()
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["together", "alone"])
 @pytest.mark.parametrize(("vocab", "threads"), [(VOCAB, 2), (127, 1)], ids=["words", "whole words"])
 def test_masks_of_many_rows_are_those_of_a_plain_walk(vocab: int, threads: int, alone: bool, monkeypatch):
