@@ -96,7 +96,13 @@ def guided(requests: Sequence[Request], rng: random.Random) -> list[Request]:
 
 
 def small_engine(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, ahead: bool, follows: bool = False, **options
+    config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    ahead: bool,
+    follows: bool = False,
+    made: ModelPair | None = None,
+    **options,
 ) -> Engine:
     """An engine that overestimates its memory: it expects short answers and much sharing. With `ahead`, it requests
     rounds before it has read the last result, and reads first tokens a step later beside two requests; with `follows`,
@@ -106,7 +112,7 @@ def small_engine(
     with monkeypatch.context() as patch:
         if ahead:
             patch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
-        engine = local_engine(pair(), config, **options)
+        engine = local_engine(made or pair(), config, **options)
     engine.forecast.learn_answer = lambda _share: None
     if not follows:
         engine.forecast.follow = lambda _groups: None
