@@ -4,8 +4,7 @@ phases of the one launch. Needs a GPU of compute capability 9.0.
     python -m benchmarks.megakernel [qwen2.5-0.5b:fp8:8x1:256 llama-1b:fp8:32x1:256:1 ...]
 
 Random weights; names as in `benchmarks.passes`, of at most 64 tokens. The last line is JSON: milliseconds of both ways
-without the head, of one launch in which norms of heads have a phase of their own (`apart_ms`, where they need not), the
-relative difference of both ways, and for each phase of a layer, in clocks: the longest work of a block and
+without the head, their relative difference, and for each phase of a layer, in clocks: the longest work of a block and
 the shortest wait at the barrier after it. The rest of a phase's time is what blocks wait for the slowest."""
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PASSES = [
     *(f"qwen2.5-0.5b:{dtype}:{rows}x1:256:1:1" for dtype in ("fp8", "bfloat16") for rows in (8, 16, 32)),
     *(f"{shape}:fp8:8x1:256:1:1" for shape in ("llama-1b", "llama-8b/4")),
     "qwen2.5-0.5b:fp8:8x1:2000:1:1",
-    # Norms of outputs and heads of 256; norms of all heads together; norms of heads with and without their own phase.
+    # Norms of outputs and heads of 256; norms of all heads together; norms of single heads.
     *(f"{shape}:{dtype}:8x1:256:1:1" for shape in ("gemma3-270m", "gemma3-1b") for dtype in ("bfloat16", "fp8")),
     "gemma3-1b:bfloat16:8x1:2000:1:1",
     *(f"olmo2-1b:{dtype}:8x1:256:1:1" for dtype in ("bfloat16", "fp8")),
@@ -50,9 +49,6 @@ def time_pass(name: str) -> dict[str, Any]:
     whole.check()
     error = float((found_TE.float() - expected_TE.float()).norm() / expected_TE.float().norm())
     found = {"many_ms": round(milliseconds(many), 3), "one_ms": round(milliseconds(one), 3)}
-    if worker.model.config.qk_norm and "heads" not in whole.phases:
-        apart = Megakernel(worker.model, worker.pool, worker.rope, WIDTH, apart=True)
-        found["apart_ms"] = round(milliseconds(record(partial(apart, tokens_T, rows))[0]), 3)
     profiled = Megakernel(worker.model, worker.pool, worker.rope, WIDTH, profile=True)
     for _ in range(3):
         profiled(tokens_T, rows)

@@ -3,8 +3,9 @@
 // One block runs on every multiprocessor. All blocks go through the same phases, with a barrier over the grid after
 // each:
 //   embed    the tokens' embeddings become the residual stream x
-//   qkv      norm of x, product with the query/key/value weights, head norms, rotation, keys and values to their pages
-//   heads    (APART) head norms, rotation, and keys and values to their pages, where `qkv` cannot do it
+//   qkv      norm of x, product with the query/key/value weights; without head norms also rotation, and keys and values to
+//            their pages
+//   heads    (HEAD_NORM) head norms, rotation, keys and values to their pages
 //   attend   attention of every token to the positions of its row, in chunks at fixed positions
 //   output   product with the output weights, added to x
 //   gated    norm of x, products with gate and up, activation
@@ -36,13 +37,13 @@
 // coherent. The copy engine moves rows of weights and activations to shared memory (cp.async.bulk).
 //
 // Constants from the host: GRID: number of blocks; HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, WINDOW (0: none);
-// FP8, BIAS, HEAD_NORM, WHOLE_NORM (of all heads as one row), APART, PRE_NORM and POST_NORM (of the inputs and of the
-// outputs of attention and MLP), GELU, ZEROS (int4 groups have zero points), PROFILE (0 or 1); GROUP: inputs of an int4
-// group (0: not int4); SCALE: type of its scales (SCALE_FLOAT, SCALE_BF16 or SCALE_HALF); TILES: tiles of 8 tokens; WARPS of
-// a block; ROOM: bytes of its shared memory; SPLIT: blocks of a cluster that divide the inputs of `down`; QKV_TILES,
-// GATED_TILES: tiles that a block takes at a time; ATTEND_WARPS: warps that divide a chunk of positions; STEPS: groups of 16
-// positions that a warp takes of it; KEPT: units of attention whose pages a block keeps; CLOCKS: of a layer in a profile;
-// ROOT_DIM: square root of HEAD_DIM; EPS, NORM_OFFSET (added to the weights of norms), RESIDUAL, EMBED_FACTOR.
+// FP8, BIAS, HEAD_NORM, WHOLE_NORM (of all heads as one row), PRE_NORM and POST_NORM (of the inputs and of the outputs of
+// attention and MLP), GELU, ZEROS (int4 groups have zero points), PROFILE (0 or 1); GROUP: inputs of an int4 group (0: not
+// int4); SCALE: type of its scales (SCALE_FLOAT, SCALE_BF16 or SCALE_HALF); TILES: tiles of 8 tokens; WARPS of a block;
+// ROOM: bytes of its shared memory; SPLIT: blocks of a cluster that divide the inputs of `down`; QKV_TILES, GATED_TILES: tiles
+// that a block takes at a time; ATTEND_WARPS: warps that divide a chunk of positions; STEPS: groups of 16 positions that a
+// warp takes of it; KEPT: units of attention whose pages a block keeps; CLOCKS: of a layer in a profile; ROOT_DIM: square
+// root of HEAD_DIM; EPS, NORM_OFFSET (added to the weights of norms), RESIDUAL, EMBED_FACTOR.
 
 #if PROFILE
 #define CLOCK(i) if (threadIdx.x == 0) p.times[((u64)blockIdx.x * LAYERS + index) * CLOCKS + i] = clock64()
@@ -93,7 +94,6 @@ struct Params {
 constexpr int THREADS = WARPS * 32, TOKENS = TILES * 8, MOST_TOKENS = 64;
 constexpr int QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM, HALF = HEAD_DIM / 2, EACH = HEADS / KV_HEADS;
 constexpr int HEAD_TILES = HEAD_DIM / 16, QUERY_TILES = (EACH + 7) / 8, QUERIES = QUERY_TILES * 8, DIM_BLOCKS = HEAD_DIM / 64;
-constexpr int UNIT = HEAD_NORM && !APART ? HEAD_TILES : 1;                // tiles of qkv that are finished together
 constexpr int BLOCKS = HIDDEN / 64, OWN = (BLOCKS + WARPS - 1) / WARPS;  // blocks of 64 inputs; those of a warp
 constexpr int CHUNK = 16 * ATTEND_WARPS * STEPS;                         // positions of a chunk
 constexpr int BYTES = FP8 ? 1 : 2;                                       // of a weight that is not int4
@@ -576,8 +576,8 @@ __device__ __forceinline__ void copy_tiles(const Matrix &matrix, int outputs, in
 }
 
 // Products of normed x with the tiles [begin, end) of a matrix, MOST at a time; copies of the first MOST have started.
-// `rows(tile, g, upper, lower)` names the two weight rows of a thread; `finish` takes the sums of TOGETHER tiles.
-template <int HELD, int MOST, int TOGETHER, class Rows, class Finish>
+// `rows(tile, g, upper, lower)` names the two weight rows of a thread; `finish` takes the sums of a tile.
+template <int HELD, int MOST, class Rows, class Finish>
 __device__ __forceinline__ void normed_product(const Params &p, const Stream &stream, const Matrix &matrix, int outputs,
                                                const bf16 *norm, int begin, int end, Uses &uses, Rows rows, Finish finish) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4, tokens = p.rows * p.queries;
@@ -590,13 +590,13 @@ __device__ __forceinline__ void normed_product(const Params &p, const Stream &st
 #pragma unroll 1
         for (int first = 0; first * 8 < tokens; first += HELD) {
             // What the first job needs besides the sums is on its way first.
-            int unit = warp / HELD * TOGETHER, n = warp % HELD;
+            int mine = warp / HELD, n = warp % HELD;
             typename Finish::Ready ready;
-            if (unit < here) ready = finish.ready(tile + unit, (first + n) * 8 + 2 * t);
+            if (mine < here) ready = finish.ready(tile + mine, (first + n) * 8 + 2 * t);
             u32 held[OWN][HELD][8];
             load_normed<HELD>(p, stream, norm, first, held);
             if (!first && here > 0) wait_for(p, WEIGHTS, uses);
-#pragma unroll (HELD == 1 && OWN == 1 && TOGETHER == 1 ? 3 : 1)
+#pragma unroll (HELD == 1 && OWN == 1 ? 3 : 1)
             for (int i = 0; i < here; i++) {
                 float sum[HELD][4] = {};
 #pragma unroll
@@ -609,17 +609,13 @@ __device__ __forceinline__ void normed_product(const Params &p, const Stream &st
             }
             __syncthreads();
 #pragma unroll 1
-            for (int job = warp; unit < here;) {
+            for (int job = warp; mine < here;) {
                 const int token = (first + n) * 8 + 2 * t;
-                float4 sum[TOGETHER];
+                float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-                for (int i = 0; i < TOGETHER; i++) {
-                    sum[i] = make_float4(0, 0, 0, 0);
-#pragma unroll
-                    for (int w = 0; w < WARPS; w++) {
-                        const float4 part = sums[((w * MOST + unit + i) * HELD + n) * 32 + lane];
-                        sum[i].x += part.x, sum[i].y += part.y, sum[i].z += part.z, sum[i].w += part.w;
-                    }
+                for (int w = 0; w < WARPS; w++) {
+                    const float4 part = sums[((w * MOST + mine) * HELD + n) * 32 + lane];
+                    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
                 }
                 float2 norms = make_float2(1.0f, 1.0f);
                 if (PRE_NORM) {
@@ -631,9 +627,9 @@ __device__ __forceinline__ void normed_product(const Params &p, const Stream &st
                     }
                     norms = make_float2(rsqrtf(square.x / HIDDEN + EPS), rsqrtf(square.y / HIDDEN + EPS));
                 }
-                finish(ready, tile + unit, token, norms.x, norms.y, sum);
-                job += WARPS, unit = job / HELD * TOGETHER, n = job % HELD;
-                if (unit < here) ready = finish.ready(tile + unit, (first + n) * 8 + 2 * t);
+                finish(ready, tile + mine, token, norms.x, norms.y, sum);
+                job += WARPS, mine = job / HELD, n = job % HELD;
+                if (mine < here) ready = finish.ready(tile + mine, (first + n) * 8 + 2 * t);
             }
             __syncthreads();
         }
@@ -794,67 +790,52 @@ struct QkvRows {
     }
 };
 
-// Adds the bias, normalises a head, rotates it, and stores it: a query for the attend phase, a key or value in its page.
+// Adds the bias. Without head norms, rotates and stores: a query for the attend phase, a key or value in its page.
+// Otherwise leaves that to `finish_heads`.
 struct QkvFinish {
     const Params &p;
     const Layer &layer;
 
     struct Ready {
-        float scale[UNIT][2], cosine[UNIT][2], sine[UNIT][2];
-        bf16 bias[UNIT][2];
+        float scale[2], cosine[2], sine[2];
+        bf16 bias[2];
     };
 
     __device__ __forceinline__ Ready ready(int tile, int token) const {
         const int g = threadIdx.x % 32 / 4;
         Ready made;
+        int rows[2];
+        QkvRows()(tile, g, rows[0], rows[1]);
+        const int feature = tile % HEAD_TILES * 8 + g;
 #pragma unroll
-        for (int i = 0; i < UNIT; i++) {
-            int rows[2];
-            QkvRows()(tile + i, g, rows[0], rows[1]);
-            const int feature = (tile + i) % HEAD_TILES * 8 + g;
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                made.scale[i][k] = FP8 ? load_float((const float *)layer.qkv.scales + rows[k]) : 1.0f;
-                made.bias[i][k] = BIAS ? load_one(layer.qkv_bias + rows[k]) : 0;
-                if (APART) continue;
-                const int position = position_of[token + k];
-                const float *angle = layer.rope + (u64)(position < 0 ? 0 : position) * HEAD_DIM + feature;
-                made.cosine[i][k] = load_float(angle), made.sine[i][k] = load_float(angle + HALF);
-            }
+        for (int k = 0; k < 2; k++) {
+            made.scale[k] = FP8 ? load_float((const float *)layer.qkv.scales + rows[k]) : 1.0f;
+            made.bias[k] = BIAS ? load_one(layer.qkv_bias + rows[k]) : 0;
+            if (HEAD_NORM) continue;
+            const int position = position_of[token + k];
+            const float *angle = layer.rope + (u64)(position < 0 ? 0 : position) * HEAD_DIM + feature;
+            made.cosine[k] = load_float(angle), made.sine[k] = load_float(angle + HALF);
         }
         return made;
     }
 
     __device__ __forceinline__ void operator()(const Ready &ready, int tile, int token, float first_norm, float second_norm,
-                                               float4 (&sum)[UNIT]) const {
-        const int g = threadIdx.x % 32 / 4, head = tile / HEAD_TILES;
+                                               const float4 &sum) const {
+        const int g = threadIdx.x % 32 / 4;
+        const float raw[4] = {sum.x, sum.y, sum.z, sum.w}, norms[2] = {first_norm, second_norm};
+        float value[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            value[k] = round_to(raw[k] * norms[k % 2] * (ready.scale[k / 2] * UP) + number(ready.bias[k / 2]));
+#if HEAD_NORM
+        int rows[2];
+        QkvRows()(tile, g, rows[0], rows[1]);
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (token + k % 2 < p.rows * p.queries) p.raw[(token + k % 2) * QKV + rows[k / 2]] = rounded(value[k]);
+#else
+        const int head = tile / HEAD_TILES, feature = tile % HEAD_TILES * 8 + g;
         const bool is_query = head < HEADS, is_key = !is_query && head < HEADS + KV_HEADS;
-        float value[UNIT][4], norms[2] = {first_norm, second_norm}, heads[2] = {1.0f, 1.0f};
-#pragma unroll
-        for (int i = 0; i < UNIT; i++) {
-            const float raw[4] = {sum[i].x, sum[i].y, sum[i].z, sum[i].w};
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                value[i][k] = round_to(raw[k] * norms[k % 2] * (ready.scale[i][k / 2] * UP) + number(ready.bias[i][k / 2]));
-        }
-#if APART
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            int rows[2];
-            QkvRows()(tile, g, rows[0], rows[1]);
-            if (token + k % 2 < p.rows * p.queries) p.raw[(token + k % 2) * QKV + rows[k / 2]] = rounded(value[0][k]);
-        }
-        return;
-#endif
-        if (HEAD_NORM && (is_query || is_key)) {
-            float both[2] = {0.0f, 0.0f};
-#pragma unroll
-            for (int i = 0; i < UNIT; i++)
-#pragma unroll
-                for (int k = 0; k < 4; k++) both[k % 2] += value[i][k] * value[i][k];
-#pragma unroll
-            for (int k = 0; k < 2; k++) heads[k] = rsqrtf(sum_of_rows(both[k]) / HEAD_DIM + EPS);
-        }
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int page = page_of[token + k];
@@ -862,27 +843,20 @@ struct QkvFinish {
             bf16 *to = is_query ? p.q + ((token + k) * HEADS + head) * HEAD_DIM
                                 : (is_key ? layer.keys : layer.values) +
                                       ((u64)page * KV_HEADS + (head - HEADS) % KV_HEADS) * HEAD_DIM;
-#pragma unroll
-            for (int i = 0; i < UNIT; i++) {
-                const int feature = (tile + i) % HEAD_TILES * 8 + g;
-                float a = value[i][k], b = value[i][k + 2];
-                if (is_query || is_key) {
-                    if (HEAD_NORM) {
-                        const bf16 *weights = is_query ? layer.q_norm : layer.k_norm;
-                        a *= heads[k] * norm_weight(number(weights[feature]));
-                        b *= heads[k] * norm_weight(number(weights[feature + HALF]));
-                    }
-                    const float turned = a * ready.cosine[i][k] - b * ready.sine[i][k];
-                    b = b * ready.cosine[i][k] + a * ready.sine[i][k], a = turned;
-                }
-                to[feature] = rounded(a), to[feature + HALF] = rounded(b);
+            float a = value[k], b = value[k + 2];
+            if (is_query || is_key) {
+                const float turned = a * ready.cosine[k] - b * ready.sine[k];
+                b = b * ready.cosine[k] + a * ready.sine[k], a = turned;
             }
+            to[feature] = rounded(a), to[feature + HALF] = rounded(b);
         }
+#endif
     }
 };
 
-#if APART
-// Normalises heads, or all heads of a token together, and rotates and stores them, as `QkvFinish` does: a head for a warp.
+#if HEAD_NORM
+// Normalises heads, or all heads of a token together, and rotates and stores them, as `QkvFinish` does without norms: a head
+// for a warp.
 __device__ __forceinline__ void finish_heads(const Params &p, const Layer &layer) {
     constexpr int ALL = HEADS + 2 * KV_HEADS, PAIRS = (HALF + 31) / 32;
     const int lane = threadIdx.x % 32;
@@ -958,9 +932,9 @@ struct GatedFinish {
     }
 
     __device__ __forceinline__ void operator()(const Ready &ready, int tile, int token, float first_norm, float second_norm,
-                                               float4 (&sum)[1]) const {
+                                               const float4 &sum) const {
         const int row = tile * 8 + threadIdx.x % 32 / 4;
-        const float gates[2] = {sum[0].x, sum[0].y}, ups[2] = {sum[0].z, sum[0].w}, norms[2] = {first_norm, second_norm};
+        const float gates[2] = {sum.x, sum.y}, ups[2] = {sum.z, sum.w}, norms[2] = {first_norm, second_norm};
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const float gate = gates[k] * (ready.gate * UP) * norms[k], up = ups[k] * (ready.up * UP) * norms[k];
@@ -1281,8 +1255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int token = blockIdx.x; token < tokens; token += GRID)
         for (int i = threadIdx.x; i < HIDDEN; i += THREADS)
             p.stream[token * HIDDEN + i] = rounded(number(p.embed[p.tokens[token] * HIDDEN + i]) * EMBED_FACTOR);
-    const int qkv_begin = blockIdx.x * (QKV / 16 / UNIT) / GRID * UNIT, gated_begin = blockIdx.x * (INNER / 8) / GRID;
-    const int qkv_end = (blockIdx.x + 1) * (QKV / 16 / UNIT) / GRID * UNIT, gated_end = (blockIdx.x + 1) * (INNER / 8) / GRID;
+    const int qkv_begin = blockIdx.x * (QKV / 16) / GRID, gated_begin = blockIdx.x * (INNER / 8) / GRID;
+    const int qkv_end = (blockIdx.x + 1) * (QKV / 16) / GRID, gated_end = (blockIdx.x + 1) * (INNER / 8) / GRID;
     if (!grid.sync([&] {
             copy_tiles<QKV_TILES>(layers[0].qkv, QKV, qkv_begin, qkv_end, QkvRows());
             prefetch<GATE_UP_BYTES>(layers[0].gate_up.weights);
@@ -1294,9 +1268,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Layer &layer = layers[index];
         const int window = (int)layer.window, units = attention_units(p, window);
         CLOCK(0);
-        normed_product<QKV_HELD, QKV_TILES, UNIT>(p, stream, layer.qkv, QKV, layer.attn_norm, qkv_begin, qkv_end, uses, QkvRows(), QkvFinish{p, layer});
+        normed_product<QKV_HELD, QKV_TILES>(p, stream, layer.qkv, QKV, layer.attn_norm, qkv_begin, qkv_end, uses, QkvRows(), QkvFinish{p, layer});
         CLOCK(1);
-#if APART
+#if HEAD_NORM
         if (!grid.sync([] {})) return;
         CLOCK(2);
         finish_heads(p, layer);
@@ -1306,14 +1280,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (blockIdx.x < units) copy_chunk(p, layer, chunk_of(p, window, 0), 0, false);
                 prefetch<DOWN_BYTES>(layer.down.weights);
             })) return;
-        CLOCK(2 + 2 * APART);
+        CLOCK(2 + 2 * HEAD_NORM);
 #pragma unroll 1
         for (int turn = 0; blockIdx.x + turn * GRID < units; turn++) attend(p, layer, turn);
-        CLOCK(3 + 2 * APART);
+        CLOCK(3 + 2 * HEAD_NORM);
         if (!grid.sync([&] { Output::begin(layer.output); })) return;
-        CLOCK(4 + 2 * APART);
+        CLOCK(4 + 2 * HEAD_NORM);
         Output::run(p, p.attended, layer.output, p.stream, uses);
-        CLOCK(5 + 2 * APART);
+        CLOCK(5 + 2 * HEAD_NORM);
         if (!grid.sync([&] {
                 copy_tiles<GATED_TILES>(layer.gate_up, 2 * INNER, gated_begin, gated_end, GatedRows());
                 if (index + 1 == LAYERS) return;
@@ -1322,19 +1296,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 prefetch_vectors(layers[index + 1]);
                 prefetch_chunks(p, layers[index + 1]);
             })) return;
-        CLOCK(6 + 2 * APART);
+        CLOCK(6 + 2 * HEAD_NORM);
 #if POST_NORM
         stream = {p.stream, layer.attn_out_norm, other};
 #endif
-        normed_product<GATED_HELD, GATED_TILES, 1>(p, stream, layer.gate_up, 2 * INNER, layer.mlp_norm, gated_begin, gated_end, uses, GatedRows(), GatedFinish{p, layer});
-        CLOCK(7 + 2 * APART);
+        normed_product<GATED_HELD, GATED_TILES>(p, stream, layer.gate_up, 2 * INNER, layer.mlp_norm, gated_begin, gated_end, uses, GatedRows(), GatedFinish{p, layer});
+        CLOCK(7 + 2 * HEAD_NORM);
         if (!grid.sync([&] {
                 Down::begin(layer.down);
                 if (index + 1 < LAYERS) prefetch<GATE_UP_BYTES>(layers[index + 1].gate_up.weights);
             })) return;
-        CLOCK(8 + 2 * APART);
+        CLOCK(8 + 2 * HEAD_NORM);
         Down::run(p, p.inner, layer.down, p.stream, uses);
-        CLOCK(9 + 2 * APART);
+        CLOCK(9 + 2 * HEAD_NORM);
 #if POST_NORM
         stream = {other, layer.mlp_out_norm, p.stream};
 #endif

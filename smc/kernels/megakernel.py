@@ -15,10 +15,10 @@ points), one format for all matrices of the layers. `obstacle` names what it doe
   features. Attention in many launches (`smc.attention.kernels.check_heads`), which any model needs for its prompts and
   for passes of more tokens, takes only powers of two, so that models with heads of 96 do not run on a GPU at all;
 - shapes that need more shared memory than there is. For heads of 256, eight warps of a block divide the positions
-  instead of up to sixteen: each holds 16 KiB of keys and values and 8 KiB of results. Norms of single heads are
-  computed with the queries and keys where the weights of a whole head fit (16 rows for each 16 features) and a head has
-  at most `MOST_NORMED` features; otherwise they have a phase and a barrier of their own, as norms of all heads together
-  always have.
+  instead of up to sixteen: each holds 16 KiB of keys and values and 8 KiB of results.
+
+Norms of heads have a phase and a barrier of their own. If the blocks that multiply finished whole heads instead, 100 of
+132 blocks would have no part of the queries, keys and values of a model with 32 heads.
 
 All blocks of the grid wait for each other, so all must run at the same time. The launch is cooperative, with one block
 for each multiprocessor: the driver starts it only if the GPU can hold all blocks. Kernels of other streams may delay a
@@ -67,8 +67,6 @@ PADDING = 128
 """Maximum number of bytes between rows in shared memory."""
 MOST_PARTIAL_BYTES = 256 << 20
 """Maximum memory for the attention of single chunks."""
-MOST_NORMED = 128
-"""Maximum number of features of a head that `qkv` normalises: a warp has all of them in registers."""
 SCALES = {torch.float32: "SCALE_FLOAT", torch.bfloat16: "SCALE_BF16", torch.float16: "SCALE_HALF"}
 """Types of scales, as the kernel names them."""
 LIMIT_SECONDS = 10.0
@@ -83,8 +81,7 @@ class MegakernelRoom(NamedTuple):
     branch: Tensor
     """With norms of outputs: the output of attention or of the MLP, bfloat16 [tokens, E]; otherwise empty."""
     raw: Tensor
-    """With a phase `heads`: products with the query/key/value weights, bfloat16 [tokens, O + 2 J D]; otherwise
-    empty."""
+    """With norms of heads: products with the query/key/value weights, bfloat16 [tokens, O + 2 J D]; otherwise empty."""
     q: Tensor
     """Queries, bfloat16 [tokens, O]."""
     attended: Tensor
@@ -251,11 +248,9 @@ class Megakernel:
         width: int,
         *,
         profile: bool = False,
-        apart: bool = False,
         machine: Machine | None = None,
     ) -> None:
-        """`profile`: note clocks in `MegakernelRoom.times`; `apart`: leave norms of heads to a phase of their own, even
-        where `qkv` could compute them; `machine`: what runs the kernel; default: the GPU."""
+        """`profile`: note clocks in `MegakernelRoom.times`; `machine`: what runs the kernel; default: the GPU."""
         device = model.embed.weight.device
         why = device_obstacle(device) if machine is None else None
         if (why := why or model_obstacle(model, pool, width, machine or Gpu(device))) is not None:
@@ -263,9 +258,9 @@ class Megakernel:
         self.model, config = model, model.config
         self._machine = machine or Gpu(device)
         self._grid = self._machine.multiprocessors
-        self._constants = constants(config, self._grid, Weights.of(model.layers[0].qkv), apart=apart)
+        self._constants = constants(config, self._grid, Weights.of(model.layers[0].qkv))
         self._constants["PROFILE"] = int(profile)
-        buffers, raw_tokens = 1 + self._constants["POST_NORM"], MOST_TOKENS * self._constants["APART"]
+        buffers, raw_tokens = 1 + self._constants["POST_NORM"], MOST_TOKENS * self._constants["HEAD_NORM"]
 
         def room(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -349,22 +344,17 @@ def tiles_of(tokens: int) -> int:
     return 1 << max(0, -(-tokens // TILE) - 1).bit_length()
 
 
-def constants(config: ModelConfig, grid: int, weights: Weights, *, apart: bool = False) -> dict[str, Any]:
-    """Return the constants of the kernel that depend on the model and on the number of multiprocessors. `apart`: as for
-    `Megakernel`."""
-    traits, head_tiles, blocks = config.traits, config.head_dim // TILE_ROWS, config.hidden_size // BLOCK
+def constants(config: ModelConfig, grid: int, weights: Weights) -> dict[str, Any]:
+    """Return the constants of the kernel that depend on the model and on the number of multiprocessors."""
+    traits, blocks = config.traits, config.hidden_size // BLOCK
     fitting_warps = [
         warps for warps in range(MOST_WARPS // 2, MOST_WARPS + 1) if _turn_bytes(weights, warps) <= ROOM_BYTES
     ]
     # As few idle turns of warps as possible, then as many warps. In groups of two blocks, 13 or 15 warps take too much.
     warps = min(fitting_warps, key=lambda warps: (-(-blocks // warps) * warps, -warps))
     tile = weights.tile_bytes(config.hidden_size)
-    fitting = ROOM_BYTES // (tile + 512 * warps)
-    most = min(STAGE_BYTES // tile, fitting)
-    is_large = config.head_dim > MOST_NORMED or head_tiles > fitting
-    apart = traits.whole_qk_norm or (config.qk_norm and (apart or is_large))
-    together = head_tiles if config.qk_norm and not apart else 1
-    units = (config.num_heads + 2 * config.num_kv_heads) * head_tiles // together
+    most = max(1, min(STAGE_BYTES // tile, ROOM_BYTES // (tile + 512 * warps)))
+    qkv_tiles = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim // TILE_ROWS
     grid, steps = grid // 2 * 2, CHUNK_STEPS.get(config.head_dim, 1)
     queries = -(-config.num_heads // config.num_kv_heads // TILE) * TILE
     attended = steps * config.head_dim * 64 + queries * (config.head_dim + 2) * 4
@@ -384,15 +374,14 @@ def constants(config: ModelConfig, grid: int, weights: Weights, *, apart: bool =
         "BIAS": int(config.qkv_bias),
         "HEAD_NORM": int(config.qk_norm),
         "WHOLE_NORM": int(traits.whole_qk_norm),
-        "APART": int(apart),
         "PRE_NORM": int("attn_norm" in traits.norms),
         "POST_NORM": int("attn_out_norm" in traits.norms),
         "GELU": int(traits.activation != SILU),
         "WARPS": warps,
         # Two blocks divide the inputs of a tile where there are fewer tiles than blocks.
         "SPLIT": 2 if 2 * (config.hidden_size // TILE_ROWS) <= grid else 1,
-        "QKV_TILES": min(max(1, most // together), -(-units // grid)) * together,
-        "GATED_TILES": min(max(1, most), -(-(config.intermediate_size // TILE) // grid)),
+        "QKV_TILES": min(most, -(-qkv_tiles // grid)),
+        "GATED_TILES": min(most, -(-(config.intermediate_size // TILE) // grid)),
         "ATTEND_WARPS": min(warps, ROOM_BYTES // attended),
         "STEPS": steps,
         "KEPT": KEPT_UNITS,
@@ -418,7 +407,7 @@ def _turn_bytes(weights: Weights, warps: int) -> int:
 
 def phases(given: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of a layer's phases."""
-    return ("qkv", *(("heads",) if given["APART"] else ()), "attend", "output", "gated", "down")
+    return ("qkv", *(("heads",) if given["HEAD_NORM"] else ()), "attend", "output", "gated", "down")
 
 
 def _layer(layer: Layer, pool: KVPool, rope: RopeTable, given: dict[str, Any]) -> list[int]:

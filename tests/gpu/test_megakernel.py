@@ -74,9 +74,9 @@ def kernels_are_compiled():
         list(processes.map(machine_code, given))
 
 
-def made_by(one: ModelWorker, **options: bool) -> Megakernel:
+def made_by(one: ModelWorker) -> Megakernel:
     assert obstacle(one.model, one.pool, one.width) is None
-    return Megakernel(one.model, one.pool, one.rope, one.width, **options)
+    return Megakernel(one.model, one.pool, one.rope, one.width)
 
 
 def check_against_launches(one: ModelWorker, whole: Megakernel) -> None:
@@ -116,13 +116,6 @@ def test_a_pass_is_torch_s(name, dtype, held):
 def test_a_pass_is_that_of_many_launches(name, dtype, held):
     one = worker(MODELS[name], dtype, held=held)
     check_against_launches(one, made_by(one))
-
-
-def test_norms_of_heads_in_a_phase_of_their_own():
-    one = worker(CONFIGS["head norms"], "fp8")
-    whole, asked = made_by(one, apart=True), some_rows(31, 1)
-    assert "heads" in whole.phases
-    check_against_torch(one, whole, asked, tokens_of(asked))
 
 
 @pytest.mark.parametrize(("name", "dtype", "held"), WITH_COMPANY, ids=str)

@@ -280,10 +280,15 @@ def test_long_rows_are_refused():
     assert "MiB for attention to 1000000 positions" in told
 
 
-def test_norms_of_heads_are_a_phase_where_their_weights_do_not_fit():
-    assert "heads" not in megakernel.phases(constants(preset("qwen3-0.6b"), GRID, FP8_WEIGHTS))
-    assert "heads" in megakernel.phases(constants(preset("qwen3-8b/4"), GRID, BFLOAT16))
-    assert "heads" in megakernel.phases(constants(preset("gemma3-1b"), GRID, BFLOAT16))
+@pytest.mark.parametrize("family", DENSE)
+def test_norms_of_heads_are_a_phase(family):
+    given = constants(CONFIGS[family], GRID, BFLOAT16)
+    assert ("heads" in megakernel.phases(given)) == CONFIGS[family].qk_norm
+
+
+def test_products_before_norms_of_heads_are_divided_among_all_blocks():
+    """Qwen3 0.6B has 256 tiles of queries, keys and values, of 32 heads."""
+    assert constants(preset("qwen3-0.6b"), GRID, FP8_WEIGHTS)["QKV_TILES"] == 2
 
 
 def test_tiles_of_tokens():
@@ -294,11 +299,11 @@ def test_tiles_of_tokens():
 
 
 def emulated(
-    given: ModelConfig, dtype: str, held: Int4Format | None = None, machine: EmulatedGpu | None = None, **options: bool
+    given: ModelConfig, dtype: str, held: Int4Format | None = None, machine: EmulatedGpu | None = None
 ) -> tuple[ModelWorker, Megakernel]:
     needs_compiler()
     one = worker(given, dtype, "cpu", held)
-    return one, Megakernel(one.model, one.pool, one.rope, one.width, machine=machine or EmulatedGpu(), **options)
+    return one, Megakernel(one.model, one.pool, one.rope, one.width, machine=machine or EmulatedGpu())
 
 
 def compare(one: ModelWorker, whole: Megakernel, *sizes: tuple[int, int, bool]) -> None:
@@ -357,13 +362,6 @@ def test_two_blocks_of_a_cluster_divide_inputs(held):
     shape = config("llama", hidden_size=128, intermediate_size=640)
     one, whole = emulated(shape, "int4" if held else "bfloat16", held, EmulatedGpu(16))
     assert constants(shape, 16, Weights.of(one.model.layers[0].qkv))["SPLIT"] == 2
-    compare(one, whole, (7, 1, True))
-
-
-@pytest.mark.slow
-def test_norms_of_heads_in_a_phase_of_their_own_are_torch_s():
-    one, whole = emulated(CONFIGS["head norms"], "bfloat16", apart=True)
-    assert "heads" in whole.phases
     compare(one, whole, (7, 1, True))
 
 
