@@ -98,7 +98,7 @@ def test_answers_do_not_depend_on_when_masks_arrive(config: EngineConfig, ahead:
     with monkeypatch.context() as patch:
         seen = delay_calls(patch, random.Random(3))
         engine = small_engine(config, patch, ahead=ahead, made=pair)
-        lives = live(engine, requests, random.Random(4), submit=0.7, interrupt=0.08)
+        lives = live(engine, requests, random.Random(4), submit=0.7, interrupt=0.25)
     assert min(seen[kind] for kind in ("together", "alone", "abandoned")) > 5, seen
     assert lives.events["interrupted"] > 0
     for one in requests:
