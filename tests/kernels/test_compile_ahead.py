@@ -32,6 +32,8 @@ from smc.types import ModelRole
 from tests.model.tiny import random_decoder, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
+TOGETHER = pytest.mark.xdist_group("compile ahead")
+"""In one process, in which `said` is made once."""
 
 
 def child(*arguments: str) -> str:
@@ -48,11 +50,13 @@ def said() -> dict[str, Any]:
     return json.loads(child("-m", "tests.kernels.compile_ahead"))
 
 
+@TOGETHER
 def test_dry_runs_name_kernels_that_are_not_compiled_yet(said):
     assert said["found"] == said["missing"] > 100
     assert said["restored"]
 
 
+@TOGETHER
 def test_the_first_layers_have_all_kernels(said):
     assert said["layers"] == [3, 6] and not said["differ"]
 
@@ -73,17 +77,20 @@ def test_dry_runs_have_every_format_of_weights():
     assert telling_layers(model) == 6
 
 
+@TOGETHER
 def test_the_pool_compiles_what_it_is_given(said):
     assert said["pool"]["kernels"] == said["chosen"] == said["cached jobs"] > 10
     assert said["cached"] == ["_add_norm", "_advance", "_begin", "_pack", "megakernel"]
     assert said["pool"]["processes"] == 2 and not said["pool"]["failed"] and said["pool"]["seconds"] > 0
 
 
+@TOGETHER
 def test_launches_find_what_the_pool_has_compiled(said):
     assert {"_begin", "_pack", "_advance", "_add_norm", "_lay_out"} == set(said["launched"])
     assert said["compiled at launch"] and set(said["compiled at launch"]) == {"_lay_out"}
 
 
+@TOGETHER
 def test_a_pool_whose_processes_end_leaves_kernels_to_their_launch(said):
     assert said["broken"]["failed"] == 5 and not said["broken"]["kernels"]
     assert "has ended" in said["broken"]["error"]
