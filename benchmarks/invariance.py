@@ -290,9 +290,6 @@ def call_microseconds(call: Callable[[], Tensor], repeats: int = 20) -> float:
     return 1e3 * begin.elapsed_time(end) / repeats
 
 
-Operation = Callable[[LayerOps, Tensor], Tensor]
-
-
 def _sums(given: argparse.Namespace) -> Iterator[Finding]:
     context = multiprocessing.get_context("spawn")
     store, findings = StoreServer(LOOPBACK, SECRET, TIMEOUT), context.Queue()
@@ -334,6 +331,9 @@ def _sum_of_ranks(rank: int, given: argparse.Namespace, port: int, findings: mul
                 findings.put(Finding(name, str(count), _differ(made_E, alone)))
     if rank == 0:
         findings.put(None)
+
+
+Operation = Callable[[LayerOps, Tensor], Tensor]
 
 
 def _operations(subject: Subject, rows: Sequence[int], prompts: Sequence[int]) -> Iterator[Finding]:

@@ -79,7 +79,7 @@ def _pays(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -
 
         def ours(weight_OI: Tensor) -> Tensor:
             made = linear_fixed(x_TI, weight_OI, splits, shift_O)
-            # Somebody adds up the parts; a product without parts is done.
+            # In a pass the reader of the parts adds them up, which takes about as long as here.
             return reduce(made, ours_TO) if made.ndim == 3 else made
 
         if not torch.equal(ours(other_OI), theirs_TO):
