@@ -235,9 +235,10 @@ def _mode_of(division: Division) -> Mode:
 
 
 def measure_split(backend: PromptBackend, mode: Mode, effort: Effort, rows: int) -> LatencyModel:
-    """Measure the latency model of the devices of a mode, for draft steps of up to `rows` rows. One model works at a
-    time, so that models on one GPU do not slow each other down."""
-    probed = EngineConfig(form="lockstep", block=PROBED_BLOCK, numerics=mode.config.numerics)
+    """Measure the latency model of the devices of a mode, for draft steps of up to `rows` rows. Models that share GPUs
+    work one at a time, so that they do not slow each other down."""
+    shape = {"form": mode.config.form, "branches": mode.config.branches} if mode.degrees[0] else {"form": "lockstep"}
+    probed = EngineConfig(block=PROBED_BLOCK, numerics=mode.config.numerics, **shape)
     mode = replace(mode, config=probed, particles=WIDE_ROWS)
     longest = min(backend.shape(mode, role).max_context for role in ModelRole)
     context = min(room_for(effort.context, PROBED_BLOCK), longest)

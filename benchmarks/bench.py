@@ -256,6 +256,15 @@ class BenchOptions:
         ),
     ] = None
     verified: Annotated[str | None, options.option_of(EngineConfig, "verified")] = None
+    redrafting: Annotated[
+        str | None,
+        options.option(
+            options.ENGINE,
+            "Whether the draft drafts again after a miss in look-ahead, cuda with --method exact only. adaptive: where "
+            "it pays by the latency model, with --drafting adaptive; always: a whole block. Default: adaptive.",
+            metavar="adaptive|always|never",
+        ),
+    ] = None
     numerics: NumericsList = None
     kernels: Annotated[
         list[str] | None,
@@ -370,9 +379,9 @@ class BenchOptions:
                 )
             SamplingParams(**decoding)
         if "exact" not in (self.method or ()):
-            refuse_idle(self.named("drafting"), "without --method exact")
+            refuse_idle(self.named("drafting", "redrafting"), "without --method exact")
         elif self.verification == "rejection":
-            refuse_idle(self.named("drafting"), "with --verification rejection")
+            refuse_idle(self.named("drafting", "redrafting"), "with --verification rejection")
         if self.drafting != "adaptive":
             refuse_idle(self.named("verified"), "without --drafting adaptive")
 
@@ -408,7 +417,7 @@ def _advise(arguments: BenchOptions) -> None:
     """Find the best division of GPUs, and print and store it."""
     idle = arguments.named("mode") | {"prompts": arguments.prompts or None}
     idle |= arguments.named("rounds", "trace", "method", "population", "verification", "guidance_scale")
-    refuse_idle(idle | arguments.named("drafting", "verified", "numerics", "kernels"), "with --advise")
+    refuse_idle(idle | arguments.named("drafting", "redrafting", "verified", "numerics", "kernels"), "with --advise")
     if arguments.context and len(arguments.context) > 1:
         raise ValueError(f"--context {' '.join(map(str, arguments.context))}; allowed with --advise: one")
     on_gpu = arguments.device == "cuda"
@@ -479,7 +488,7 @@ def _bench_gpus(arguments: BenchOptions) -> None:
     if arguments.link:
         refuse_idle(arguments.named("kernels"), "with --link")
     if arguments.prompts:
-        refuse_idle(arguments.named("trace", "drafting", "kernels"), "with --prompts")
+        refuse_idle(arguments.named("trace", "drafting", "redrafting", "kernels"), "with --prompts")
     elif arguments.load == "grown":
         refuse_idle(arguments.named("context"), "with --load grown, whose prompts are problems")
         contexts = ()
@@ -499,6 +508,7 @@ def _bench_gpus(arguments: BenchOptions) -> None:
         arguments.drafting or "always",
         temperatures=(None,) if arguments.prompts else arguments.temperature or (None,),
         verified=arguments.verified,
+        redrafting=arguments.redrafting or "adaptive",
         numerics=arguments.all_numerics,
         kernels=tuple(dict.fromkeys(arguments.kernels or KERNELS[:1])),
     )
@@ -521,7 +531,7 @@ def _bench_gpus(arguments: BenchOptions) -> None:
 
 def _bench_prompts(arguments: BenchOptions) -> None:
     """Measure the time to the first token on a CPU."""
-    idle = arguments.named("load", "mode", "trace", "drafting", "kernels", *DISTRIBUTION) | {
+    idle = arguments.named("load", "mode", "trace", "drafting", "redrafting", "kernels", *DISTRIBUTION) | {
         "link": arguments.link and arguments.link[0]
     }
     refuse_idle(idle | arguments.named("draft_tp", "target_tp"), "with --prompts on a CPU")
@@ -543,7 +553,7 @@ def _bench_prompts(arguments: BenchOptions) -> None:
 
 def _bench_rounds(arguments: BenchOptions) -> None:
     """Measure the parts of a round's time on a CPU."""
-    idle = arguments.named("load", "mode", "context", "trace", "drafting", "kernels", *DISTRIBUTION)
+    idle = arguments.named("load", "mode", "context", "trace", "drafting", "redrafting", "kernels", *DISTRIBUTION)
     refuse_idle(idle, "without --device cuda")
     (particles, *more), blocks, branches = arguments.sizes
     if more:

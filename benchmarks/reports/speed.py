@@ -131,6 +131,8 @@ class SpeedPlan:
     """Temperatures of the target's distribution; None: that of `SamplingParams`."""
     verified: str | None = None
     """`verified` of `EngineConfig`."""
+    redrafting: str = "adaptive"
+    """`redrafting` of `EngineConfig`, in look-ahead."""
     numerics: Sequence[str] = (Numerics.FASTEST.value,)
     """Values of `numerics` of `EngineConfig`: every mode is measured with each."""
     kernels: Sequence[str] = KERNELS[:1]
@@ -142,6 +144,7 @@ class SpeedPlan:
 
         for numerics in self.numerics:
             EngineConfig(drafting=self.drafting, verified=self.verified, numerics=numerics)
+        EngineConfig(redrafting=self.redrafting)
         for mode in self.modes:
             if mode not in (*MODES, WIDE):
                 raise ValueError(f"--mode {mode!r}; allowed: {', '.join((*MODES, WIDE))}")
@@ -197,9 +200,8 @@ class SpeedPlan:
                 yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, degrees)
             elif name == "lookahead":
                 for own, n, f, k in product(self._decodings(), self.particles, self.branches, self.blocks):
-                    yield Mode(
-                        name, config=EngineConfig(block=k, branches=f, **common), particles=n, degrees=degrees, **own
-                    )
+                    config = EngineConfig(block=k, branches=f, redrafting=self.redrafting, **common)
+                    yield Mode(name, config=config, particles=n, degrees=degrees, **own)
             else:
                 for own, n, k in product(self._decodings(), self.particles, self.blocks):
                     yield Mode(
@@ -256,12 +258,12 @@ def measure_speed(
         timeline.waited(*turn.waited)
         timeline.end_step(turn.begin, turn.end)
 
-    latencies: dict[tuple[tuple[int, int], str, str], LatencyModel] = {}
+    latencies: dict[tuple[tuple[int, int], str, int | None, str, str], LatencyModel] = {}
 
     def latency(mode: Mode) -> LatencyModel:
-        key = (mode.degrees, mode.config.numerics, mode.kernels)
+        key = (mode.degrees, mode.config.form, mode.config.branches, mode.config.numerics, mode.kernels)
         if key not in latencies:
-            timed = replace(mode, name="lockstep" if mode.degrees == (0, 1) else "lockstep-apart")
+            timed = replace(mode, name="lockstep") if mode.degrees == (0, 1) else mode
             rows = min(MOST_ROWS, max(plan.concurrency) * max(plan.particles))
             latencies[key] = measure_split(backend, timed, THOROUGH, rows)
             err.print(f"latency model: {latencies[key]}", style="dim")

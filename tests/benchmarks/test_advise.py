@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import advise
-from benchmarks.advise import Advisor, missed_share
+from benchmarks.advise import Advisor, measure_split, missed_share
 from benchmarks.backends import CpuBackend, Mode
 from benchmarks.reports.advise import to_run, with_runs
 from services.launch.config import WorkerGroupConfig, WorkerGroupError
 from services.launch.division import Degrees, DegreeTimes, Division, best_setting, divisions, rank_divisions
 from services.launch.division_choice import weights_fit
 from smc import demo
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method
 from smc.calibration.forecast import LOCKSTEP, LOOKAHEAD, PLAIN, AcceptanceCurve, TreeShape, TreeShapes
-from smc.calibration.latency import STEADY
+from smc.calibration.latency import BRIEF, STEADY
 from smc.local_engine import ModelPair
 from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from smc.scheduler.stats import EngineStats
@@ -32,6 +35,16 @@ COSTS = LatencyModel(
 TIMES, ONE = DegreeTimes({1: COSTS}, {1: COSTS.draft}, COSTS.round_overhead), Degrees((1,), (1,))
 LARGE = WorkerGroupConfig(load="random", target=Path("llama-70b"), draft=Path("llama-1b"), device="cuda")
 GPU = 141 << 30
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_rounds_are_timed_in_the_form_of_the_mode(apart):
+    """In look-ahead that includes what drafting again costs rounds in which nobody has missed."""
+    machine, effort = CpuBackend(ModelPair.load(demo.TARGET, demo.DRAFT)), replace(BRIEF, seconds=0.0)
+    mode = Mode("lookahead", Method.EXACT, EngineConfig(branches=2), 8, (1, 1) if apart else (0, 1))
+    latency = measure_split(machine, mode, effort, 8)
+    assert (latency.redraft_overhead > 0) is apart
+    assert (2 in (size for size, _ in latency.draft.curve.points)) is apart
 
 
 def test_tokens_a_round_and_their_limits():

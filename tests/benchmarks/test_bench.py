@@ -197,6 +197,12 @@ def test_the_target_runs_what_is_asked():
     assert mode.config.on_device("cuda").verified == "nodes"
 
 
+def test_lookahead_drafts_again_as_asked():
+    modes, again = ("plain", "lockstep", "lookahead"), "always"
+    plan = SpeedPlan((1, 1), modes, (8,), (5,), (2,), (), (1,), 3, {}, redrafting=again)
+    assert [line.mode.config.redrafting for line in plan.rows(2)] == ["adaptive", "adaptive", again]
+
+
 def test_every_mode_runs_with_all_kernels():
     """Lines by the library's products follow those by ours, and all are compared with plain decoding by ours."""
     plan = SpeedPlan(
@@ -320,6 +326,9 @@ def test_more_gpus_than_there_are(capsys):
             "--drafting adaptive has no effect with --verification rejection",
         ),
         (("--method", "exact", "--drafting", "adaptive"), "--drafting adaptive has no effect without --device cuda"),
+        (("--device", "cuda", "--redrafting", "always"), "--redrafting always has no effect without --method exact"),
+        (("--method", "exact", "--redrafting", "never"), "--redrafting never has no effect without --device cuda"),
+        (("--device", "cuda", "--method", "exact", "--redrafting", "no"), "redrafting='no'; allowed: adaptive"),
         (
             ("--device", "cuda", "--method", "exact", "--verified", "nodes"),
             "--verified nodes has no effect without --drafting adaptive",
