@@ -18,6 +18,7 @@ from benchmarks.own_record import TARGET, OwnRecord, OwnRow
 from benchmarks.reports import interval, number_cell
 from benchmarks.reports.quality import COLOURS
 from smc.terminal import check_drawing, out, print_warning
+from smc.types import Numerics
 
 HEADERS = (
     *("decoding", "solved", "95%", "- target", "95%", "cut", "same", "log p"),
@@ -32,6 +33,7 @@ LEGEND = (
     "accepted; log Z: of SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer; "
     "tok/s: tokens a second of all requests in flight, prompts apart."
 )
+BIT_FOR_BIT = "Exact decoding by walk gives the target's own answers bit for bit, with --numerics invariant."
 SMC_MEANING = "SMC draws other answers, from a distribution that nears the target's as N grows: see solved and log p."
 MEANINGS = {
     "exact": "Exact decoding by walk gives the target's own answers in float32. In other types sums depend on the rows "
@@ -96,7 +98,9 @@ def print_report(record: OwnRecord, kinds: Sequence[str]) -> None:
             out.print("The file has no answers, so the share of solved problems is not known.", style="dim")
     if not record.rows:
         return
-    out.print(LEGEND, *dict.fromkeys(MEANINGS[kind] for kind in kinds if kind in MEANINGS), sep="\n", soft_wrap=True)
+    in_one_order = record.conditions.get("numerics") == Numerics.INVARIANT
+    meanings = MEANINGS | ({"exact": BIT_FOR_BIT} if in_one_order else {})
+    out.print(LEGEND, *dict.fromkeys(meanings[kind] for kind in kinds if kind in meanings), sep="\n", soft_wrap=True)
 
 
 def findings(rows: Sequence[OwnRow]) -> list[str]:

@@ -191,6 +191,12 @@ def test_records_measured_at_the_same_time_are_joined(run_eval, file, tmp_path, 
     own.main([str(path) for path in paths[:2]])
     printed = capsys.readouterr().out
     assert "target alone" in printed and "draft alone" in printed and "exact lockstep N=2 K=4" in printed
+    assert "near ties" in printed and "bit for bit" not in printed
+    record = OwnRecord.joined(paths[:2])
+    record.conditions["numerics"] = "invariant"
+    own.print_report(record, ["target", "exact"])
+    printed = capsys.readouterr().out
+    assert "near ties" not in printed and "bit for bit" in printed
     with pytest.raises(ValueError, match=r"2\.json cannot be joined to .*0\.json: it has problems problems"):
         OwnRecord.joined([paths[0], paths[2]])
     changed = json.loads(paths[1].read_text())
