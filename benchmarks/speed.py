@@ -17,8 +17,10 @@ from benchmarks.backends import OWN, BenchBackend, Mode, numerics_of_models
 from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
 from benchmarks.rounds import decoding_name
 from smc.api.sampling_params import Method, SamplingParams
+from smc.calibration.compile_ahead import compile_ahead
 from smc.calibration.warm_up import DECODINGS, warm_up, warm_up_plans, warm_up_prompts
 from smc.distributions import NO_PROCESSORS
+from smc.executor.worker import ModelWorker
 from smc.scheduler.engine import Engine
 from smc.scheduler.speculation import LatencyModel
 from smc.types import Decoding, ModelRole
@@ -270,6 +272,9 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
 
 def _warm_up(engine: Engine) -> None:
     """Warm up as a service does, since a latency model chooses trees of all sizes."""
+    here = {role: worker for role, worker in engine.workers.items() if isinstance(worker, ModelWorker)}
+    if here:  # models in processes of their own are not asked
+        compile_ahead(engine.config, engine.context, here)
     warm_up_prompts(engine)
     warm_up(
         engine,
