@@ -220,7 +220,7 @@ class ProcessBackend:
             raise
 
     def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
-        whole, degree = self._config.sources.of_role(role).config, max(1, mode.degrees[list(ModelRole).index(role)])
+        whole, degree = self._config.shape(role), max(1, mode.degrees[list(ModelRole).index(role)])
         dtype = DTYPES[self._config.dtypes[role]]
         model, vocab = (
             empty_decoder(local_config(whole, Shard(0, degree)), None, dtype, "meta"),
@@ -229,7 +229,7 @@ class ProcessBackend:
         return read_bytes(model, vocab.head(model) if vocab and role == ModelRole.DRAFT else None)
 
     def shape(self, mode: Mode, role: ModelRole) -> ModelConfig:
-        return self._config.sources.of_role(role).config
+        return self._config.shape(role)
 
     def memory(self, mode: Mode) -> int:
         assert self._remote is not None

@@ -67,7 +67,7 @@ def step_seconds(
 ) -> dict[str, float]:
     """Return the seconds of a draft step in each type that the device and the shape support, the checkpoint's own
     first. Empty if there is no memory for measuring."""
-    found = {}
+    config, found = config.on_device(device), {}
     for dtype in dict.fromkeys((own, *LOSS)):
         if dtype != own and not (dtype == "fp8" or may_be_int4):
             continue

@@ -187,7 +187,7 @@ def _rank(model: ModelReport, degree: int) -> str:
     """Return the size of a rank's weights and its numbers of query heads and key/value heads. If ranks hold different
     numbers of heads, shows the lowest and the highest."""
     if degree not in model.rank_bytes:
-        return "no split"
+        return "none" if model.gpu_obstacle else "no split"
     if degree == 1:
         return _size(model.rank_bytes[degree])
     counts = [sorted({*held}) for held in zip(*model.rank_heads[degree])]
@@ -208,7 +208,7 @@ def _column(model: ModelReport) -> dict[str, str]:
         "parameters": f"{size / 1e9:.2f} B" if size >= 1e8 else f"{size / 1e6:.2f} M",
         "weights": model.weights,
         "size": _size(model.bytes),
-        "on a GPU": model.gpu_dtype,
+        "on a GPU": model.gpu_obstacle or model.gpu_dtype,
         **ranks,
         "ends at ids": ", ".join(map(str, model.eos_ids)) or "none",
         "sampling": ", ".join(f"{name} {value:g}" for name, value in model.sampling.items()) or "library's",

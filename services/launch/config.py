@@ -28,7 +28,7 @@ from smc.api.settings import (
     check_settings,
     setting,
 )
-from smc.model.config import GENERATION_CONFIGS, sampling_defaults
+from smc.model.config import GENERATION_CONFIGS, ModelConfig, sampling_defaults
 from smc.types import ModelRole, Numerics
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ class WorkerGroupConfig:
 
         if self.draft_tp is not None or self.engine.numerics == Numerics.INVARIANT:
             return False
-        return can_be_divided(self.sources.draft.config, self.target_tp)
+        return can_be_divided(self.shape(ModelRole.DRAFT), self.target_tp)
 
     @property
     def rank_groups(self) -> tuple[RankGroup, ...]:
@@ -389,6 +389,10 @@ class WorkerGroupConfig:
         sources = SourcePair.of(self.load, *paths, small=(demo.TARGET, demo.DRAFT))
         return sources.with_draft_vocab(self.draft_vocab, self.draft_vocab_text)
 
+    def shape(self, role: ModelRole) -> ModelConfig:
+        """Return the shape in which the ranks hold a model. Raises ValueError if their device cannot run it."""
+        return self.sources.of_role(role).config.on_device(self.device)
+
     def serving_pair(self) -> ServingPair:
         """Look at both models without loading them. Raises ValueError if they cannot be served this way."""
         from services.backend import CHOSEN_AT_START, Model, ServingPair
@@ -399,7 +403,11 @@ class WorkerGroupConfig:
         for role in ModelRole:
             source, degree = sources.of_role(role), self.degree(role)
             try:
-                local_config(source.config, Shard(0, degree))
+                shape = self.shape(role)
+            except ValueError as error:
+                raise ValueError(f"{role}: {error}") from error
+            try:
+                local_config(shape, Shard(0, degree))
             except ValueError as error:
                 raise ValueError(f"{role}_tp={degree}: {error}") from error
             is_chosen = role == ModelRole.DRAFT and self.may_divide_draft

@@ -77,8 +77,7 @@ class Degrees:
         from smc.model.parallel import can_be_divided
 
         def allowed(role: ModelRole) -> tuple[int, ...]:
-            shape = config.sources.of_role(role).config
-            return tuple(degree for degree in range(1, gpus + 1) if can_be_divided(shape, degree))
+            return tuple(degree for degree in range(1, gpus + 1) if can_be_divided(config.shape(role), degree))
 
         return Degrees(allowed(ModelRole.DRAFT), allowed(ModelRole.TARGET))
 

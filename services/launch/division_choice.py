@@ -285,7 +285,7 @@ def weights_fit(config: WorkerGroupConfig, gpu_bytes: int | None) -> Callable[[D
     def held(role: ModelRole, degree: int) -> float:
         if not degree:
             return 0.0
-        whole = rank_bytes(config.sources.of_role(role).config, Shard(0, degree), {})
+        whole = rank_bytes(config.shape(role), Shard(0, degree), {})
         return whole / PLAIN_BYTES * WEIGHT_BYTES.get(config.dtypes[role], PLAIN_BYTES)
 
     def fits(division: Division) -> bool:
@@ -300,7 +300,7 @@ def estimated_times(config: WorkerGroupConfig, degrees: Degrees) -> DegreeTimes:
     from smc.calibration.estimate import LINK_SECONDS, OVERHEAD, estimate_latency, estimate_pass
     from smc.model.weight_map import PLAIN_BYTES, WEIGHT_BYTES
 
-    draft, target = (config.sources.of_role(role).config for role in ModelRole)
+    draft, target = (config.shape(role) for role in ModelRole)
     sizes = [WEIGHT_BYTES.get(config.dtypes[role], PLAIN_BYTES) for role in ModelRole]
     return DegreeTimes(
         {degree: estimate_latency(target, draft, (1, degree), (sizes[0], sizes[1])) for degree in degrees.target},

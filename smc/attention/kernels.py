@@ -36,6 +36,7 @@ from smc.kernels.packed_rows import (
     row_tables,
     table_arguments,
 )
+from smc.model.config import GPU_HEAD_DIMS
 from smc.round.tensors import RowGroups, RowSpans, RowTables
 
 PAIRED = 512
@@ -269,10 +270,10 @@ def _own_kernel(
 
 def check_heads(heads: tuple[int, int], head_dim: int) -> None:
     """Check heads (H, J) and their dimension. Raises ValueError for shapes that the kernels do not support."""
-    if heads[0] % heads[1] or head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
+    if heads[0] % heads[1] or head_dim not in GPU_HEAD_DIMS:
         raise ValueError(
-            f"heads (H, J) = {heads} and dimension {head_dim}; allowed: H a multiple of J, and a dimension that is a "
-            "power of two from 16 to 256"
+            f"heads (H, J) = {heads} and dimension {head_dim}; allowed: H a multiple of J, and dimensions "
+            f"{', '.join(map(str, GPU_HEAD_DIMS))}"
         )
 
 

@@ -40,6 +40,8 @@ class ModelReport:
     """Storage format of the weights: the title of the quantisation, or the names of the types."""
     gpu_dtype: str = "bfloat16"
     """Name of the dtype that the weights are loaded in on a GPU, unless another is given."""
+    gpu_obstacle: str = ""
+    """Why a GPU does not run the model in `gpu_dtype`; empty if it does."""
     rank_bytes: dict[int, int] = field(default_factory=dict)
     """Degree of tensor parallelism -> bytes of weights that each rank's GPU holds in `gpu_dtype`. Degrees into which
     the model cannot be split are left out."""
@@ -169,7 +171,10 @@ def _report(directory: str | Path) -> ModelReport:
     if isinstance(quantisation, Int4Quantisation) and quantisation.act_order:
         warn_once(logger, "%s: int4 with act-order is converted to bfloat16 when it is loaded on a GPU", directory)
     dtype = default_dtype(directory, "cuda")
-    weight_bytes, heads, token_bytes = _rank_sizes(config, stored, quantisation if dtype == "int4" else None)
+    try:
+        on_gpu = _rank_sizes(config.on_device("cuda"), stored, quantisation if dtype == "int4" else None)
+    except ValueError as error:
+        on_gpu = {"gpu_obstacle": str(error)}
     plain = ", ".join(sorted({STORED_NAMES.get(tensor.dtype, tensor.dtype) for tensor in stored.values()}))
     return ModelReport(
         config,
@@ -177,26 +182,25 @@ def _report(directory: str | Path) -> ModelReport:
         stored_bytes(stored),
         weights=quantisation.title if quantisation else plain,
         gpu_dtype=dtype,
-        rank_bytes=weight_bytes,
-        rank_heads=heads,
-        rank_token_bytes=token_bytes,
         sampling=sampling_defaults(Path(directory)),
+        **on_gpu,
     )
 
 
-def _rank_sizes(
-    config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None
-) -> tuple[dict[int, int], dict[int, tuple[tuple[int, int], ...]], dict[int, int]]:
-    """Return `rank_bytes`, `rank_heads` and `rank_token_bytes` of a `ModelReport`, for `DEGREES`."""
+def _rank_sizes(config: ModelConfig, stored: Mapping[str, StoredTensor], int4: Quantisation | None) -> dict[str, Any]:
+    """Return `rank_bytes`, `rank_heads` and `rank_token_bytes` of a `ModelReport`, by name, for `DEGREES`. Raises
+    ValueError if no single GPU can run the model, whatever its memory."""
     weights, heads, token_bytes = {}, {}, {}
     for degree in DEGREES:
         shard = Shard(0, degree)
         try:
             formats = int4_formats(weight_slices(config, shard), shard, stored, int4) if int4 else {}
             heads[degree] = tuple((query, key) for query, key, _ in held_sizes(config, degree))
-        except ValueError:  # the model cannot be split into this many shards
-            continue
+        except ValueError:
+            if degree == 1:
+                raise
+            continue  # the model cannot be split into this many shards
         weights[degree] = rank_bytes(config, shard, formats)
         keys = local_config(config, shard).num_kv_heads * config.head_dim
         token_bytes[degree] = 2 * PLAIN_BYTES * config.num_layers * keys
-    return weights, heads, token_bytes
+    return {"rank_bytes": weights, "rank_heads": heads, "rank_token_bytes": token_bytes}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ SIZES = {
     "max_context": "max_position_embeddings",
 }
 """Field name -> published name, for every field that must be a positive integer."""
+GPU_HEAD_DIMS = (16, 32, 64, 128, 256)
+"""Numbers of features of a head that the kernels of a GPU take."""
 SAVED_FAMILIES = ("llama", "qwen2", "qwen3")
 """Families that `ModelConfig.to_hf` can write, for the demo's training, `smc.distill` and `smc.model.padded`."""
 _CONTEXTS = ("max_position_embeddings", "original_max_position_embeddings")
@@ -146,6 +148,8 @@ class ModelConfig:
     experts_per_token: int = 0
     normalised_experts: bool = False
     """Whether the weights of a token's experts add up to 1."""
+    unpadded_head_dim: int | None = None
+    """Number of features of a head in the files, if heads are padded to `head_dim` (`on_device`); None: `head_dim`."""
     whole_heads: tuple[int, int] | None = None
     """In the configuration of a shard, the numbers of query heads of the whole model and of key/value heads on all
     ranks, copies included; None for a model on a single rank."""
@@ -184,6 +188,35 @@ class ModelConfig:
     def rotated(self) -> int:
         """Number of leading features of a head that are rotated."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def stored_head_dim(self) -> int:
+        """Number of features of a head in the files."""
+        return self.head_dim if self.unpadded_head_dim is None else self.unpadded_head_dim
+
+    def on_device(self, device: object) -> ModelConfig:
+        """Return the shape in which a device (a name or a torch.device) holds the model.
+
+        Kernels of a GPU take heads of `GPU_HEAD_DIMS` only. Other heads are padded to the next of these sizes with
+        features that are zero and not rotated; the factor of scores stays that of the files' heads. All sums stay the
+        same. Raises ValueError for heads that cannot be padded."""
+        if str(device).partition(":")[0] != "cuda" or self.head_dim in GPU_HEAD_DIMS:
+            return self
+        allowed = f"allowed on a GPU: {', '.join(map(str, GPU_HEAD_DIMS))}"
+        if self.head_dim > GPU_HEAD_DIMS[-1]:
+            raise ValueError(f"head_dim={self.head_dim}; {allowed}, and smaller ones, which are padded to these")
+        if self.qk_norm:  # its mean would be over the features of padding, too
+            raise ValueError(
+                f"head_dim={self.head_dim} of {self.family}, which normalises queries and keys; {allowed} (others are "
+                "padded in families without such norms only)"
+            )
+        return replace(
+            self,
+            head_dim=next(size for size in GPU_HEAD_DIMS if size > self.head_dim),
+            unpadded_head_dim=self.head_dim,
+            rotary_dim=self.rotated,
+            score_scale=self.head_dim**-0.5 if self.score_scale is None else self.score_scale,
+        )
 
     def window_of(self, layer: int) -> int | None:
         """Number of positions that a token sees in this layer, itself included; None: all."""

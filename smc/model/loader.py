@@ -3,7 +3,7 @@ measure speed without a checkpoint. Knows nothing about tokenizers or serving.
 
 Loading streams one piece of a tensor at a time, so the model is never in memory twice. A rank reads only its own shard
 of each tensor, except that FP8 and int4 weights are quantised from whole rows, so that scales do not depend on the
-number of ranks.
+number of ranks. On a GPU heads may be padded (`ModelConfig.on_device`).
 
 Local axes: P groups of inputs with a common scale."""
 
@@ -22,12 +22,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from smc.model.config import ModelConfig, read_quantisation
 from smc.model.decoder import Decoder, empty_decoder
 from smc.model.files import SINGLE_FILE, STORED_FP8, TensorReader, write_json
 from smc.model.linear import FP8, INT4, Linear, pieces, quantise, quantise_int4
-from smc.model.parallel import WHOLE, Reduce, Shard, local_config
+from smc.model.parallel import WHOLE, Axis, Reduce, Shard, local_config
 from smc.model.quantisation import GROUP, Codes, Fp8Quantisation, Int4Quantisation, Quantisation
 from smc.model.weight_map import WeightSlice, check_weights, int4_formats, weight_slices
 
@@ -62,7 +63,7 @@ def load_model(
     wrong shape. A value that is not finite is found only by the ranks that hold it."""
     if shard.degree > 1 and reduce is None:
         raise ValueError(f"degree={shard.degree} without reduce; a model split over ranks needs a sum over them")
-    config = ModelConfig.from_hf(directory)
+    config = ModelConfig.from_hf(directory).on_device(device)
     slices = weight_slices(config, shard)
     stored = check_weights(directory, config)
     quantisation = read_quantisation(directory)
@@ -72,7 +73,7 @@ def load_model(
         shared = _shared(published, slices, beside, dtype) if beside is not None else {}
         model = empty_decoder(local_config(config, shard), reduce, dtype, device, int4, shared)
         parameters = {name: weight for name, weight in model.named_parameters() if name not in shared}
-        if shard.degree > 1:
+        if shard.degree > 1 or config.unpadded_head_dim is not None:
             for weight in parameters.values():
                 weight.zero_()  # parts that no slice covers are padding
         wanted = [name for name in slices if slices[name].parameter in parameters]
@@ -164,11 +165,16 @@ class PublishedWeights:
             return self.files.part(name, part), quantisation.rows_scale(self.files, name, rows)
         return quantise(self.values(name, part))
 
-    def int4_rows(self, name: str, rows: slice, columns: slice, inputs: int, group: int) -> Codes:
-        """Return some columns of some rows in int4, in groups of `group` inputs. Rows stored in int4 are kept. Others
-        are rounded from their whole width of `inputs`, in groups of up to `GROUP`."""
+    def int4_rows(self, name: str, rows: slice, axis: Axis, group: int) -> Codes:
+        """Return the columns in the one span of `axis` of some rows in int4, in groups of `group` inputs. Rows stored
+        in int4 are kept. Others are rounded from their whole width, in groups of up to `GROUP`, or, if spans are
+        padded, from the span and its padding."""
+        columns, inputs = slice(axis.held.start, axis.held.stop), axis.size
         if isinstance(self.quantisation, Int4Quantisation) and self.quantisation.holds(name, self.files.tensors):
             return self.quantisation.codes(self.files, name, rows, columns, group)
+        if axis.padded_span is not None:
+            values_OI = self.values(name, (rows, columns))
+            return quantise_int4(functional.pad(values_OI, (0, axis.padded_span - len(axis.held))), group)
         whole_group = math.gcd(GROUP, inputs)
         code_OI, scale_OP, zero_OP = quantise_int4(self.values(name, (rows, slice(0, inputs))), whole_group)
         group_P = torch.arange(columns.start, columns.stop, group, device=self.files.device) // whole_group
@@ -208,9 +214,9 @@ def _load_fp8(published: PublishedWeights, name: str, where: WeightSlice, parame
 def _load_int4(published: PublishedWeights, name: str, where: WeightSlice, parameters: Mapping[str, Tensor]) -> None:
     rows, columns = where.axes
     scale_PO = parameters[f"{where.parameter.removesuffix('weight')}scale"]
-    part, group = slice(columns.held.start, columns.held.stop), columns.local_size // len(scale_PO)
+    group = columns.local_size // len(scale_PO)
     for piece in pieces(len(rows.held), columns.size):
-        codes = published.int4_rows(name, _stored_rows(where, piece), part, columns.size, group)
+        codes = published.int4_rows(name, _stored_rows(where, piece), columns, group)
         _require_finite(name, codes.scale_OP.to(scale_PO.dtype), scale_PO.dtype)
         where.write_int4(parameters, piece, codes)
 
@@ -232,6 +238,11 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
     """Like `save_model` for any family. `config` is the contents of config.json, which must describe the model."""
     if model.reduce is not None:
         raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
+    if model.config.unpadded_head_dim is not None:
+        raise ValueError(
+            f"this decoder has heads of {model.config.unpadded_head_dim} features, padded to {model.config.head_dim} "
+            "for a GPU, and is not saved; load it on a CPU"
+        )
     quantised = {torch.int32: "int4", FP8: "FP8"}
     for weight in model.parameters():
         if weight.dtype in quantised:
@@ -291,6 +302,7 @@ def random_model(
 ) -> Decoder:
     """Create a decoder, or one rank's shard of it, on `device`, with normally distributed weights and norm weights of
     1. FP8 weights are the bfloat16 weights of the same seed, quantised; int4 weights are random codes."""
+    config = config.on_device(device)
     int4 = int4_formats(weight_slices(config, shard), shard) if dtype == INT4 else None
     model = empty_decoder(local_config(config, shard), reduce, dtype, device, int4)
     generator = torch.Generator(device).manual_seed(seed * 1000 + shard.rank)

@@ -12,6 +12,9 @@ tokens as there are hidden features.
 All ranks have the same shape, so some of them contain padding: query heads of a piece, whole pieces or inner features.
 The weights of padding are zero. Padding adds zero to both sums, because its columns of o and down are zero.
 
+Heads may be padded as well (`ModelConfig.on_device`): a rank's tensors then have more features for each head than the
+files.
+
 Knows nothing about files, parameters or communication between ranks.
 """
 
@@ -91,6 +94,9 @@ class Axis:
     """Size of the axis in the rank's own tensor."""
     step: int
     """All spans of all ranks begin and end at multiples of this, in both tensors."""
+    padded_span: int | None = None
+    """Number of indices of the rank's own tensor that each span takes up, padding behind it included; None: as many as
+    it holds."""
 
     @staticmethod
     def whole(size: int) -> Axis:
@@ -178,8 +184,8 @@ class Split:
             query_ranks.append(query)
             key_ranks.append(key)
         return Split(
-            query=_axis(config.num_heads, query_ranks, heads.slots * heads.piece, dim, shard),
-            key=_axis(config.num_kv_heads, key_ranks, heads.slots, dim, shard),
+            query=_axis(config.num_heads, query_ranks, heads.slots * heads.piece, dim, shard, config.stored_head_dim),
+            key=_axis(config.num_kv_heads, key_ranks, heads.slots, dim, shard, config.stored_head_dim),
             inner=_inner(config.intermediate_size, shard),
         )
 
@@ -214,9 +220,8 @@ def held_sizes(config: ModelConfig, degree: int) -> tuple[tuple[int, int, int], 
     def size(axis: Axis, unit: int) -> int:
         return sum(len(span.held) for span in axis.spans) // unit
 
-    return tuple(
-        (size(split.query, config.head_dim), size(split.key, config.head_dim), size(split.inner, 1)) for split in splits
-    )
+    dim = config.stored_head_dim
+    return tuple((size(split.query, dim), size(split.key, dim), size(split.inner, 1)) for split in splits)
 
 
 def _inner(size: int, shard: Shard) -> Axis:
@@ -233,8 +238,20 @@ def _shares(count: int, parts: int) -> list[range]:
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
-def _axis(size: int, ranks: list[list[AxisSpan]], local_size: int, unit: int, shard: Shard) -> Axis:
-    """Build the axis of one rank. `size`, `ranks` and `local_size` are in units of `unit` indices."""
+def _axis(
+    size: int, ranks: list[list[AxisSpan]], local_size: int, unit: int, shard: Shard, stored_unit: int | None = None
+) -> Axis:
+    """Build the axis of one rank. `size`, `ranks` and `local_size` are in units of `unit` indices, of which the first
+    `stored_unit` (default: all) are in the whole tensor, too."""
+    if stored_unit not in (None, unit):
+        assert stored_unit is not None
+        padded = (
+            AxisSpan(range(one * stored_unit, (one + 1) * stored_unit), (start + i) * unit)
+            for held, start in ranks[shard.rank]
+            for i, one in enumerate(held)
+        )
+        step = math.gcd(stored_unit, unit)
+        return Axis(size * stored_unit, tuple(padded), local_size * unit, step, padded_span=unit)
     merged = [_merged(spans) for spans in ranks]
     bounds = [bound for spans in merged for held, start in spans for bound in (held.start, held.stop, start)]
     step = unit * math.gcd(local_size, *bounds)

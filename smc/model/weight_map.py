@@ -221,13 +221,19 @@ def int4_formats(
                 continue
             group, zeros = quantisation.group_size(inputs.size), not quantisation.symmetric
             scale_dtype = quantisation.scale_dtype(files[0], stored)
-        held = local_group(group, inputs.size, inputs.step)
+            held = local_group(group, inputs.size, inputs.step)
+        elif inputs.padded_span is not None:  # its padding is rounded with it
+            held = local_group(group, inputs.local_size, inputs.padded_span)
+        else:
+            held = local_group(group, inputs.size, inputs.step)
         if held is None:
+            parts, instead = f"{shard.degree} ranks", "another degree, or dtype=bfloat16"
+            if inputs.padded_span is not None:
+                parts, instead = f"heads that are padded to {inputs.padded_span} features", "dtype=bfloat16"
             raise ValueError(
-                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, which {shard.degree} ranks "
-                "cut at "
-                f"multiples of {inputs.step}; ranks must hold whole groups, or whole parts of {LEAST_GROUP} inputs of "
-                "them. Take another degree, or dtype=bfloat16"
+                f"dtype=int4: {parameter} has {inputs.size} inputs in groups of {group}, which {parts} cut at "
+                f"multiples of {inputs.step}; each must hold whole groups, or whole parts of {LEAST_GROUP} inputs of "
+                f"them. Take {instead}"
             )
         formats[parameter] = Int4Format(held, zeros, scale_dtype)
     return formats

@@ -51,6 +51,7 @@ CONFIGS = {
     "odd sizes": config("qwen2", hidden_size=448, num_heads=7, num_kv_heads=1, intermediate_size=832),
     "head norms": config("qwen3", head_dim=128),
     "partial rotation": config("phi3", rotary_dim=32),
+    "padded heads": config("phi3", head_dim=96).on_device("cuda"),
     "many heads of a key": config("llama", num_heads=12, num_kv_heads=1),
     "heads of 256": config("llama", head_dim=256),
     "norms of heads of 256": config("gemma3_text", head_dim=256, num_kv_heads=1),
