@@ -148,7 +148,7 @@ def _prepare(config: DistillConfig) -> DistillConfig:
             raise ValueError(f"{config.out} holds no run to resume; leave out --resume")
         if (config.out / "config.json").exists():
             raise ValueError(f"{config.out} holds a model, which the draft would replace; give another --out")
-        check_student(ModelConfig.from_hf(config.target), config.target, student)
+        check_student(ModelConfig.from_hf(config.target).on_device(config.device), config.target, student)
         shutil.rmtree(config.work, ignore_errors=True)  # left by a run that did not begin
         return config
     before = json.loads(settings.read_text())

@@ -194,6 +194,11 @@ def _hidden_answers(model: Decoder, rows_Z: np.ndarray) -> Tensor:
 def _config_of_shape(target: ModelConfig, shape: str) -> ModelConfig:
     """Return the configuration of a new model of shape `WIDTHxLAYERS`. Raises ValueError for a shape that the target's
     family or heads do not allow."""
+    if target.unpadded_head_dim is not None:
+        raise ValueError(
+            f"--shape {shape} with a target whose heads have {target.unpadded_head_dim} features, which a GPU pads; "
+            "cut layers with --layers, or give --device cpu"
+        )
     width, layers = map(int, shape.split("x"))
     if width % target.head_dim:
         raise ValueError(f"--shape {shape}; the width must be a multiple of the target's head size, {target.head_dim}")
@@ -239,5 +244,6 @@ def save_student(student: Student, target_dir: Path, out: Path) -> None:
     for name in TOKENIZER_FILES:
         if (target_dir / name).is_file():
             shutil.copyfile(target_dir / name, out / name)
-    if (found := ModelConfig.from_hf(out)) != student.model.config:
+    device = student.model.embed.weight.device
+    if (found := ModelConfig.from_hf(out).on_device(device)) != student.model.config:
         raise ValueError(f"{out}: config.json describes {found}, but the draft is {student.model.config}")

@@ -185,15 +185,21 @@ class Decoder(nn.Module):
         """Permute the features of query and key heads so that the two features of a rotated pair are half a head apart,
         as `rotate` expects. The features that are not rotated form pairs of their own. Products of queries and keys
         stay the same."""
+        order_O = self.paired_order()
+        for layer in self.layers:
+            layer.qkv.permute_outputs(order_O.to(layer.qkv.weight.device))
+
+    def paired_order(self) -> Tensor:
+        """Return the indices [O], in the order of the files, of a layer's features of queries, keys and values as
+        `pair_rotated` orders them."""
         size, rotated = self.config.head_dim, self.config.rotated
         middle = rotated + (size - rotated) // 2
         halves = (range(rotated // 2), range(rotated, middle), range(rotated // 2, rotated), range(middle, size))
         order_D = torch.tensor([feature for part in halves for feature in part])
-        for layer in self.layers:
-            heads_HD = torch.arange(sum(layer.heads) * size).view(-1, size)
-            paired = sum(layer.heads[:2])
-            heads_HD[:paired] = heads_HD[:paired, order_D]
-            layer.qkv.permute_outputs(heads_HD.flatten().to(layer.qkv.weight.device))
+        paired, keys = self.config.num_heads + self.config.num_kv_heads, self.config.num_kv_heads
+        heads_HD = torch.arange((paired + keys) * size).view(-1, size)
+        heads_HD[:paired] = heads_HD[:paired, order_D]
+        return heads_HD.flatten()
 
     def copy_head(self) -> None:
         """Quantise the embedding into the head, if the head is tied and in FP8. Call after the embedding is loaded."""

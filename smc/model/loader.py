@@ -238,11 +238,6 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
     """Like `save_model` for any family. `config` is the contents of config.json, which must describe the model."""
     if model.reduce is not None:
         raise ValueError("this decoder is one rank's shard (it has a reduce); only a whole model can be saved")
-    if model.config.unpadded_head_dim is not None:
-        raise ValueError(
-            f"this decoder has heads of {model.config.unpadded_head_dim} features, padded to {model.config.head_dim} "
-            "for a GPU, and is not saved; load it on a CPU"
-        )
     quantised = {torch.int32: "int4", FP8: "FP8"}
     for weight in model.parameters():
         if weight.dtype in quantised:
@@ -251,11 +246,10 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
             )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    parameters = dict(model.named_parameters())
-    # Slices of a fused matrix share storage, which safetensors rejects, so they are copied.
+    parameters = _in_order_of_files(model)
     parts: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     for name, where in weight_slices(model.config).items():
-        parts[where.stored_name(name)].append((where.first, where.view(parameters).to("cpu", dtype, copy=True)))
+        parts[where.stored_name(name)].append((where.first, _published(where, parameters, dtype)))
     tensors = {
         name: torch.cat([part for _, part in sorted(found, key=itemgetter(0))]) if len(found) > 1 else found[0][1]
         for name, found in parts.items()
@@ -268,6 +262,24 @@ def save_with_config(model: Decoder, directory: str | Path, config: Mapping[str,
         raise OSError(f"{directory / SINGLE_FILE} cannot be written: {error}") from error
     temporary.replace(directory / SINGLE_FILE)
     write_json(directory / "config.json", config)
+
+
+def _in_order_of_files(model: Decoder) -> dict[str, Tensor]:
+    """Return the parameters of a model before `pair_rotated`, by name."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    if model.config.rotated < model.config.head_dim:
+        order_O = model.paired_order().argsort()
+        for name in [name for name in parameters if ".qkv." in name]:
+            parameters[name] = parameters[name].detach().cpu()[order_O]
+    return parameters
+
+
+def _published(where: WeightSlice, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a copy of a published tensor: slices of a fused matrix share storage, which safetensors rejects."""
+    made = torch.empty(where.shape, dtype=dtype)
+    for block in where.blocks():
+        made[block.part] = block.view(parameters).to("cpu", dtype)
+    return made
 
 
 def _require_finite(name: str, values: Tensor, dtype: torch.dtype) -> None:

@@ -294,7 +294,9 @@ def _steps(folder: Path) -> int:
     return json.loads((folder / "distill.json").read_text())["history"][-1]["step"]
 
 
-@pytest.mark.parametrize("family", ["llama-linear", "mistral-window", "phi3-window", "smollm3", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama-linear", "mistral-window", "phi3-window", "phi3-longrope", "smollm3", "gemma3", "qwen3_moe"]
+)
 def test_drafts_of_all_families_are_read_again(tmp_path, family):
     """A draft keeps the windows and rotations of the target's layers that it consists of."""
     save_hf(family, tmp_path / "target")

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from smc.distill.student import StudentSpec, make_student, save_student
 from smc.memory.kv_cache import KVPool
 from smc.model.check import check_pair
 from smc.model.config import GPU_HEAD_DIMS, ModelConfig
@@ -185,8 +187,31 @@ def test_check_reports_memory_with_padding(tmp_path, monkeypatch):
     assert report.rank_heads[3] == ((2, 1),) * 3 and not report.gpu_obstacle
 
 
-def test_a_model_with_padded_heads_is_not_saved(tmp_path, monkeypatch):
-    save_model_of(PHI3, tmp_path)
+@pytest.mark.parametrize("name", ["phi3", "phi3 with partial rotation", "qwen2, which has biases"])
+def test_models_are_saved_without_padding(name, tmp_path, monkeypatch):
+    raw = PHI3 | MODELS[name]
+    stored = load_file(save_model_of(raw, tmp_path) / "model.safetensors")
     as_on_a_gpu(monkeypatch)
-    with pytest.raises(ValueError, match="heads of 24 features, padded to 32"):
-        save_with_config(load_model(tmp_path), tmp_path / "copy", PHI3, torch.float32)
+    save_with_config(load_model(tmp_path), tmp_path / "copy", raw, torch.float32)
+    saved = load_file(tmp_path / "copy" / "model.safetensors")
+    assert saved.keys() == stored.keys() and all(torch.equal(saved[each], stored[each]) for each in stored)
+
+
+def test_drafts_are_cut_from_a_padded_target(tmp_path, monkeypatch):
+    """Training changes no weight of padding, so that none is lost when the draft is saved."""
+    as_on_a_gpu(monkeypatch)
+    target = load_model(save_byte_level(save_model_of(PHI3, tmp_path / "target")))
+    made = make_student(target, tmp_path / "target", StudentSpec(layers=1), (1,))
+    optimizer = torch.optim.AdamW([each for each in made.model.parameters() if each.requires_grad], 1e-2)
+    for _ in range(3):
+        dense_logits(made.model, IDS_T).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_student(made, tmp_path / "target", tmp_path / "draft")
+    with torch.no_grad():
+        expected_TV, found_TV = (
+            dense_logits(one.bfloat16(), IDS_T) for one in (made.model, load_model(tmp_path / "draft"))
+        )
+    assert torch.equal(found_TV, expected_TV)
+    with pytest.raises(ValueError, match=r"--shape 96x1 with a target whose heads have 24 features.*--layers"):
+        make_student(target, tmp_path / "target", StudentSpec(shape="96x1"))
