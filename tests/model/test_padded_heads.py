@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from services.launch.config import WorkerGroupConfig
 from smc.distill.student import StudentSpec, make_student, save_student
 from smc.memory.kv_cache import KVPool
 from smc.model.check import check_pair
@@ -23,7 +24,7 @@ from tests.model.dense import dense_logits
 from tests.model.int4 import LAYOUTS, to_int4
 from tests.model.padded_heads import MODELS, PHI3, QWEN2, as_on_a_gpu, save_model_of
 from tests.model.ranks import in_ranks
-from tests.model.tiny import save_byte_level, tiny_config
+from tests.model.tiny import save_byte_level, save_tiny, tiny_config
 
 OF_INT4 = {"head_dim": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 """Sizes that four ranks can share in int4."""
@@ -185,6 +186,16 @@ def test_check_reports_memory_with_padding(tmp_path, monkeypatch):
         assert report.rank_bytes[degree] == sum(weight.nbytes for weight in model.parameters())
         assert report.rank_token_bytes[degree] == KVPool.page_bytes(model.config, torch.bfloat16)
     assert report.rank_heads[3] == ((2, 1),) * 3 and not report.gpu_obstacle
+
+
+def test_what_a_gpu_cannot_run_is_known_before_loading(tmp_path):
+    directory = save_byte_level(save_tiny(tmp_path, family="qwen3", head_dim=24))
+    report = check_pair(directory, directory)
+    assert not report.problems, "a CPU runs it"
+    assert "head_dim=24 of qwen3" in report.target.gpu_obstacle and not report.target.rank_bytes
+    WorkerGroupConfig(target=directory, draft=directory).serving_pair()
+    with pytest.raises(ValueError, match=r"draft: head_dim=24 of qwen3, .*; allowed on a GPU: 16, 32, 64, 128, 256"):
+        WorkerGroupConfig(target=directory, draft=directory, device="cuda").serving_pair()
 
 
 @pytest.mark.parametrize("name", ["phi3", "phi3 with partial rotation", "qwen2, which has biases"])
