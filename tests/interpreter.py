@@ -4,6 +4,8 @@ be imported before any kernel: a kernel reads the setting when it is defined."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,12 +25,17 @@ _convert_float, _get_np_dtype = interpreter._convert_float, interpreter._get_np_
 _make_block_type, _broadcast = core.block_type.__init__, TritonSemantic.broadcast_impl_value
 _check, _equal_types = TritonSemantic.binary_op_type_checking_impl, core.dtype.__eq__
 _to_tensor, _patch_attr = TritonSemantic.to_tensor, interpreter._patch_attr
-_argument, _call = interpreter._implicit_cvt, interpreter.InterpretedFunction.__call__
+_argument = interpreter._implicit_cvt
 _SUMS = {("smc.kernels.norm", "pair_sum"): True, ("smc.kernels.truncation", "block_sum"): False}
 """Functions that add halves of the last axis until one entry is left, with whether they return a block."""
+_REDUCTIONS = {
+    function: interpreter_operators.over_axis(of)
+    for function, of in ((tl.sum, np.add), (tl.max, np.fmax), (tl.min, np.fmin))
+}
 _pointer_types: dict[torch.dtype, core.dtype] = {}
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict] = {}
+_replacements: dict[interpreter.InterpretedFunction, Callable | None] = {}
 
 
 def _patch_index(tensor, scope) -> None:
@@ -162,11 +169,30 @@ def _as_argument(value):
 
 
 def _called(self, *arguments, **named):
-    """The interpreter would add the halves of sums in nested calls, of a dozen operations each."""
-    block = _SUMS.get((self.fn.__module__, self.fn.__name__))
-    if block is None:
-        return _call(self, *arguments, **named)
-    (given,) = arguments
+    """The interpreter would patch the language for each call of a function."""
+    try:
+        replacement = _replacements[self]
+    except KeyError:
+        replacement = _replacements[self] = _replacement(self)
+    made = replacement(*arguments, **named) if replacement is not None else None
+    if made is not None:
+        return made
+    try:
+        return self.rewrite()(*arguments, **named)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
+
+
+def _replacement(function):
+    """Return what computes the results of a reduction at once, or None where there are other ones. The interpreter
+    makes them in nested calls, of a dozen operations each."""
+    if function in _REDUCTIONS:
+        return _REDUCTIONS[function]
+    block = _SUMS.get((function.fn.__module__, function.fn.__name__))
+    return None if block is None else partial(_total_of_halves, block)
+
+
+def _total_of_halves(block, given):
     values = given.handle.data
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2

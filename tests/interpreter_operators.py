@@ -41,9 +41,10 @@ HINTS = {"eviction_policy", "cache_modifier"}
 # Caches of read-only values.
 _numbers: dict[tuple, np.ndarray | None] = {}
 _filled: dict[tuple, np.ndarray] = {}
-_types: dict[tuple, tuple] = {}
+_types: dict[str | tuple, tuple] = {}
 _shapes: dict[tuple, tuple[core.tuple, tl.constexpr]] = {}
-_new = object.__new__
+_widths: dict[int, np.ndarray] = {}
+_new, Tensor, Pointer = object.__new__, core.tensor, core.pointer_type
 
 
 def install() -> None:
@@ -71,7 +72,7 @@ def install() -> None:
         _replace(core, name, _binary(of, WHOLE))
     _replace(core.tensor, "__getitem__", _with_new_axes)
     _replace(core.tensor, "__neg__", _negated)
-    made_once = (("arange", _arange), ("full", _full), ("program_id", _program_id))
+    made_once = (("arange", _arange), ("full", _full), ("program_id", _program_id), ("num_programs", _num_programs))
     for name, replacement in (("where", _where), ("load", _load), ("store", _store), *made_once):
         _replace(core, name, replacement)
     _replace(core, "_unwrap_if_constexpr", _unwrapped)
@@ -95,11 +96,11 @@ def _binary(of: Callable, types: dict, made: core.dtype | None = None) -> Callab
 
     def replacement(slow: Callable) -> Callable:
         def fast(left: core.tensor, right: object, **options: object) -> core.tensor:
-            if type(left) is not core.tensor or left.dtype.name not in types:
+            if type(left) is not Tensor or left.dtype.name not in types:
                 return slow(left, right, **options)
             dtype = left.dtype
             block = left.type is not dtype
-            if type(right) is core.tensor:
+            if type(right) is Tensor:
                 values, block = right.handle.data, block or right.type is not right.dtype
                 if right.dtype is not dtype:
                     dtype = types.get((dtype.name, right.dtype.name))
@@ -135,13 +136,15 @@ def _over(right: np.ndarray, left: np.ndarray) -> np.ndarray:
 def tensor(values: np.ndarray, dtype: core.dtype, block: bool) -> core.tensor:
     """A tensor of `values`, as `core.tensor` makes it from a `TensorHandle`; a scalar is an array of one element as
     well."""
-    key = dtype.name, values.shape if block else None
-    if key not in _types:
-        known = DTYPES.get(dtype.name, dtype)
-        _types[key] = known, core.block_type(known, list(values.shape)) if block else known, *shaped(key[1] or ())
-    handle, made = _new(TensorHandle), _new(core.tensor)
-    made.handle, (made.dtype, made.type, made.shape, made.numel) = handle, _types[key]
-    handle.data, handle.dtype, handle.attr = values, made.dtype, {}
+    key = (dtype.name, values.shape) if block else dtype.name
+    handle, made = _new(TensorHandle), _new(Tensor)
+    try:
+        made.dtype, made.type, made.shape, made.numel = _types[key]
+    except KeyError:
+        known, sizes = DTYPES.get(dtype.name, dtype), values.shape if block else ()
+        of = known, core.block_type(known, list(sizes)) if block else known, *shaped(sizes)
+        made.dtype, made.type, made.shape, made.numel = _types[key] = of
+    handle.data, handle.dtype, handle.attr, made.handle = values, made.dtype, {}, handle
     return made
 
 
@@ -159,19 +162,23 @@ def constant(value: bool | int | float, dtype: core.dtype) -> core.tensor:
 
 def _of_one_value(shape: tuple[int, ...], value: bool | int | float, dtype: np.dtype) -> np.ndarray:
     key = shape, value, dtype.char
-    if key not in _filled:
+    try:
+        return _filled[key]
+    except KeyError:
         _filled[key] = np.full(shape, value or 0, dtype)
         _filled[key].flags.writeable = False
-    return _filled[key]
+        return _filled[key]
 
 
 def _number(value: object, dtype: core.dtype) -> np.ndarray | None:
     """A number converted to the type of the tensor that it is combined with, or None if it cannot be."""
     value = value.value if type(value) is tl.constexpr else value
     key = value, type(value), dtype.name
-    if key not in _numbers:
+    try:
+        return _numbers[key]
+    except KeyError:
         _numbers[key] = _converted(value, PLAIN.get(dtype.name) or LOGICAL.get(dtype.name))
-    return _numbers[key]
+        return _numbers[key]
 
 
 def _converted(value: object, dtype: np.dtype | None) -> np.ndarray | None:
@@ -192,31 +199,39 @@ def _moved(slow: Callable) -> Callable:
 
     def fast(pointer: core.tensor, offset: object) -> core.tensor:
         dtype = pointer.dtype
-        if type(dtype) is not core.pointer_type:
+        if type(dtype) is not Pointer:
             return slow(pointer, offset)
         width, block = max(1, dtype.element_ty.primitive_bitwidth // 8), pointer.type is not dtype
-        if type(offset) is core.tensor and offset.dtype.name in WHOLE:
-            values, block = width * offset.handle.data.astype(np.uint64), block or offset.type is not offset.dtype
+        if type(offset) is Tensor and offset.dtype.name in WHOLE:
+            values, block = offset.handle.data.astype(np.uint64), block or offset.type is not offset.dtype
+            values *= _bytes(width)
         else:
             offset = offset.value if type(offset) is tl.constexpr else offset
             if type(offset) is not int:
                 return slow(pointer, offset)
-            values = np.uint64(width * offset % 2**64)
+            values = _bytes(width * offset)
         return tensor(pointer.handle.data + values, dtype, block)
 
     return fast
 
 
+def _bytes(number: int) -> np.ndarray:
+    """Cached, because NumPy converts a number in more time than it multiplies a block."""
+    if number not in _widths:
+        _widths[number] = np.array(number % 2**64, np.uint64)
+    return _widths[number]
+
+
 def _where(slow: Callable) -> Callable:
     def fast(condition: object, x: object, y: object) -> core.tensor:
-        of = x if type(x) is core.tensor else y
-        if type(condition) is not core.tensor or type(of) is not core.tensor or condition.dtype is not tl.int1:
+        of = x if type(x) is Tensor else y
+        if type(condition) is not Tensor or type(of) is not Tensor or condition.dtype is not tl.int1:
             return slow(condition, x, y)
         dtype, sides = of.dtype, []
-        plain = dtype.name in PLAIN or dtype is tl.int1 or type(dtype) is core.pointer_type
+        plain = dtype.name in PLAIN or dtype is tl.int1 or type(dtype) is Pointer
         block = condition.type is not tl.int1
         for side in (x, y):
-            if type(side) is core.tensor:
+            if type(side) is Tensor:
                 sides.append(side.handle.data if side.dtype.name == dtype.name and plain else None)
                 block = block or side.type is not side.dtype
             else:
@@ -288,12 +303,12 @@ def _negated(slow: Callable) -> Callable:
 
 def _fused(slow: Callable) -> Callable:
     def fast(x: object, y: object, z: object, **options: object) -> core.tensor:
-        dtype = next((one.dtype for one in (x, y, z) if type(one) is core.tensor), None)
+        dtype = next((one.dtype for one in (x, y, z) if type(one) is Tensor), None)
         if dtype is None or dtype.name not in FLOATS:
             return slow(x, y, z, **options)
         values, block = [], False
         for one in (x, y, z):
-            if type(one) is core.tensor:
+            if type(one) is Tensor:
                 values.append(one.handle.data if one.dtype is dtype else None)
                 block = block or one.type is not one.dtype
             else:
@@ -308,6 +323,27 @@ def _fused(slow: Callable) -> Callable:
 def _program_id(_slow: Callable) -> Callable:
     def fast(axis: object, **_options: object) -> core.tensor:
         return constant(interpreter_builder.grid_idx[core._unwrap_if_constexpr(axis)], tl.int32)
+
+    return fast
+
+
+def _num_programs(_slow: Callable) -> Callable:
+    def fast(axis: object, **_options: object) -> core.tensor:
+        return constant(interpreter_builder.grid_dim[core._unwrap_if_constexpr(axis)], tl.int32)
+
+    return fast
+
+
+def over_axis(of: np.ufunc) -> Callable[..., core.tensor | None]:
+    """Return a function that combines plain numbers over one axis by `of`, as the interpreter does, and returns None
+    for others."""
+
+    def fast(given: core.tensor, axis: object = None, **options: object) -> core.tensor | None:
+        axis = axis.value if type(axis) is tl.constexpr else axis
+        if options or type(axis) is not int or type(given) is not Tensor or given.dtype.name not in PLAIN:
+            return None
+        values, block = given.handle.data, given.type is not given.dtype
+        return _reduced(None, of.reduce(values, axis), given.dtype) if block and 0 <= axis < values.ndim else None
 
     return fast
 
@@ -356,12 +392,12 @@ def _unwrapped(slow: Callable) -> Callable:
 
 def _pointed_at(pointer: core.tensor, mask: object) -> core.dtype | None:
     """The element type of a tensor of pointers, if the access is masked and the type plain; otherwise None."""
-    of = pointer.dtype.element_ty if type(pointer.dtype) is core.pointer_type else None
+    of = pointer.dtype.element_ty if type(pointer.dtype) is Pointer else None
     if of is None or of.name not in HELD:
         return None
     if mask is None:
         return of
-    if type(mask) is not core.tensor or mask.dtype is not tl.int1:
+    if type(mask) is not Tensor or mask.dtype is not tl.int1:
         return None
     return of if pointer.type is not pointer.dtype or mask.type is tl.int1 else None
 
@@ -372,7 +408,7 @@ def _load(slow: Callable) -> Callable:
         if of is None or rest or not HINTS.issuperset(named):
             return slow(pointer, mask, other, *rest, **named)
         values, held = None, HELD[of.name]
-        if type(other) is core.tensor:
+        if type(other) is Tensor:
             values = other.handle.data.astype(held, copy=False) if other.dtype.name == of.name else None
         elif other is None or _is_zero(other):
             values = _of_one_value(where.shape, 0, held)
@@ -381,7 +417,7 @@ def _load(slow: Callable) -> Callable:
         elif of.name == "bf16" and _number(other, tl.float32) is not None:
             values = cut_off(_number(other, tl.float32))
         masked = _of_one_value(where.shape, True, LOGICAL["int1"]) if mask is None else mask.handle.data
-        if values is None or not _fit(where, masked, values):
+        if values is None or not (_fits(where, masked) and _fits(where, values)):
             return slow(pointer, mask, other)
         loaded = _interpreter.load(where, _wide(masked, where.shape), _wide(values, where.shape), held)
         loaded = loaded != 0 if of is tl.int1 else loaded
@@ -391,22 +427,24 @@ def _load(slow: Callable) -> Callable:
 
 
 def _store(slow: Callable) -> Callable:
+    nothing = core.tensor(TensorHandle(None, tl.void), tl.void)
+
     def fast(pointer: core.tensor, value: object, mask: object = None, *rest: object, **named: object):
         of, where = _pointed_at(pointer, mask), pointer.handle.data
         if of is None or rest or named:
             return slow(pointer, value, mask, *rest, **named)
         values = None
-        if type(value) is core.tensor:
+        if type(value) is Tensor:
             value = value.to(of)
             values = value.handle.data.astype(HELD[of.name], copy=False)
             values = values if value.type is value.dtype or pointer.type is not pointer.dtype else None
         elif of.name in PLAIN:
             values = _number(value, of)
         masked = _of_one_value(where.shape, True, LOGICAL["int1"]) if mask is None else mask.handle.data
-        if values is None or not _fit(where, masked, values):
+        if values is None or not (_fits(where, masked) and _fits(where, values)):
             return slow(pointer, value, mask)
-        made = _interpreter.store(where, _wide(values, where.shape), _wide(masked, where.shape))
-        return core.tensor(TensorHandle(made, tl.void), tl.void)
+        _interpreter.store(where, _wide(values, where.shape), _wide(masked, where.shape))
+        return nothing
 
     return fast
 
@@ -420,10 +458,9 @@ def _wide(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return values if values.shape == shape else np.broadcast_to(values, shape)
 
 
-def _fit(where: np.ndarray, *values: np.ndarray) -> bool:
-    """Whether the shapes of `values` broadcast to that of the pointers."""
-    return all(
-        one.shape == where.shape
-        or (one.ndim <= where.ndim and all(size in (1, wide) for size, wide in zip(one.shape[::-1], where.shape[::-1])))
-        for one in values
-    )
+def _fits(where: np.ndarray, values: np.ndarray) -> bool:
+    """Whether the shape of `values` broadcasts to that of the pointers."""
+    if values.shape == where.shape:
+        return True
+    sizes = zip(values.shape[::-1], where.shape[::-1])
+    return values.ndim <= where.ndim and all(size in (1, wide) for size, wide in sizes)
