@@ -53,7 +53,9 @@ def test_open_ports_json_log_and_sighup(tmp_path):
     """Every line of the log is JSON, also of what Ray forwards from other processes, from the start to the end by
     SIGHUP, which drains."""
     log = tmp_path / "log"
-    with hangups(signal.SIG_DFL), opened_to_the_network("nccl", "--log-format", "json", log=log) as process:
+    # The target has two ranks, so that it has a group, too.
+    more = ("--target-tp", 2, "--log-format", "json")
+    with hangups(signal.SIG_DFL), opened_to_the_network("nccl", *more, log=log) as process:
         process.send_signal(signal.SIGHUP)
         assert process.wait(120) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -68,7 +70,11 @@ def test_open_ports_json_log_and_sighup(tmp_path):
 @pytest.mark.slow
 def test_open_ports_over_grpc_and_nohup(tmp_path):
     """Who starts a service by nohup wants it to survive the end of the terminal."""
-    with hangups(signal.SIG_IGN), opened_to_the_network("grpc", log=tmp_path / "log") as process:
+    (config := tmp_path / "config.yaml").write_text("drafting: always\n")  # does not time the models
+    with (
+        hangups(signal.SIG_IGN),
+        opened_to_the_network("grpc", "--config", config, log=tmp_path / "log") as process,
+    ):
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
@@ -89,10 +95,10 @@ def hangups(handler: signal.Handlers) -> Iterator[None]:
 @contextmanager
 def opened_to_the_network(link: str, *more: object, log: Path) -> Iterator[psutil.Process]:
     """Run a service with `--host 0.0.0.0`, and check that this opens the ports of callers and nothing else: neither Ray
-    nor torch.distributed opens a port to the network. The target has two ranks, so that it has a group, too."""
+    nor torch.distributed opens a port to the network."""
     ports = free_ports(3)
     given = [part for pair in zip(("--port", "--http-port", "--metrics-port"), ports) for part in pair]
-    arguments = ("--host", "0.0.0.0", *given, "--target-tp", 2, "--link", link, "--max-slots", 16, *more)
+    arguments = ("--host", "0.0.0.0", *given, "--link", link, "--max-slots", 16, *more)
     with command(*arguments, log=log) as process:
         processes = {one.name() for one in process.children(recursive=True)}
         assert {"gcs_server", "raylet"} <= processes and len(processes) > 5
