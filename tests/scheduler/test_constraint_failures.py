@@ -23,12 +23,12 @@ from tests.pairwise import one_of
 
 METHODS = {
     "target": {"method": "target"},
-    "exact": {"method": "exact", "particles": 4},
+    "exact": {"method": "exact", "particles": 2},
     "rejection": {"method": "exact", "particles": 2, "verification": "rejection"},
     "draft": {"method": "draft"},
-    "distinct": {"method": "smc", "particles": 4},
-    "independent": {"method": "smc", "particles": 4, "population": "independent"},
-    "by answer": {"method": "smc", "particles": 4, "constraint_scope": "answer"},
+    "distinct": {"method": "smc", "particles": 2},
+    "independent": {"method": "smc", "particles": 2, "population": "independent"},
+    "by answer": {"method": "smc", "particles": 2, "constraint_scope": "answer"},
 }
 FORMS = [EngineConfig(form="lockstep", block=5), EngineConfig(form="lookahead", block=5, branches=2)]
 MOST = 4.0
