@@ -21,8 +21,8 @@ KINDS = [
     {"method": "target", "max_tokens": 40, "temperature": 0},
     {"method": "smc", "particles": 3, "max_tokens": 30, "stop": ["####"], "seed": 7},
 ]
-ENGINE = {"block": 5, "branches": 2}
-OPTIONS = ("-k", 5, "-f", 2, "--max-slots", 16, "--seed", 3)
+LOOKAHEAD, LOCKSTEP = {"block": 5, "branches": 2}, {"block": 5, "form": "lockstep"}
+OPTIONS = ("-k", 5, "--max-slots", 16, "--seed", 3)
 
 
 def chat(custom_id: str, content: str = "1 + 1?", **body: Any) -> dict[str, Any]:

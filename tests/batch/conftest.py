@@ -11,7 +11,7 @@ from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.demo.problems import generate
 from smc.local_engine import ModelPair, local_engine
-from tests.batch.asking import ENGINE, KINDS, chat, line
+from tests.batch.asking import KINDS, LOCKSTEP, LOOKAHEAD, chat, line
 from tests.batch.running import Cluster
 from tests.batch.s3 import s3_server
 
@@ -49,13 +49,17 @@ def asked() -> list[dict]:
 
 
 @pytest.fixture(scope="session")
-def expected(pair, asked) -> list[tuple]:
-    """What `essence` returns for the records of all lines, from an engine in this process."""
+def expected(pair, asked) -> dict[str, list[tuple]]:
+    """What `essence` returns for the records of all lines, from engines of both forms in this process."""
+    return {form: _expected(pair, asked, engine) for form, engine in (("ahead", LOOKAHEAD), ("lockstep", LOCKSTEP))}
+
+
+def _expected(pair: ServingPair, asked: list[dict], settings: dict) -> list[tuple]:
     requests, wanted = RequestReader(pair, 3), {}
     for number, document in enumerate(asked, 1):
         if document["custom_id"].startswith("q"):
             wanted[document["custom_id"]] = requests.build(line(document, number))[0]
-    engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), EngineConfig(**ENGINE, max_slots=16))
+    engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), EngineConfig(**settings, max_slots=16))
     answers = {output.answer.request_id: output.answer for output in engine.run(wanted.values()) if output.answer}
     found = {custom_id: answers[request.request_id] for custom_id, request in wanted.items()}
     return [_essence(each["custom_id"], found.get(each["custom_id"])) for each in asked]
