@@ -54,6 +54,7 @@ def test_the_placement_is_named(shared):
         assert 'placement="shared"' in response.read().decode()
 
 
+@pytest.mark.slow
 def test_two_ranks_choose_how_the_draft_is_divided(start):
     """GetServerInfo and GetModelInfo name their choice."""
     with (
