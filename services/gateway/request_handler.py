@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 
@@ -37,11 +37,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smcserve.requests")
 MAX_ID_SIZE = 256
+LONG_REPORT = 1000
+"""Number of tokens in reports from which these are converted in a thread: it takes some twenty milliseconds of a
+core, and other callers would wait meanwhile."""
 DEADLINE_SLACK = 0.05
 """Seconds. A caller that cancels with at most this much time left cancels because of its deadline: its cancellation can
 arrive a moment before the deadline passes here."""
 
 
+T = TypeVar("T")
 Parser = Callable[[str], Awaitable[Sequence[Request]]]
 """Returns the requests of a call, one for each answer, given the call's id. Raises ValueError naming the field, the
 value and what is allowed."""
@@ -240,6 +244,12 @@ class RequestHandler:
                 yield index, output
                 if output.answer is not None:
                     records[index].answered(output.answer)
+
+
+async def converted(convert: Callable[[], T], tokens: int) -> T:
+    """Return what `convert` makes of answers. `tokens`: how many their reports list at most; if they are many, it runs
+    in a thread and does not block the loop."""
+    return await asyncio.to_thread(convert) if tokens > LONG_REPORT else convert()
 
 
 async def merged(sources: Sequence[AsyncGenerator[Output, None]]) -> AsyncGenerator[tuple[int, Output], None]:

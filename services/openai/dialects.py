@@ -288,4 +288,4 @@ def written(document: Any, depth: int = 5) -> str:
 
 def named_event(fields: dict[str, Any]) -> bytes:
     """Return a server-sent event whose name is the `type` of its data."""
-    return f"event: {fields['type']}\ndata: {written(fields)}\n\n".encode()
+    return f"event: {fields['type']}\ndata: {written(fields, depth=7)}\n\n".encode()

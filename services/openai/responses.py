@@ -324,7 +324,7 @@ class ResponsesWriter(AnswerWriter):
         self._add_logprobs(answer)
         for event in (*self._reader.push(answer.text), *self._reader.finish()):
             self._part(event, _status(answer))
-        return written(self._ended(answer)).encode()
+        return written(self._ended(answer), depth=6).encode()
 
     def error(self, body: dict[str, Any]) -> bytes:
         error = body["error"]

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.backend import Unavailable
 from services.errors import DeadlineExceeded, HostNotAllowed, SlowReader, TooLarge, Unauthenticated, status_of
 from services.gateway.calls import CallRecord
-from services.gateway.request_handler import ApiServer
+from services.gateway.request_handler import ApiServer, converted
 from services.openai import pages
 from services.openai.anthropic import (
     COUNT_TOKENS,
@@ -432,22 +432,22 @@ class OpenAiServer:
         async with aclosing(self._handler.updates(requests, records)) as updates:
             async for index, output in updates:
                 if completion.stream:
-                    await reply.send(await _written_by(partial(writer.update, index, output), [output.answer]))
+                    await reply.send(await _written_by(partial(writer.update, index, output), output.reported))
                 if output.answer is not None:
                     ended[index] = output.answer
         answers = [ended[index] for index in range(len(requests))]
         if not completion.stream:
-            return await reply.whole(await _written_by(partial(writer.whole, answers), answers))
-        await reply.send(await _written_by(partial(writer.finish, answers)))
+            # Every answer may repeat the log-probabilities of its prompt.
+            reported = completion.n * sum(answer.reported for answer in answers)
+            return await reply.whole(await _written_by(partial(writer.whole, answers), reported))
+        await reply.send(await _written_by(partial(writer.finish, answers), 0))
         return await reply.end()
 
 
-async def _written_by(write: Callable[[], bytes], answers: Iterable[Answer | None] = ()) -> bytes:
-    """Return what `write` returns. If `answers` list likeliest tokens, writing them takes long, so it runs in a thread
-    and does not block the loop. Raises NotWritten."""
-    is_long = any(answer is not None and (answer.top_logprobs or answer.prompt_logprobs) for answer in answers)
+async def _written_by(write: Callable[[], bytes], reported: int) -> bytes:
+    """Return what `write` returns. `reported`: see `Answer.reported`. Raises NotWritten."""
     try:
-        return await asyncio.to_thread(write) if is_long else write()
+        return await converted(write, reported)
     except Exception as error:
         raise NotWritten("an answer cannot be written") from error
 

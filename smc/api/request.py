@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from smc.api.limits import MAX_TOP_LOGPROBS
 from smc.api.sampling_params import SamplingParams
 from smc.types import EXACT, SMC, Decoding, Numerics
 
@@ -200,6 +201,13 @@ class Answer:
     """For every token of the prompt except the first, if requested; None if the request was cancelled, failed or ran
     out of time before there was an answer."""
 
+    @property
+    def reported(self) -> int:
+        """At most so many tokens are listed in the reports that the request asked for."""
+        likeliest = MAX_TOP_LOGPROBS * (len(self.top_logprobs or ()) + len(self.prompt_logprobs or ()))
+        drawn = len(self.logprobs or ()) + sum(len(particle.tokens) for particle in self.particles or ())
+        return drawn + likeliest + len(self.prompt_logprobs or ())
+
 
 @dataclass(frozen=True)
 class Output:
@@ -212,6 +220,11 @@ class Output:
     logprobs: tuple[float, ...] = ()
     """One log-probability for each of these tokens, if requested. Concatenated over all outputs, they are the
     answer's."""
+
+    @property
+    def reported(self) -> int:
+        """At most so many tokens are listed in the reports of this update."""
+        return len(self.logprobs) + (0 if self.answer is None else self.answer.reported)
 
 
 def fit_by_acceptance(accepted: float) -> str | None:
