@@ -50,6 +50,8 @@ from smc.model.tokenizer import Tokenizer
 
 MAX_ANSWERS = 128
 """Maximum number of answers of one request."""
+LEAST_RULES = 64
+"""Minimum bytes that the grammar of calls has for each function."""
 LONGEST = 2**31 - 1
 """`max_tokens` of an answer without a limit, until the room in the context is known."""
 STRUCTURED = {
@@ -123,11 +125,8 @@ class CompletionRequest:
             return self
         (prompt,) = self.prompts
         assert prompt.messages is not None, "only chats have tools"
-        texts = (
-            tokenizer.chat(prompt.messages, tools=tools, settings=prompt.template_settings)
-            for tools in (prompt.tools, ())
-        )
-        if len(set(map(tuple, texts))) == 1:
+        has_system = prompt.messages[0]["role"] == "system"
+        if not tokenizer.reads_tools(has_system, prompt.template_settings):
             raise BadRequest("tools is given, but the model's chat template ignores it; leave it out", "tools")
         form = ToolFormat.of(tokenizer.chat_template or "")
         if form is None and self.tools.required:
@@ -157,6 +156,13 @@ class CompletionRequest:
             # A required call is completed: only the grammar and the length end it.
             for name in ("stop", "stop_token_ids"):
                 settings.pop(name, None)
+        # Before the grammar is written: a body may have tens of thousands of tools.
+        if (least := LEAST_RULES * len(tools.functions)) > MAX_BYTES:
+            raise BadRequest(
+                f"tools: the rules of {len(tools.functions)} functions have {least} bytes at least; allowed: at most "
+                f"{MAX_BYTES}",
+                "tools",
+            )
         grammar = form.grammar(tools.checked, tokenizer, parallel=tools.parallel, required=tools.required)
         if (size := len(grammar.encode())) > MAX_BYTES:
             raise BadRequest(f"tools: their schemas have {size} bytes together; allowed: at most {MAX_BYTES}", "tools")

@@ -40,6 +40,18 @@ _MAX_NFC_RATIO = 4
 """Maximum number of characters that Unicode normal form C combines into one."""
 _PRIVATE_USE, _BLANKS, _MARK_SIZE = range(0xE000, 0xF900), "\u2000\u2001\u2002\u2003\u2004\u2005", 16
 """Parts of the mark for the end of a message: 16 private-use characters, then 16 blanks."""
+PROBE = ({"role": "system", "content": "x"}, {"role": "user", "content": "x"})
+"""The conversation that shows whether a chat template writes tools."""
+PROBE_TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "probe",
+            "description": "x",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}},
+        },
+    },
+)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -155,28 +167,49 @@ class Tokenizer:
 
         Raises ValueError if the template cannot be rendered, if there are more than `limit` tokens, or for a setting
         with the name of a built-in variable."""
-        if self._chat_template is None:
-            raise ValueError(
-                "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
-            )
-        begins = begins_message and not continues_last
         content, mark = "", ""
         if continues_last:
             content, (last, mark) = messages[-1].get("content") or "", _marked(messages[-1])
             messages = (*messages[:-1], last)
+        text = self._rendered(messages, tools, settings, begins_message and not continues_last)
+        if continues_last:
+            text = _up_to_the_mark(mark, content, text)
+        return self.encode(text, add_special=False, limit=limit)
+
+    def reads_tools(self, has_system: bool, settings: Mapping[str, Any] = MappingProxyType({})) -> bool:
+        """Return whether the chat template writes tools into conversations. It renders a short one, whatever the length
+        of the caller's. `has_system`: whether they begin with a system message; `settings`: see `chat`. True if the
+        template cannot be rendered: `chat` raises an error that says more."""
+        messages = PROBE if has_system else PROBE[1:]
+        try:
+            without, offered = (self._rendered(messages, tools, settings, True) for tools in ((), PROBE_TOOLS))
+        except ValueError:
+            return True
+        return without != offered
+
+    def _rendered(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        settings: Mapping[str, Any],
+        begins_message: bool,
+    ) -> str:
+        """Return the text of a conversation. Raises ValueError."""
+        if self._chat_template is None:
+            raise ValueError(
+                "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
+            )
         # `tools` and `documents` are defined as None by default, as in transformers.
-        fixed = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": begins} | self._special
+        own = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": begins_message}
+        fixed: dict[str, Any] = {**own, **self._special}
         if taken := sorted(fixed.keys() & settings.keys()):
             raise ValueError(f"chat_template_kwargs holds {taken[0]}, which the template is given anyway; leave it out")
         try:
-            text = self._compiled_template.render({"documents": None, **settings, **fixed})
+            return self._compiled_template.render({"documents": None, **settings, **fixed})
         except (
             Exception
         ) as error:  # the template is the model's code and the messages are the caller's, so any exception is possible
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
-        if continues_last:
-            text = _up_to_the_mark(mark, content, text)
-        return self.encode(text, add_special=False, limit=limit)
 
     def token(self, token_id: int) -> str | None:
         """Spelling of a token in the vocabulary; None if no token has this id."""
