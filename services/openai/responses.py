@@ -33,6 +33,7 @@ from services.openai.dialects import (
     Dialect,
     TextLogprobs,
     chat_logprobs,
+    finite,
     named_event,
     smc_block,
     usage,
@@ -276,7 +277,7 @@ class ResponsesWriter(AnswerWriter):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
-            "metadata": body.metadata or {},
+            "metadata": _repeated(body.metadata or {}),
             "parallel_tool_calls": choice in ("auto", "none")
             if body.parallel_tool_calls is None
             else body.parallel_tool_calls,
@@ -288,7 +289,7 @@ class ResponsesWriter(AnswerWriter):
             "temperature": params.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in body.tools],
+            "tools": [_repeated(tool.model_dump()) for tool in body.tools],
             "top_logprobs": params.top_logprobs,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -441,6 +442,13 @@ class ResponsesWriter(AnswerWriter):
         event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return named_event(event)
+
+
+def _repeated(value: Any) -> Any:
+    """Return a value of the body as a response repeats it: null instead of a number that is beyond all floats."""
+    if isinstance(value, dict):
+        return {name: _repeated(one) for name, one in value.items()}
+    return [_repeated(one) for one in value] if isinstance(value, list) else finite(value)
 
 
 def _status(answer: Answer) -> str:

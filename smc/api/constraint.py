@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 MAX_BYTES = 64 << 10
@@ -44,8 +44,11 @@ def json_float(literal: str) -> float:
     value = float(literal)
     if len(literal) <= 15 and "e" not in literal.lower():  # as many digits are always exact
         return value
-    if Decimal(literal) == Decimal(repr(value)):
-        return value
+    try:
+        if Decimal(literal) == Decimal(repr(value)):
+            return value
+    except InvalidOperation:  # its exponent has too many digits
+        pass
     inexact = InexactNumber(value)
     inexact.literal = literal
     return inexact

@@ -51,6 +51,7 @@ def refusal(given: dict[str, Any]) -> str:
         ({"type": "integer", "maximum": 10**400}, "maximum in #"),
         ('{"const": 0.10000000000000001}', "const in #"),
         ('{"const": 1e400}', "const in #"),
+        ('{"type": "number", "maximum": 1e99999999999999999999}', "maximum in #"),
         ('{"type": "number", "minimum": 9007199254740993.0}', "minimum in #"),
     ],
 )  # fmt: skip
