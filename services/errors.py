@@ -18,7 +18,10 @@ MAX_WORD = 256
 MAX_MESSAGE = 2000
 """Maximum size of a message in bytes. It travels in HTTP/2 trailers, where each byte may take three; by default peers
 accept 8 KiB of trailers."""
-_LONG_WORD = re.compile(rf"(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}(\S)")
+MAX_READ = 64 << 10
+"""Maximum characters of a message that are searched for long words."""
+# A word is tried at its beginning only. At each of its characters, it took the square of its length.
+_LONG_WORD = re.compile(rf"(?<!\S)(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}(\S)")
 
 
 class Unauthenticated(RuntimeError):
@@ -91,6 +94,9 @@ def status_of(error: Exception) -> Status:
 def shortened(message: str) -> str:
     """Return `message` with long names and values cut off. If it is still too long for a status, cut out its middle,
     which holds a value that the caller sent."""
+    if len(message) > MAX_READ:
+        # What is left is cut below: it holds a long word, or is too long for a status.
+        message = message[: MAX_READ // 2] + message[-MAX_READ // 2 :]
     message = _LONG_WORD.sub(lambda word: f"{word[1]}..{word[2] if word[2] in ',;:' else ''}", message)
     data = message.encode(errors="backslashreplace")
     if len(data) <= MAX_MESSAGE:

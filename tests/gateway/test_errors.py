@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.errors import shortened
+from services.errors import MAX_MESSAGE, shortened
 from services.pb import generation_pb2 as pb
 from services.protobuf import RETRY_TRAILER
 from services.protobuf.generation import sampling_message
@@ -340,4 +340,8 @@ def test_long_words_are_cut_in_no_time():
     begin = time.thread_time()
     assert shortened(f"model={'a' * 999}; allowed: b").endswith("a..; allowed: b")
     assert len(shortened(f"model='a {';' * 100_000} b'; allowed: c")) < 200
+    for word in ("a" * 255 + " ", "a" * 256 + " ", "a" * 2000 + "\n", "a "):
+        cut = shortened(f"model={word * (2_000_000 // len(word))!r}; allowed: b")
+        assert cut.startswith("model='a") and cut.endswith("; allowed: b") and len(cut) <= MAX_MESSAGE
+        assert ".." in cut
     assert time.thread_time() - begin < 0.5
