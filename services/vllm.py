@@ -126,14 +126,16 @@ def _check_unset(message: pb.SamplingParams | pb.GenerateRequest) -> None:
             raise ValueError(f"{name} is given; this service does not have it: leave it out")
 
 
-def chunks(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
-    """Yield the responses of a stream: new tokens, and after the last ones how the answer ended. The likeliest tokens
+def chunks(request: Request, index: int, output: Output) -> list[pb.GenerateResponse]:
+    """Return the responses of a stream: new tokens, and after the last ones how the answer ended. The likeliest tokens
     and the log-probabilities of the prompt are known only at the end, so an answer with them comes in one piece."""
     params, answer = request.params, output.answer
-    tokens, scored = output.tokens, _output_logprobs(output.tokens, output.logprobs)
+    complete = None if answer is None else _complete(request, answer, index)
     if params.top_logprobs or params.prompt_logprobs is not None:
-        tokens = answer.tokens if answer else ()
-        scored = _answer_logprobs(answer) if answer else None
+        tokens, scored = answer.tokens if answer else (), _given(complete, "output_logprobs")
+    else:
+        tokens, scored = output.tokens, _output_logprobs(output.tokens, output.logprobs)
+    responses = []
     if tokens:
         chunk = pb.GenerateStreamChunk(
             token_ids=tokens,
@@ -141,21 +143,26 @@ def chunks(request: Request, index: int, output: Output) -> Iterator[pb.Generate
             completion_tokens=len(tokens),
             cached_tokens=answer.cached_tokens if answer else 0,
             output_logprobs=scored,
-            input_logprobs=_input_logprobs(request, answer) if answer else None,
+            input_logprobs=_given(complete, "input_logprobs"),
             index=index,
         )
-        yield pb.GenerateResponse(chunk=chunk)
-    if answer is not None:
-        yield _complete(request, answer, index)
+        responses.append(pb.GenerateResponse(chunk=chunk))
+    return responses if complete is None else [*responses, pb.GenerateResponse(complete=complete)]
 
 
-def whole(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
-    """Yield the response of a call without a stream: nothing before the answer, then the whole answer."""
-    if output.answer is not None:
-        yield _complete(request, output.answer, index)
+def _given(complete: pb.GenerateComplete | None, name: str) -> Any:
+    """Return a message within the end of an answer; None if it has none."""
+    return getattr(complete, name) if complete is not None and complete.HasField(name) else None
 
 
-def _complete(request: Request, answer: Answer, index: int) -> pb.GenerateResponse:
+def whole(request: Request, index: int, output: Output) -> list[pb.GenerateResponse]:
+    """Return the responses of a call without a stream: nothing before the answer, then the whole answer."""
+    if output.answer is None:
+        return []
+    return [pb.GenerateResponse(complete=_complete(request, output.answer, index))]
+
+
+def _complete(request: Request, answer: Answer, index: int) -> pb.GenerateComplete:
     complete = pb.GenerateComplete(
         output_ids=answer.tokens,
         finish_reason=OPENAI_FINISH[answer.finish_reason],
@@ -170,7 +177,7 @@ def _complete(request: Request, answer: Answer, index: int) -> pb.GenerateRespon
         complete.matched_stop_str = answer.matched
     elif answer.finish_reason is FinishReason.STOP_TOKEN:
         complete.matched_token_id = answer.matched
-    return pb.GenerateResponse(complete=complete)
+    return complete
 
 
 def _answer_logprobs(answer: Answer) -> pb.OutputLogProbs | None:

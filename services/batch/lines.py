@@ -13,7 +13,7 @@ from typing import Any
 from services.backend import ServingPair
 from services.errors import status_of
 from services.openai.bodies import CHAT, COMPLETIONS, BadRequest, kind_of, parse
-from services.openai.completions import check_scored, echoes, response
+from services.openai.completions import check_reports, echoes, response
 from services.openai.dialects import AnsweredCall, AnswerHeading
 from services.openai.requests import CompletionRequest, Served, derived_seed, understood
 from smc.api.limits import DEFAULT_MAX_TOKENS
@@ -125,7 +125,7 @@ class RequestReader:
             from smc.stops import TokenBytes
 
             Compiler.of(TokenBytes.of(tokenizer)).check(constraint)
-        check_scored(completion, requests)
+        check_reports(completion, requests)
         return tuple(requests)
 
     def seed_of(self, line: Line) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Iterator
 from functools import partial
 
 import grpc
@@ -117,13 +116,13 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         return Request(request_id, prompt, params, salt, negative_prompt=negative, priority=priority)
 
 
-def _responses(request: Request, index: int, output: Output) -> Iterator[pb.GenerateResponse]:
+def _responses(request: Request, index: int, output: Output) -> list[pb.GenerateResponse]:
     response = pb.GenerateResponse(
         request_id=output.request_id, text=output.text, token_ids=output.tokens, logprobs=output.logprobs
     )
     if output.answer is not None:
         response.finish.CopyFrom(to_finish(output.answer, statistics=not request.params.method.plain))
-    yield response
+    return [response]
 
 
 def _model(model: Model, tensor_parallel: int) -> pb.Model:

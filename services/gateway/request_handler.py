@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
@@ -28,7 +29,7 @@ from services.metrics import Metrics
 from services.prompts import PromptEncoder
 from services.security import TokenFile, caller_of
 from smc.api.constraint import Constraint, ConstraintFailed
-from smc.api.request import Answer, Output, Request
+from smc.api.request import Answer, Output, Request, check_scored
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import check_waiting
 
@@ -49,7 +50,7 @@ T = TypeVar("T")
 Parser = Callable[[str], Awaitable[Sequence[Request]]]
 """Returns the requests of a call, one for each answer, given the call's id. Raises ValueError naming the field, the
 value and what is allowed."""
-Serializer = Callable[[Request, int, Output], Iterable[Any]]
+Serializer = Callable[[Request, int, Output], Sequence[Any]]
 """Returns the messages to the caller for an update of one of its requests, given the request, its index and the
 update."""
 
@@ -128,11 +129,13 @@ class RequestHandler:
             async with self.calls.enter((caller_of(context.invocation_metadata()), request_id)):
                 check_waiting(self.pair.engine, self.status().queued)
                 requests = await parse(request_id)
+                check_scored(requests)
                 records += [records[0].another() for _ in requests[1:]]
                 has_begun = False
                 async with aclosing(self.updates(requests, records)) as updates:
                     async for index, output in updates:
-                        for message in serialize(requests[index], index, output):
+                        convert = partial(serialize, requests[index], index, output)
+                        for message in await converted(convert, output.reported):
                             if not has_begun:
                                 await self.begin(context)
                                 has_begun = True

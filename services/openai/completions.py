@@ -26,16 +26,13 @@ from services.openai.dialects import (
 from services.openai.parts import PartBegins, PartEnds, PartEvent, PartKind, PartReader, message_of
 from services.openai.requests import CompletionRequest, Served, understood
 from services.openai.tool_calls import call
-from smc.api.request import Alternatives, Answer, FinishReason, Output, PromptToken, Request
+from smc.api.request import Alternatives, Answer, FinishReason, Output, PromptToken, Request, check_scored
 from smc.api.sampling_params import SamplingParams
 from smc.model.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 MOST_ECHOED = 1 << 20
 """Maximum number of characters of prompts that are repeated in all answers together."""
-MOST_SCORED = 1 << 20
-"""Maximum number of log-probabilities of prompts in all answers together: of their tokens, and of the likeliest tokens
-listed for each."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +91,10 @@ class ScoredPrompt:
         return [*self.tokens, *answer.tokens], [*values, *(answer.logprobs or ())], likeliest
 
 
-def check_scored(completion: CompletionRequest, requests: Sequence[Request]) -> None:
-    """Check how many log-probabilities of prompts will be listed. Raises BadRequest if there are more than allowed."""
-    firsts = requests[:: completion.n]
-    size = sum(
-        len(one.prompt) * (1 + one.params.prompt_logprobs) for one in firsts if one.params.prompt_logprobs is not None
-    )
-    if (size := size * (1 if completion.chat else completion.n)) > MOST_SCORED:
-        raise BadRequest(
-            f"prompt_logprobs asks for {size} log-probabilities; allowed: at most {MOST_SCORED} in all answers",
-            "prompt_logprobs",
-        )
+def check_reports(completion: CompletionRequest, requests: Sequence[Request]) -> None:
+    """Check how many log-probabilities of prompts will be listed: a completion lists those of its prompt with each of
+    its answers. Raises ValueError if there are more than allowed."""
+    check_scored(requests[:: completion.n], times=1 if completion.chat else completion.n)
 
 
 def echoes(completion: CompletionRequest, tokenizer: Tokenizer) -> list[str]:
@@ -161,7 +151,7 @@ class CompletionWriter(AnswerWriter):
     """Writes the answers of chats and completions: see `AnswerWriter`."""
 
     def __init__(self, call: AnsweredCall) -> None:
-        """Raises BadRequest if more text or log-probabilities of prompts would be repeated than allowed."""
+        """Raises ValueError if more text or log-probabilities of prompts would be repeated than allowed."""
         super().__init__(call)
         self._chat = call.heading.chat
         self._echoes = echoes(call.completion, call.tokenizer)
@@ -170,7 +160,7 @@ class CompletionWriter(AnswerWriter):
                 f"echo=true asks for {size} characters of prompts; allowed: at most {MOST_ECHOED} in all answers",
                 "echo",
             )
-        check_scored(call.completion, call.requests)
+        check_reports(call.completion, call.requests)
         self._left: dict[int, dict[str, Any]] = {}
         """Log-probabilities for the last event of an answer, by its index."""
         self._offsets: dict[int, TextOffsets] = {}

@@ -4,6 +4,7 @@ answer to one request give the same warning."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -14,6 +15,9 @@ from smc.types import EXACT, SMC, Decoding, Numerics
 
 MAX_PRIORITY = 1_000_000
 """Maximum absolute value of a priority."""
+MOST_SCORED = 1 << 20
+"""Maximum number of log-probabilities of prompts in all answers of a call together: of their tokens, and of the
+likeliest tokens listed for each."""
 Alternatives = tuple[tuple[int, float], ...]
 """Token ids, each with its log-probability."""
 LEAST_ACCEPTED = 0.25
@@ -70,6 +74,17 @@ def check_guidance(params: SamplingParams, has_negative: bool) -> None:
     if has_negative and not params.guided:
         raise ValueError(
             "negative_prompt has no effect with guidance_scale=1; give a guidance_scale above 1, or leave it out"
+        )
+
+
+def check_scored(requests: Sequence[Request], times: int = 1) -> None:
+    """Check how many log-probabilities of prompts the answers of a call list. `times`: how often each is listed. Raises
+    ValueError if there are more than allowed."""
+    listed = ((len(one.prompt), one.params.prompt_logprobs) for one in requests)
+    size = times * sum(tokens * (1 + likeliest) for tokens, likeliest in listed if likeliest is not None)
+    if size > MOST_SCORED:
+        raise ValueError(
+            f"prompt_logprobs asks for {size} log-probabilities; allowed: at most {MOST_SCORED} in all answers"
         )
 
 
