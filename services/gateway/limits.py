@@ -151,7 +151,7 @@ class ReceiveLimit:
         except BaseException as error:
             if turn in self._outside:
                 self._outside.remove(turn)
-            else:
+            elif not turn.cancelled():  # it was this caller's turn, which passes to the next
                 self._leave()
             if isinstance(error, TimeoutError):
                 raise QueueFull(
