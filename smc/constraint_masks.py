@@ -142,8 +142,12 @@ def check_particles(compiler: Compiler, constraint: Constraint, answer: Answer) 
 
 
 def check_answer(compiler: Compiler, constraint: Constraint, answer: Answer) -> Answer:
-    """Check the end of an answer as `check_end` does, and return it as `check_particles` does."""
-    check_end(compiler, constraint, answer.tokens, answer.finish_reason)
+    """Check the end of an answer as `check_end` does, and return it as `check_particles` does. An error names the
+    caller's field."""
+    try:
+        check_end(compiler, constraint, answer.tokens, answer.finish_reason)
+    except ConstraintFailed as error:
+        raise constraint.failed(str(error)) from error
     return check_particles(compiler, constraint, answer)
 
 

@@ -19,7 +19,6 @@ import grpc
 from services.backend import RequestFailed, Unavailable
 from services.coordinator.messages import REQUESTS, SERVICE, STEPS, Abort, EngineStep, Submission
 from services.link.streams import OPTIONS, PROOF_KEY, proof
-from smc.api.constraint import FIELD, ConstraintFailed
 from smc.api.request import Answer, Output, Request
 
 logger = logging.getLogger(__name__)
@@ -132,8 +131,7 @@ class _PendingUpdates:
         constraint = self.request.params.constraint
         if not caller_error or constraint is None:
             return RequestFailed(why)
-        field = constraint.fields.get("", FIELD)
-        return ConstraintFailed(f"{field}:{why.removeprefix(f'{FIELD}:')}", field)
+        return constraint.failed(why)
 
     def _complete(self, answer: Answer | None) -> Answer | None:
         """Add to the answer the tokens of earlier updates, and its seconds by this process's clock. Updates carry only

@@ -205,14 +205,12 @@ class FieldNames:
 
     def named(self, error: ValueError) -> ValueError:
         """Return `error` as a BadRequest that names its field: the one with which the message begins, or the field that
-        holds the prompt, if the message is about it."""
-        if isinstance(error, (BadRequest, DuplicateRequest)):
+        holds the prompt, if the message is about it. Errors that name it already are returned as they are."""
+        if isinstance(error, (BadRequest, DuplicateRequest, ConstraintFailed)):
             return error
         message = str(error)
         if isinstance(error, ConstraintRefused):
             return BadRequest(message, error.field)
-        if isinstance(error, ConstraintFailed):
-            return BadRequest(message, error.param)
         found = _FIRST_WORD.match(message)
         first = found[0] if found else ""
         param = self.settings.get(first, first if first in self.known else None)

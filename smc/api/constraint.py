@@ -75,6 +75,12 @@ class Constraint:
         why = f"the JSON schema of {rule}: {why}" if rule else why
         return ConstraintRefused(why, self.fields.get("", f"{FIELD}.{self.kind}"))
 
+    def failed(self, why: str) -> ConstraintFailed:
+        """Return the error of an answer that could not be kept within this constraint; it names the caller's field.
+        `why`: what the engine says, which names `constraint`."""
+        field = self.fields.get("", FIELD)
+        return ConstraintFailed(f"{field}:{why.removeprefix(f'{FIELD}:')}", field)
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConstraintRefused(f"its kind is {self.kind!r}; allowed: {', '.join(KINDS)}")

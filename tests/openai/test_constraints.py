@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from services.client import Client, ServiceError
 from services.openai.anthropic import MESSAGES
 from services.openai.bodies import CHAT, COMPLETIONS
 from services.openai.responses import RESPONSES
-from smc.api.request import Answer
-from tests.gateway.harness import Service, local_answer
+from smc.api.request import Answer, FinishReason, Output
+from tests.gateway.harness import Service, local_answer, serving
 from tests.openai.asking import QUESTIONS, Said, chat, connect, is_error, post, user
 
 SCHEMA = {
@@ -150,10 +151,52 @@ def test_a_constraint_that_becomes_slow_ends_its_call_and_no_other(service: Serv
                 asks.start()
     connection.close()
     asks.join()
-    is_error(refused[0], 400, "invalid", "takes too much time", param="structured_outputs.grammar")
+    is_error(refused[0], 400, "constraint", "takes too much time", param="structured_outputs.grammar")
     assert service.metric("smc_requests_total", **counted) == failed
     pauses = np.diff(times)
     assert max(pauses) < 4 + 20 * np.median(pauses)
+
+
+class Cut:
+    """A backend whose answers end themselves after their first token, whatever their constraint allows."""
+
+    def __init__(self, backend) -> None:
+        self._backend = backend
+
+    async def generate(self, request):
+        async for output in self._backend.generate(request):
+            if (answer := output.answer) is not None:
+                cut = replace(answer, tokens=answer.tokens[:1], finish_reason=FinishReason.EOS)
+                yield Output(output.request_id, cut.tokens, "", cut)
+
+
+FIELDS: dict[str, tuple[str, dict, str]] = {
+    "guided_regex": (CHAT, {"messages": user("x"), "guided_regex": "[0-9]{9}"}, "regex"),
+    "structured_outputs.regex": (
+        COMPLETIONS,
+        {"prompt": "x", "structured_outputs": {"regex": "[0-9]{9}"}},
+        "regex",
+    ),
+    "text.format": (
+        RESPONSES,
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+        "json_schema",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ends_too_early_is_an_error_of_its_constraint(pair, stream):
+    """With the caller's field, and under its own cause: a failure while decoding is no rejection."""
+    with serving(pair, http_port=0, wrap=Cut) as service:
+        for field, (path, body, kind) in FIELDS.items():
+            said = post(service, json.dumps(body | {"stream": stream}).encode(), path)
+            message = f"{field}: the answer ended where the {kind} does not allow an end"
+            is_error(said, 400, "constraint", message, param=field)
+        with Client(service.address) as client, pytest.raises(ServiceError, match=r"constraint\.regex: the answer end"):
+            client.generate("x", constraint={"regex": "[0-9]{9}"})
+        assert not service.metric("smc_requests_rejected_total", code="INVALID_ARGUMENT", cause="invalid")
+        assert service.metric("smc_constraint_invalid_ends_total") == len(FIELDS) + 1
 
 
 def test_what_happened_is_counted(service: Service):
