@@ -131,6 +131,32 @@ def test_pages_of_allowed_origins_may_read(pair):
             assert "access-control-allow-origin" not in one[2] and one[2]["vary"] == "origin"
 
 
+SENT = {
+    "openai": "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count",
+    "anthropic": "anthropic-beta,anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key",
+}
+"""Headers that the vendors' clients for browsers send, as browsers name them in a preflight request."""
+
+
+@pytest.mark.parametrize("origins", [(PAGE,), ("*",)])
+@pytest.mark.parametrize("names", SENT.values(), ids=SENT)
+def test_the_vendors_clients_may_run_in_pages(pair, origins, names):
+    """All their headers are allowed, and they may read the ids and the hints for retries of replies and errors."""
+    with serving(pair, http_port=0, allow_origins=origins) as service:
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": names}
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            status, _, headers = ask(service.url, path, headers={"origin": PAGE, **asks}, method="OPTIONS")
+            allowed = headers["access-control-allow-headers"].replace(" ", "").split(",")
+            assert status == 204 and set(names.split(",")) <= set(allowed)
+            assert {"origin", "access-control-request-headers"} == set(headers["vary"].split(", "))
+        refused = ask(service.url, "/v1/none", headers={"origin": PAGE})[2]
+        exposed = set(refused["access-control-expose-headers"].split(", "))
+        assert exposed == {"x-request-id", "request-id", "retry-after", "x-should-retry"}
+        if "*" not in origins:
+            other = ask(service.url, path, headers={"origin": OTHER, **asks}, method="OPTIONS")[2]
+            assert not any(name.startswith("access-control") for name in other)
+
+
 def test_no_page_may_read_by_default(service):
     status, _, headers = ask(service.url, "/version", headers={"origin": PAGE})
     assert status == 200 and "access-control-allow-origin" not in headers
