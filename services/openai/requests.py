@@ -31,7 +31,6 @@ from services.openai.bodies import (
     NamedTool,
     ResponseFormat,
     Tool,
-    ToolCall,
     UnknownFields,
     check_model,
     given_fields,
@@ -489,14 +488,20 @@ def _negative(prompt: Any, vocabulary: int) -> Prompt:
             "messages",
             name,
         )
+    return Prompt(
+        messages=tuple(_negative_message(f"{name}[{index}]", name, item) for index, item in enumerate(prompt))
+    )
+
+
+def _negative_message(place: str, name: str, item: dict[str, Any]) -> dict[str, Any]:
     try:
-        messages = [ChatMessage.model_validate(item) for item in prompt]
+        message = ChatMessage.model_validate(item)
     except ValidationError as error:
         path = error.errors(include_url=False)[0]["loc"]
         raise BadRequest(
-            f"{name} contains an invalid message, because of its {path[0]!r}; allowed: messages as in a chat", name
+            f"{place} is not a valid message, because of its {path[0]!r}; allowed: messages as in a chat", name
         ) from error
-    return Prompt(messages=tuple(_message(index, message) for index, message in enumerate(messages)))
+    return _message(place, name, message)
 
 
 def _chat(body: ChatBody) -> Prompt:
@@ -516,7 +521,9 @@ def _chat(body: ChatBody) -> Prompt:
     if body.reasoning_effort is not None:
         settings = settings | {REASONING_EFFORT: body.reasoning_effort}
     return Prompt(
-        messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
+        messages=tuple(
+            _message(f"messages[{index}]", "messages", message) for index, message in enumerate(body.messages)
+        ),
         tools=tuple(map(_tool, body.tools or ())) if body.tool_choice != "none" else (),
         template_settings=settings,
         begins_message=body.add_generation_prompt is not False,
@@ -535,21 +542,16 @@ def _tool(one: Tool) -> dict[str, Any]:
     return tool(**dict(one.function))
 
 
-def _message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message in the form that chat templates read."""
+def _message(place: str, field: str, message: ChatMessage) -> dict[str, Any]:
+    """Return a message in the form that chat templates read. `place`: where the body has it, within `field`. Raises
+    BadRequest."""
     if message.content is None and not message.tool_calls:
-        raise BadRequest(
-            f"messages[{index}].content is missing; allowed: a string, or a list of parts with text", "messages"
-        )
+        raise BadRequest(f"{place}.content is missing; allowed: a string, or a list of parts with text", field)
     if message.tool_calls and message.role != "assistant":
-        raise BadRequest(f"messages[{index}].tool_calls; allowed: with role 'assistant'", "messages")
-    calls = [
-        tool_call(call.id, call.function.name, _arguments(index, number, call))
-        for number, call in enumerate(message.tool_calls or ())
-    ]
+        raise BadRequest(f"{place}.tool_calls; allowed: with role 'assistant'", field)
+    calls = []
+    for number, call in enumerate(message.tool_calls or ()):
+        arguments = arguments_of(call.function.arguments, field, f"{place}.tool_calls[{number}].function.arguments")
+        calls.append(tool_call(call.id, call.function.name, arguments))
     more = {name: getattr(message, name) for name in ("name", "tool_call_id", "reasoning_content")}
     return chat_message(message.role, joined(message.content or ()), calls, **more)
-
-
-def _arguments(index: int, number: int, call: ToolCall) -> dict[str, Any]:
-    return arguments_of(call.function.arguments, "messages", f"[{index}].tool_calls[{number}].function.arguments")

@@ -225,7 +225,7 @@ def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
 
     for index, item in enumerate(body.input):
         if isinstance(item, FunctionCallItem):
-            arguments = arguments_of(item.arguments, "input", f"[{index}].arguments")
+            arguments = arguments_of(item.arguments, "input", f"input[{index}].arguments")
             calls.append(tool_call(item.call_id, item.name, arguments))
         elif isinstance(item, ReasoningItem):
             yield from ended()  # a message has one reasoning, before all else

@@ -82,13 +82,13 @@ def tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, A
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def arguments_of(text: str, field: str, path: str) -> dict[str, Any]:
-    """Return the arguments of a call, an object as JSON. `field` and `path`: where the caller's body has them. Raises
-    BadRequest."""
+def arguments_of(text: str, field: str, place: str) -> dict[str, Any]:
+    """Return the arguments of a call, an object as JSON. `place`: where the caller's body has them, within `field`.
+    Raises BadRequest."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"{field}{path} is not JSON; allowed: an object, as JSON in a string", field) from error
+        raise BadRequest(f"{place} is not JSON; allowed: an object, as JSON in a string", field) from error
     if not isinstance(arguments, dict):
-        raise BadRequest(f"{field}{path} is not an object; allowed: an object, as JSON in a string", field)
+        raise BadRequest(f"{place} is not an object; allowed: an object, as JSON in a string", field)
     return arguments

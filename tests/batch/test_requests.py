@@ -217,7 +217,7 @@ def test_negative_prompts(pair, requests):
         ({"guidance_scale": 2, "negative_prompt": [3, 10**6]}, "negative_prompt contains token id 1000000; allowed: 0"),
         (
             {"guidance_scale": 2, "negative_prompt": [{"role": "king", "content": "x"}]},
-            "negative_prompt contains an invalid message, because of its 'role'",
+            "is not a valid message, because of its 'role'",
         ),
         ({"guidance_scale": 2, "negative_prompt": "x" * 10_000}, "negative_prompt: the prompt has 10000 "),
     ],

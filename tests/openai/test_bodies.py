@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.openai.bodies import COMPLETIONS, parse
+from services.openai.bodies import CHAT, COMPLETIONS, parse
 from services.openai.requests import Served, understood
-from tests.openai.asking import Said, chat, is_error, post
+from tests.openai.asking import Said, chat, is_error, post, user
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "x"}}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,26 @@ WRONG = [
 def test_a_field_that_is_wrong(service, body, param, message):
     code = "context_length_exceeded" if "at most 511" in message else "invalid"
     is_error(post(service, body), 400, code, message, param=param)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "user"}, r"^negative_prompt\[1\]\.content is missing; allowed"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, r"^negative_prompt\[1\]\.tool_calls; allowed"),
+        (
+            {"role": "assistant", "tool_calls": [CALL]},
+            r"^negative_prompt\[1\]\.tool_calls\[0\]\.function\.arguments is not JSON",
+        ),
+        ({"role": 1, "content": "x"}, r"^negative_prompt\[1\] is not a valid message, because of its 'role'"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_errors_of_negative_messages_name_their_place(service, path, message, says):
+    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": user("x")}
+    body |= {"guidance_scale": 2.0, "negative_prompt": [{"role": "user", "content": "x"}, message]}
+    said = post(service, json.dumps(body).encode(), path)
+    is_error(said, 400, "invalid", says, param="negative_prompt")
 
 
 @pytest.mark.parametrize(
