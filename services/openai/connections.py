@@ -64,7 +64,8 @@ class HttpConnections:
 
 
 class _Connection(web.RequestHandler):
-    """A connection that answers what is no HTTP by errors of this API."""
+    """A connection that answers what never comes to the application, because it is no HTTP or expects what the library
+    does not know, by errors of this API."""
 
     def handle_error(
         self,
@@ -81,6 +82,14 @@ class _Connection(web.RequestHandler):
         response.headers["server"] = SERVER
         response.force_close()
         return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPExpectationFailed):
+            why = f"{request.method} {request.path}: expect={request.headers['expect']!r}; allowed: 100-continue"
+            resp = refused_reply(BadRequest(why, None, resp.status), None)
+        return await super().finish_response(request, resp, start_time)
 
 
 class _Server(web.Server):

@@ -122,6 +122,15 @@ def test_a_body_too_large(service):
     connection.close()
 
 
+@pytest.mark.parametrize("path", [CHAT, "/health", "/v1/none"])
+def test_an_expectation_that_is_not_known(service, path):
+    """It gets an error in JSON, and the connection takes further requests."""
+    said = post(service, chat(max_tokens=1), path, expect="200-ok")
+    is_error(said, 417, "invalid", f"POST {path}: expect='200-ok'; allowed: 100-continue", param=None)
+    assert said.headers["content-type"].startswith("application/json") and said.headers["server"] == "smcserve"
+    assert post(service, chat(max_tokens=1), expect="100-continue").status == 200
+
+
 def test_a_body_that_breaks_off(service):
     """A body with malformed chunks gets status 400."""
     with socket.create_connection(("127.0.0.1", service.gateway.http_port)) as connection:
