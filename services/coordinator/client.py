@@ -21,6 +21,8 @@ from services.coordinator.messages import REQUESTS, SERVICE, STEPS, Abort, Engin
 from services.link.streams import OPTIONS, PROOF_KEY, proof
 from smc.api.request import Answer, Output, Request
 
+LARGE = 64 << 10
+"""An update of at least this many bytes is decoded in a thread: it takes more than five milliseconds of a core."""
 logger = logging.getLogger(__name__)
 
 
@@ -212,7 +214,10 @@ class CoordinatorClient(Dispatcher):
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                step = STEPS.decode(response)
+                if len(response) < LARGE:
+                    step = STEPS.decode(response)
+                else:
+                    step = await asyncio.to_thread(STEPS.decode, response)
                 self.deliver(step)
                 self._on_step(step)
             self.fail("the coordinator has stopped; the service is starting again")

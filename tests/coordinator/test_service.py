@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from queue import SimpleQueue
 from socket import SHUT_RDWR, create_server
 
@@ -14,12 +15,13 @@ import pytest
 
 from services.backend import Unavailable
 from services.client import Client, ServiceError
+from services.coordinator import client as client_module
 from services.coordinator import service
 from services.coordinator.client import CoordinatorClient
-from services.coordinator.messages import EngineStep, RefusedRequest
+from services.coordinator.messages import STEPS, EngineStep, RefusedRequest
 from services.coordinator.service import CoordinatorServer
 from services.link.streams import StreamCaller, StreamServer
-from smc.api.request import Answer, FinishReason, Output, Request, Statistics
+from smc.api.request import Answer, FinishReason, Output, PromptToken, Request, Statistics
 from smc.api.sampling_params import SamplingParams
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.stats import EngineStats
@@ -102,6 +104,43 @@ def test_attach_timeout():
 
     with create_server(("127.0.0.1", 0)) as silent:
         asyncio.run(work(f"127.0.0.1:{silent.getsockname()[1]}"))
+
+
+def test_long_updates_are_read_beside_the_loop(monkeypatch):
+    """An update with thousands of log-probabilities is decoded in a thread. The order of updates stays."""
+    threads: dict[bool, set[threading.Thread]] = {False: set(), True: set()}
+
+    class Noted:
+        def decode(self, data: bytes) -> EngineStep:
+            threads[len(data) > client_module.LARGE].add(threading.current_thread())
+            return STEPS.decode(data)
+
+    monkeypatch.setattr(client_module, "STEPS", Noted())
+    server = CoordinatorServer("127.0.0.1", "secret", FakeLoop())
+    scored = (PromptToken(-1.0, 1, tuple((token, -1.0) for token in range(20))),) * 1000
+    short = Answer("1", (1,), "x", FinishReason.LENGTH, None, 1, 1, Statistics(1), 0.0)
+    answers = [short, replace(short, prompt_logprobs=scored), short]
+    received: list[int] = []
+
+    async def work() -> None:
+        all_came = asyncio.Event()
+
+        def take(step: EngineStep) -> None:
+            received.extend(len(output.answer.prompt_logprobs or ()) for output in step.outputs)
+            if len(received) == len(answers):
+                all_came.set()
+
+        client = CoordinatorClient(server.address, "secret", take, lambda: None)
+        await client.attached(10)
+        for answer in answers:
+            server.deliver(EngineStep([Output("1", (1,), "x", answer)], [], STATS))
+        await asyncio.wait_for(all_came.wait(), 60)
+        await client.close()
+
+    asyncio.run(work())
+    server.close()
+    loop = threading.current_thread()
+    assert received == [0, 1000, 0] and threads[False] == {loop} and threads[True] and loop not in threads[True]
 
 
 def test_slow_gateway_is_disconnected(monkeypatch):
