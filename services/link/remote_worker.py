@@ -43,6 +43,9 @@ from smc.scheduler.stats import Timeline
 from smc.types import ModelRole, Numerics
 
 CLOCK_PINGS = 5
+OWED_SECONDS = 1.0
+"""Silence after which a worker that owes responses is pinged, too. By then it has usually sent them, and nobody reads
+them: that of a prompt whose request has ended meanwhile, say."""
 
 Result = TypeVar("Result")
 
@@ -175,8 +178,10 @@ class RemoteWorker:
         self.response(self.send(Ping()))
 
     def keep_alive(self, silence: float) -> None:
-        """Ping the worker if it has nothing to do and has been sent nothing for `silence` seconds. Raises as `ping`."""
-        if not self._unanswered and time.monotonic() - self._last_sent >= silence:
+        """Ping the worker if it has been sent nothing for `silence` seconds. If it owes responses, for at least
+        `OWED_SECONDS`: the ping waits for them. Raises as `ping`."""
+        least = max(silence, OWED_SECONDS) if self._unanswered else silence
+        if time.monotonic() - self._last_sent >= least:
             self.ping()
 
     def status(self) -> MemoryUse:

@@ -15,6 +15,9 @@ LEAST = 256
 because it reads all weights."""
 IN_FLIGHT = 2
 """Maximum number of chunks in flight at a model. More would delay the next round."""
+LEFT_STEPS = 16
+"""Steps after which the last chunks of a model are read that has got no other since. They have ended by then, and what
+its worker reports with later results would be read with them."""
 PATIENCE = 0.25
 """How much prompts may lose by waiting for each other, as a share of what a pass of their own costs. 1 makes most
 tokens a second in all: a pass stops every running request for its time, and a prompt that waits stops one. Less favours
@@ -41,6 +44,8 @@ class PrefillBudget:
         # In look-ahead the models work at the same time, in lockstep one after the other.
         self._together = max if config.lookahead else sum
         self._in_flight: dict[ModelRole, deque[Chunk]] = {role: deque() for role in ModelRole}
+        self._since = dict.fromkeys(ModelRole, 0)
+        """Number of steps since each model last got a chunk."""
         self._cost = dict.fromkeys(ModelRole, 0.0)
         """Seconds per token of each model's last finished chunk, which is taken to have at least `LEAST` tokens."""
         self._accrued = 0.0
@@ -55,8 +60,12 @@ class PrefillBudget:
         """Average number of prompts that come in a step."""
 
     def begin_step(self, new: int) -> None:
-        """Note how many prompts have come since the last step."""
+        """Note how many prompts have come since the last step. Reads chunks that have been left for `LEFT_STEPS`."""
         self._new += LATEST * (new - self._new)
+        for role in ModelRole:
+            self._since[role] += 1
+            if self._since[role] > LEFT_STEPS:
+                self._settle(role)
 
     def most(self, running: int, prompts: int = 1, tokens: int = LEAST) -> int:
         """Return how many tokens may be scheduled at each model now. `running`: number of requests in rounds;
@@ -96,9 +105,13 @@ class PrefillBudget:
 
     def settle(self, left: int = 0) -> None:
         """Wait until at most `left` chunks of each model are in flight."""
-        for role, chunks in self._in_flight.items():
-            while len(chunks) > left:
-                self._learn(role, chunks.popleft())
+        for role in ModelRole:
+            self._settle(role, left)
+
+    def _settle(self, role: ModelRole, left: int = 0) -> None:
+        chunks = self._in_flight[role]
+        while len(chunks) > left:
+            self._learn(role, chunks.popleft())
 
     def forget(self, role: ModelRole) -> None:
         """Drop the model's chunks in flight, whose results will not arrive."""
@@ -107,7 +120,9 @@ class PrefillBudget:
     def spend(self, scheduled: Mapping[ModelRole, Sequence[Chunk]], beside: bool) -> None:
         """Charge the chunks that have been scheduled at each model."""
         for role, chunks in scheduled.items():
-            self._in_flight[role].extend(chunks)
+            if chunks:
+                self._in_flight[role].extend(chunks)
+                self._since[role] = 0
         if beside:
             took = self._together(
                 sum(max(tokens, LEAST) for tokens, _ in scheduled[role]) * self._cost[role] for role in ModelRole

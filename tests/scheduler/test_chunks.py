@@ -10,7 +10,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from smc.scheduler.engine import COMPANY
-from smc.scheduler.prefill_budget import IN_FLIGHT, LEAST, PrefillBudget
+from smc.scheduler.prefill_budget import IN_FLIGHT, LEAST, LEFT_STEPS, PrefillBudget
 from smc.types import ModelRole
 from tests.pairwise import one_of
 from tests.scheduler.harness import PaddingOps, answers, assert_empty, request
@@ -229,6 +229,26 @@ def test_no_more_than_two_chunks_are_on_their_way(share):
         chunks.most(running=0)
         assert len(read) == 2 * max(0, i + 1 - IN_FLIGHT)
         chunks.spend({side: [(1, Slow(0.1))] for side in ModelRole}, beside=False)
+
+
+def test_the_last_chunk_of_a_model_is_read():
+    """Even if every step has chunks of the other model, or prompts whose first tokens have not been read yet."""
+    read = []
+
+    class Noted(Ran):
+        def result(self) -> None:
+            read.append(self)
+
+    chunks, last = PrefillBudget(AHEAD), Noted(0.1)
+    chunks.begin_step(1)
+    chunks.spend({ModelRole.DRAFT: [(1, last)], ModelRole.TARGET: []}, beside=True)
+    for _ in range(LEFT_STEPS):
+        chunks.begin_step(1)
+        chunks.most(running=1)
+        chunks.spend({ModelRole.DRAFT: [], ModelRole.TARGET: [(1, Ran(0.1))]}, beside=True)
+        assert not read
+    chunks.begin_step(0)
+    assert read == [last]
 
 
 @pytest.mark.parametrize("form", one_of("lockstep", "lookahead"))

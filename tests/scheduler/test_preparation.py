@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from services.link.base import LinkError
@@ -15,6 +19,7 @@ from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
+from smc.executor.messages import PromptBatch
 from smc.executor.ops import RoundOps
 from smc.executor.round_executor import OneModelExecutor, TargetRunner
 from smc.executor.worker import ModelWorker
@@ -136,6 +141,24 @@ class QueueEnd:
         pass
 
 
+@contextmanager
+def served(pair: ModelPair) -> Iterator[RemoteWorker]:
+    """A worker of the target behind a link, carried out by a thread of this process."""
+    worker = local_engine(pair, CONFIG).workers[ModelRole.TARGET]
+    there, here = queue.SimpleQueue(), queue.SimpleQueue()
+    executor = OneModelExecutor(TargetRunner(CONFIG, worker, RoundOps(), worker.stages, None))
+    rank = Rank({ModelRole.TARGET: worker}, executor, 1, 60.0)
+    thread = threading.Thread(target=lead, args=(rank, QueueEnd(here, there), None))
+    thread.start()
+    remote = RemoteWorker(ModelRole.TARGET, QueueEnd(there, here), 1, 60.0, Timeline())
+    try:
+        yield remote
+    finally:
+        remote.stop()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_rank_goes_on_while_it_compiles(pair, monkeypatch):
     """It answers other commands at once, and reports the constraint when it is compiled, even one that is refused."""
     may_end, original = threading.Event(), constraints.compiled
@@ -145,22 +168,27 @@ def test_a_rank_goes_on_while_it_compiles(pair, monkeypatch):
         return original(constraint, *args)
 
     monkeypatch.setattr(constraints, "compiled", slow)
-    worker = local_engine(pair, CONFIG).workers[ModelRole.TARGET]
-    there, here = queue.SimpleQueue(), queue.SimpleQueue()
-    executor = OneModelExecutor(TargetRunner(CONFIG, worker, RoundOps(), worker.stages, None))
-    rank = Rank({ModelRole.TARGET: worker}, executor, 1, 60.0)
-    thread = threading.Thread(target=lead, args=(rank, QueueEnd(here, there), None))
-    thread.start()
-    remote = RemoteWorker(ModelRole.TARGET, QueueEnd(there, here), 1, 60.0, Timeline())
-    slow_one = Constraint.of({"regex": "(slow){1,3}"})
-    number, refused = remote.compile(slow_one), remote.compile(Constraint.of({"regex": "[a&&b]"}))
-    assert (number, refused, remote.compile(slow_one)) == (1, 2, 1)
-    remote.ping()
-    assert not remote.has_compiled(number)
-    may_end.set()
-    while not remote.has_compiled(refused):
-        remote.keep_alive(0.001)
-    assert remote.has_compiled(number)
-    remote.stop()
-    thread.join(60)
-    assert not thread.is_alive()
+    with served(pair) as remote:
+        slow_one = Constraint.of({"regex": "(slow){1,3}"})
+        number, refused = remote.compile(slow_one), remote.compile(Constraint.of({"regex": "[a&&b]"}))
+        assert (number, refused, remote.compile(slow_one)) == (1, 2, 1)
+        remote.ping()
+        assert not remote.has_compiled(number)
+        may_end.set()
+        while not remote.has_compiled(refused):
+            remote.keep_alive(0.001)
+        assert remote.has_compiled(number)
+
+
+def test_a_result_that_nobody_reads_does_not_hide_that_a_constraint_is_compiled(pair):
+    """Nor does it keep the worker from getting heartbeats."""
+    with served(pair) as remote:
+        one = np.ones(1, dtype=np.int32)
+        prompt = PromptBatch(pages_B=one, starts_R=0 * one, counts_R=one, tokens_T=one.astype(np.int64))
+        unread = remote.ask(prompt, ModelRole.TARGET)
+        number, deadline = remote.compile(DIGITS), time.monotonic() + 60
+        while not remote.has_compiled(number):
+            assert time.monotonic() < deadline
+            remote.keep_alive(0.001)
+            time.sleep(0.001)
+        assert unread.of(ModelRole.TARGET).failures == {}
