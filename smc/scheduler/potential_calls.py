@@ -3,8 +3,8 @@ its particles in one call, in a separate thread, and the particles' weights chan
 other requests continue; the request itself waits, because its next round depends on the weights.
 
 If a potential fails or takes too long, only its request ends. A thread cannot be stopped: a call that takes too long
-continues, and if there are many of them, requests with that potential fail at once. Work that grows with the size of a
-prompt or of answers is done in the thread of the call."""
+continues, as does that of a request that has ended meanwhile. If there are many of them, requests with that potential
+fail at once. Work that grows with the size of a prompt or of answers is done in the thread of the call."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ MOST_REDRAWS = 8
 """Maximum number of times in a row that tokens are drawn again because a potential left no particle with weight."""
 MOST_OVERDUE = 16
 """Number of overdue calls of one potential from which further requests with it fail."""
+MOST_LEFT = 64
+"""As `MOST_OVERDUE`, of calls that no request waits for, overdue or not: each keeps its thread until it ends."""
 
 
 @dataclass(eq=False)
@@ -118,8 +120,8 @@ class PotentialCalls:
         """Start a call for a request and return it; None if it is not needed or not allowed."""
         name, slots = group.params.potential, self._slots
         assert name is not None, "of requests with a potential"
-        if self._num_overdue(name) >= MOST_OVERDUE:
-            group.error = f"potential {name!r} does not answer: {MOST_OVERDUE} calls of it have not ended"
+        if most := self._most_reached(name):
+            group.error = f"potential {name!r} does not answer: {most} calls of it have not ended"
             self._stats.timeouts += 1
             return None
         slots_N = group.slots[slots.logw_S[group.slots] > -np.inf]
@@ -131,13 +133,23 @@ class PotentialCalls:
         call = PotentialCall(
             name, group, group.generation, slots_N, tokens_NL, length_N, ended_N, began=time.monotonic()
         )
+        asks = threading.Thread(target=call.run, args=(self._potentials[name],), name=f"potential {name}", daemon=True)
+        try:
+            asks.start()
+        except RuntimeError as error:  # the process may have no more threads
+            group.error = f"potential {name!r} could not be asked: {error}"
+            self._stats.errors += 1
+            return None
         self._calls.append(call)
-        threading.Thread(target=call.run, args=(self._potentials[name],), name=f"potential {name}", daemon=True).start()
         return call
 
-    def _num_overdue(self, name: str) -> int:
-        """Number of unfinished calls of a potential that exceed the time limit."""
-        return sum(call.name == name and not call.logphi_N.done() and self._is_late(call) for call in self._calls)
+    def _most_reached(self, name: str) -> int:
+        """Return which limit the unfinished calls of a potential have reached, `MOST_OVERDUE` or `MOST_LEFT`; 0:
+        none."""
+        unfinished = [call for call in self._calls if call.name == name and not call.logphi_N.done()]
+        if sum(map(self._is_late, unfinished)) >= MOST_OVERDUE:
+            return MOST_OVERDUE
+        return MOST_LEFT if sum(not call.is_current for call in unfinished) >= MOST_LEFT else 0
 
     def _is_late(self, call: PotentialCall) -> bool:
         return time.monotonic() - call.began > self._limit

@@ -216,6 +216,49 @@ def test_calls_of_aborted_requests_are_within_their_time(monkeypatch):
     assert set(found) == {"preempted", "more"} and not any(answer.error for answer in found.values())
 
 
+def test_threads_of_aborted_requests_are_bounded(monkeypatch):
+    """Long before their time has passed."""
+    monkeypatch.setattr(potential_calls, "MOST_LEFT", 3)
+    end, begun = threading.Event(), []
+
+    def slow(prefixes: Prefixes) -> list[float]:
+        begun.append(prefixes)
+        end.wait(120)
+        return [0.0] * len(prefixes.texts)
+
+    engine = local_engine(tiny_pair(), replace(CASES[1], potential_timeout=300), potentials={"slow": slow})
+    for i in range(3):
+        engine.submit(request(PROMPT, str(i), seed=i, max_tokens=9, potential="slow"))
+        while len(begun) == i:
+            engine.step()
+        assert engine.abort(str(i))
+    more = answers(engine, [request(PROMPT, "more", max_tokens=9, potential="slow")])["more"]
+    assert more.error == "potential 'slow' does not answer: 3 calls of it have not ended"
+    assert len(begun) == 3
+    end.set()
+    while engine.potentials._calls:
+        engine.potentials.follow([])
+    assert not answers(engine, [request(PROMPT, "again", max_tokens=9, potential="slow")])["again"].error
+    assert_empty(engine)
+
+
+def test_without_a_thread_for_its_potential_a_request_fails_alone(monkeypatch):
+    """The operating system limits the number of threads."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = local_engine(tiny_pair(), CASES[1], potentials={"phi": potential})
+    monkeypatch.setattr(threading.Thread, "start", start)
+    found = answers(
+        engine,
+        [request(PROMPT, "weighed", seed=1, max_tokens=9, potential="phi"), request(PROMPT, "plain", max_tokens=9)],
+    )
+    assert found["weighed"].error == "potential 'phi' could not be asked: can't start new thread"
+    assert found["plain"].tokens and not found["plain"].error
+    assert_empty(engine)
+
+
 def test_a_step_waits_for_no_call_of_an_earlier_one(monkeypatch):
     """A step waits at most once for a call, in the step that made it, while other requests run."""
     real_wait, end = potential_calls.wait, threading.Event()
