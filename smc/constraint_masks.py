@@ -30,6 +30,7 @@ import numpy as np
 from smc.api.constraint import FIELD, Constraint, ConstraintFailed, ConstraintRefused
 from smc.api.request import Answer, FinishReason
 from smc.constraints import Compiler
+from smc.grammar.compiler import MOST_ACCEPTED
 from smc.mask_reader import AnswerReader, Calls, Chain, MaskEnds, MaskPath, Read
 from smc.stops import StopMachine
 
@@ -77,7 +78,7 @@ class Follower:
         """Whether its masks are computed in a thread of its own."""
         self.seconds = 0.0
         """Time that its masks took alone."""
-        self.start = None if machine.constraint is None else compiler.start(machine.constraint)
+        self.start = None if machine.constraint is None else compiler.start(machine.constraint, MOST_ACCEPTED)
         """The matcher at the beginning, which requests with the same constraint share."""
         self.reader = AnswerReader(self.start, machine, compiler)
 

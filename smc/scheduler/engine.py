@@ -88,7 +88,7 @@ class Engine:
         self._turns = MaskTurns()
         rounds = {roles: self._round_scheduler(roles) for roles in RULES_OF_ROUNDS}
         self.registry = RequestRegistry(self.slots, self.prefill, rounds)
-        self.fallback = DraftFallback(self.registry, self.prefill)
+        self.fallback = DraftFallback(self.registry, self.prefill, self._preparation)
         known = dict(load_potentials(config.potentials)) | dict(potentials)
         self.potentials = PotentialCalls(known, config.potential_timeout, self.slots)
         self.results = ResultReporter(self.registry, self.prefill, self.forecast, clock, constraints, workers)

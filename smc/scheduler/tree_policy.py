@@ -21,8 +21,9 @@ from smc.api.engine_config import PATHS, EngineConfig
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules
 from smc.scheduler.planner import DraftSize, bucket, node_room
 from smc.scheduler.prefill import PrefillManager
+from smc.scheduler.preparation import Preparation
 from smc.scheduler.queue import RequestRegistry
-from smc.scheduler.sequence_group import SequenceGroup
+from smc.scheduler.sequence_group import ADMITTED, QUEUED, SequenceGroup
 from smc.scheduler.speculation import (
     Acceptance,
     Confirmed,
@@ -340,14 +341,16 @@ def _levels(most: int) -> list[int]:
 class DraftFallback:
     """Switches requests of a registry to the target alone, and back to the draft-target pair."""
 
-    def __init__(self, registry: RequestRegistry, prefill: PrefillManager) -> None:
-        self._registry, self._prefill = registry, prefill
+    def __init__(self, registry: RequestRegistry, prefill: PrefillManager, preparation: Preparation) -> None:
+        self._registry, self._prefill, self._preparation = registry, prefill, preparation
         self.has_draft = True
+        self._returning: dict[SequenceGroup, int | None] = {}
+        """Requests that return to the pair once its workers have compiled their constraints, and their rows then."""
 
     def fall_back(self, group: SequenceGroup) -> None:
         """Let the target decode a request alone from now on, whatever state the request is in. The draft runs nothing
         more for it. Rounds of both models in flight are not waited for, and their results are discarded."""
-        group.cancel_switch()
+        self.cancel(group)
         if group.alone or group.error:
             return
         if group.is_running:
@@ -360,8 +363,13 @@ class DraftFallback:
     def reenable_draft(self, group: SequenceGroup, rows: int | None = None) -> None:
         """Return a request to rounds of the draft-target pair, as soon as no round of it is in flight and the draft has
         run the tokens that it lacks. `rows`: rows of its tree, by default its maximum. Without enough slots or pages,
-        or without a draft, nothing changes."""
+        or without a draft, nothing changes. Until both models have compiled its constraint, the target goes on
+        alone."""
+        self._returning.pop(group, None)
         if not self.has_draft or not group.alone or not self._fits_pair(group):
+            return
+        if not self._preparation.is_ready(group, group.requested):
+            self._returning[group] = rows
             return
         rows = rows or group.most_rows
         if group.is_queued:
@@ -369,8 +377,19 @@ class DraftFallback:
         else:
             group.request_switch(rows)
 
+    def cancel(self, group: SequenceGroup) -> None:
+        """Cancel a switch that has not been carried out yet."""
+        self._returning.pop(group, None)
+        group.cancel_switch()
+
     def apply_switches(self) -> None:
-        """Carry out pending switches of requests that have no round in flight."""
+        """Carry out pending switches of requests that have no round in flight. Raises RuntimeError if a worker is
+        lost."""
+        for group, rows in list(self._returning.items()):
+            if group.state not in (*QUEUED, *ADMITTED):
+                del self._returning[group]
+            elif self._preparation.poll(group, group.requested):
+                self.reenable_draft(group, rows)
         for group in [group for group in self._registry.admitted if group.switches]:
             if group.is_running and not group.in_flight:
                 self._switch(group, *group.after_switch)
@@ -497,7 +516,7 @@ class TreeController:
         elif rows:
             group.request_rows(rows)
         elif group.alone:
-            group.cancel_switch()
+            self._fallback.cancel(group)
         elif group.is_running:
             group.request_switch(0)
         else:

@@ -23,6 +23,7 @@ from smc.executor.messages import PromptBatch
 from smc.executor.ops import RoundOps
 from smc.executor.round_executor import OneModelExecutor, TargetRunner
 from smc.executor.worker import ModelWorker
+from smc.grammar.compiler import MOST_ACCEPTED
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.stats import Timeline
@@ -120,6 +121,77 @@ def test_a_worker_that_replaces_another_is_asked_again(pair):
     assert engine.num_queued == 1 and again.asked == 1
     again.done = 1
     assert any(o.answer is not None for _ in range(50) for o in engine.step())
+
+
+LONG = Constraint.of({"regex": "[0-9]{200}"})
+
+
+def test_a_new_draft_compiles_before_requests_return_to_it(pair):
+    """The target goes on alone meanwhile, with those that run, those that wait, and those that came without a draft."""
+    engine, target, draft = slow_engine(pair)
+    target.done = draft.done = 99
+    names = [str(n) for n in range(4)]
+    for name in names[:3]:
+        engine.submit(asked(pair, name, constraint=LONG, max_tokens=300, particles=4))
+    while engine.num_running < 2:
+        engine.step()
+    assert engine.num_queued == 1 and not engine.detach_draft()
+    engine.submit(asked(pair, names[3], constraint=LONG, max_tokens=300, particles=4))
+    engine.workers[ModelRole.DRAFT] = again = Slow(draft._worker)
+    engine.attach_draft(engine.memory.capacity[ModelRole.DRAFT])
+    groups = [engine.registry.groups[name] for name in names]
+    before = [group.committed for group in groups]
+    for _ in range(8):
+        engine.step()
+    assert again.asked == len(groups)
+    assert all(group.alone for group in groups) and all(group.committed > was for group, was in zip(groups, before))
+    again.done = 99
+    for _ in range(4):
+        engine.step()
+    assert any(group.is_running and not group.alone for group in groups)
+    assert len([o for o in engine.run([]) if o.answer and not o.answer.error]) == len(groups)
+    engine.check_books()
+
+
+def test_a_return_that_waits_can_be_cancelled(pair):
+    """By the end of the request, or by the loss of this draft, too."""
+    engine, target, draft = slow_engine(pair)
+    target.done = draft.done = 99
+    engine.submit(asked(pair, "ends", constraint=LONG, max_tokens=300, particles=4))
+    engine.submit(asked(pair, "stays", constraint=LONG, max_tokens=300, particles=4))
+    while engine.num_running < 2:
+        engine.step()
+    engine.detach_draft()
+    engine.workers[ModelRole.DRAFT] = Slow(draft._worker)
+    engine.attach_draft(engine.memory.capacity[ModelRole.DRAFT])
+    engine.step()
+    assert engine.abort("ends")
+    engine.step()
+    engine.detach_draft()
+    engine.workers[ModelRole.DRAFT].done = 99
+    for _ in range(3):
+        engine.step()
+    assert engine.registry.groups["stays"].alone and not engine.fallback._returning
+    assert len([o for o in engine.run([]) if o.answer and not o.answer.error]) == 1
+    engine.check_books()
+
+
+def test_models_may_take_longer_than_the_gateway_to_compile(pair, monkeypatch):
+    """What was accepted is not refused where a mask is needed before the constraint is compiled beside other work."""
+    found, original = [], constraints.compiled
+
+    def noted(constraint: Constraint, vocabulary, limits, seconds: float):
+        found.append(seconds)
+        return original(constraint, vocabulary, limits, seconds)
+
+    monkeypatch.setattr(constraints, "compiled", noted)
+    engine, target, draft = slow_engine(pair)
+    target.done = draft.done = 99
+    unseen = Constraint.of({"regex": "(unseen){1,3}"})
+    compiler = engine._constraints
+    monkeypatch.setattr(engine, "_constraints", None)
+    assert list(engine.run([asked(pair, "c", constraint=unseen)]))[-1].answer.error is None
+    assert compiler._known(unseen) and found == [MOST_ACCEPTED]
 
 
 class QueueEnd:
