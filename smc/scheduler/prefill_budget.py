@@ -18,6 +18,9 @@ IN_FLIGHT = 2
 LEFT_STEPS = 16
 """Steps after which the last chunks of a model are read that has got no other since. They have ended by then, and what
 its worker reports with later results would be read with them."""
+GROWTH = 2.0
+"""Maximum factor by which one chunk raises its model's cost. One that was held up (by a compilation, say) would block
+all prompts beside rounds otherwise, for 1 / `prefill_share` of its time; a lasting change is learnt in a few chunks."""
 PATIENCE = 0.25
 """How much prompts may lose by waiting for each other, as a share of what a pass of their own costs. 1 makes most
 tokens a second in all: a pass stops every running request for its time, and a prompt that waits stops one. Less favours
@@ -47,7 +50,8 @@ class PrefillBudget:
         self._since = dict.fromkeys(ModelRole, 0)
         """Number of steps since each model last got a chunk."""
         self._cost = dict.fromkeys(ModelRole, 0.0)
-        """Seconds per token of each model's last finished chunk, which is taken to have at least `LEAST` tokens."""
+        """Seconds per token of each model's last finished chunk, which is taken to have at least `LEAST` tokens. At
+        most `GROWTH` times that of the one before."""
         self._accrued = 0.0
         """Accrued time budget in seconds; negative if more was spent."""
         self._saw_rounds = False
@@ -146,7 +150,8 @@ class PrefillBudget:
         tokens, pending = chunk
         pending.result()
         if self._share is not None:
-            self._cost[role] = _length(pending.spans(), "prompt") / max(tokens, LEAST)
+            cost, before = _length(pending.spans(), "prompt") / max(tokens, LEAST), self._cost[role]
+            self._cost[role] = min(cost, GROWTH * before) if before else cost
 
 
 def _length(spans: Mapping[str, tuple[int, int]], name: str) -> float:

@@ -4,6 +4,7 @@ and every prompt makes progress."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import pytest
 
@@ -115,6 +116,42 @@ def test_a_prompt_after_quiet_rounds_starts_at_once():
         simulation.step(left=0)
     assert simulation.step(left=60) == 60
     assert [simulation.step(left=60) for _ in range(3)] == [0, 60, 0]
+
+
+@pytest.mark.parametrize("outliers", [1, 2])
+def test_a_chunk_that_was_held_up_blocks_no_others(outliers):
+    """Chunks of 60 ms take 3 s in a row; those after them wait hardly longer than before."""
+    simulation = Simulation(AHEAD, {"draft": 0.01, "target": 0.047})
+    for _ in range(200):
+        simulation.step(left=60)
+    usual = _longest_wait(simulation.asked)
+    held_up, simulation.floors = simulation.floors, {"draft": 0.01, "target": 3.0}
+    while outliers:
+        outliers -= simulation.step(left=60) > 0
+    simulation.floors = held_up
+    begin = len(simulation.asked)
+    for _ in range(400):
+        simulation.step(left=60)
+    assert _longest_wait(simulation.asked[begin:]) <= 6 * usual
+
+
+def test_a_lasting_change_is_learnt():
+    """Chunks take 16 times as long from now on: after a few of them, prompts take their share of the time again."""
+    simulation = Simulation(AHEAD, {"draft": 0.001, "target": 0.0047})
+    for _ in range(200):
+        simulation.step(left=60)
+    simulation.floors = {"draft": 0.016, "target": 0.0752}
+    for _ in range(100):
+        simulation.step(left=60)
+    simulation.took = dict.fromkeys(ModelRole, 0.0)
+    for _ in range(1000):
+        simulation.step(left=60)
+    assert 0.45 <= max(simulation.took.values()) / (1000 * max(ROUND.values())) <= 0.55
+
+
+def _longest_wait(asked: list[int]) -> int:
+    """The longest run of steps that scheduled nothing."""
+    return max(len(list(run)) for tokens, run in groupby(asked) if not tokens)
 
 
 def passes_beside(running: int, arrivals: int, steps: int = 400) -> tuple[list[int], list[int]]:
