@@ -174,7 +174,7 @@ class EngineLoop:
             refusals[item.request_id] = DraftUnavailable(str(error))
         except Exception as error:  # only this request fails, if the engine can release it
             logger.exception("request %s could not be submitted", item.request_id)
-            self._engine.abort(item.request_id)
+            self._engine.drop(item.request_id)
             refusals[item.request_id] = RequestFailed(
                 f"the request could not be submitted ({type(error).__name__}: {error})"
             )

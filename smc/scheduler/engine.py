@@ -170,6 +170,12 @@ class Engine:
         self.results.finish(group, FinishReason.CANCELLED)
         return True
 
+    def drop(self, request_id: str) -> None:
+        """End a request in any state without an output; unknown ids are ignored. For one that could not be
+        submitted."""
+        if (group := self.registry.groups.get(request_id)) is not None:
+            self.registry.release(group)
+
     def step(self) -> list[Output]:
         """Advance everything once. Return new final output: at most one Output per request, in order of submission."""
         self._end_expired()
