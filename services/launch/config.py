@@ -400,6 +400,8 @@ class WorkerGroupConfig:
         from smc.model.source import name_dtypes
 
         sources, models = self.sources, {}
+        context = self.engine.context(sources.max_context)
+        self.engine.check_pages(context)
         for role in ModelRole:
             source, degree = sources.of_role(role), self.degree(role)
             try:
@@ -416,7 +418,7 @@ class WorkerGroupConfig:
         return ServingPair(
             **models,
             tokenizer=sources.target.tokenizer(),
-            context=self.engine.context(sources.max_context),
+            context=context,
             engine=self.engine.on_device(self.device),
             link=self.link,
             placement=self.placement,

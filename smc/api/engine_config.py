@@ -294,7 +294,7 @@ class EngineConfig:
     def pool_pages(self, context: int, room: int | None = None) -> int:
         """Return `pages`, or the default for this context. `room`: pages that a GPU has memory for, None on a CPU.
         Raises ValueError if memory is too small for one request."""
-        least = context + 2 * (self.begin_tokens + self.branches * self.block)
+        least = self.least_pages(context)
         if self.pages or room is None:
             return self.pages or max(512 * self.max_slots, least)
         if room < least:
@@ -303,6 +303,21 @@ class EngineConfig:
                 "allowed: a shorter max_context, or more GPUs to a model"
             )
         return min(room, 2 * self.max_slots * least, MOST_PAGES)
+
+    def least_pages(self, context: int) -> int:
+        """Pages with which one request of the longest context fits into a pool, if it has one row."""
+        return context + 2 * (self.begin_tokens + self.branches * self.block)
+
+    def first_lengths(self, context: int) -> tuple[int, int]:
+        """Return the tokens of the prompt and of the answer of the short request with which an engine begins."""
+        prompt = min(4, context - 1)
+        return prompt, min(2 * self.block + 2, context - prompt)
+
+    def check_pages(self, context: int) -> None:
+        """Raise ValueError if `pages` is given and is too small for an engine's first request."""
+        least = self.least_pages(sum(self.first_lengths(context)))
+        if self.pages is not None and self.pages < least:
+            raise ValueError(f"pages={self.pages}; allowed: at least {least}, what a short request may need")
 
     @property
     def branch_levels(self) -> tuple[int, ...]:

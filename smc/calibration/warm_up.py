@@ -24,7 +24,7 @@ from smc.executor.messages import Pending, PromptBatch
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
-from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow, fixed_steps
+from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow, fixed_steps, rules_of
 from smc.scheduler.planner import NODE_SHARES, DraftSize, bucket, room
 from smc.types import BOTH_MODELS, Decoding, ModelRole
 
@@ -236,11 +236,17 @@ def warm_up_prompts(engine: Engine) -> None:
 
 
 def first_request(config: EngineConfig, context: int, vocab: int) -> Request:
-    """Return a short request."""
-    tokens = min(2 * config.block + 2, context - 4)
-    particles = min(2, config.max_slots)
-    params = SamplingParams(method=Method.SMC, seed=0, ignore_eos=True, particles=particles, max_tokens=tokens)
-    return Request("warm-up", tuple(i % vocab for i in range(4)), params)
+    """Return a short request, with which an engine begins: of two particles if there are slots and surely pages for
+    them, else of one."""
+    size, tokens = config.first_lengths(context)
+
+    def of(particles: int) -> SamplingParams:
+        return SamplingParams(method=Method.SMC, seed=0, ignore_eos=True, particles=particles, max_tokens=tokens)
+
+    params = of(min(2, config.max_slots))
+    if max(rules_of(params).most_pages(config, params, size).values()) > (config.pages or config.least_pages(context)):
+        params = of(1)
+    return Request("warm-up", tuple(i % vocab for i in range(size)), params)
 
 
 def warm_up(

@@ -159,3 +159,10 @@ def test_what_the_target_runs_depends_on_the_device_unless_it_is_given(device, d
     for given in ("nodes", "paths"):
         pair = WorkerGroupConfig(device=device, engine=EngineConfig(verified=given)).serving_pair()
         assert pair.engine.verified == given
+
+
+def test_too_few_pages_are_refused_before_anything_is_loaded():
+    """A pool must have room for the short request that a start runs."""
+    with pytest.raises(ValueError, match="pages=87; allowed: at least 88, what a short request may need"):
+        WorkerGroupConfig(engine=EngineConfig(pages=87)).serving_pair()
+    assert WorkerGroupConfig(engine=EngineConfig(pages=88)).serving_pair().engine.pages == 88

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from smc.api.engine_config import EngineConfig
-from smc.calibration.warm_up import REPEATS, rare_requests, warm_up
+from smc.calibration.warm_up import REPEATS, first_request, rare_requests, warm_up
 from smc.distributions import Processors
 from smc.local_engine import ModelPair, local_engine
 from smc.model.presets import NoText
@@ -121,3 +123,30 @@ def test_answers_are_what_they_would_have_been(pair, warmed_up):
     assert found == Acceptance(MEMORY).rates(engine.config.lookahead), "what nobody asked for decides about users"
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in expected.items()}
+
+
+@pytest.mark.parametrize("context", [2, 3, 5])
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(form="lockstep", block=1, max_slots=1),
+        EngineConfig(form="lockstep", block=32, max_slots=8),
+        EngineConfig(block=8, max_slots=64),
+        EngineConfig(block=32, branches=32, max_slots=2),
+    ],
+    ids=lambda config: f"{config.form}-{config.block}-{config.branches}",
+)
+def test_whatever_context_and_pages_are_accepted_an_engine_can_begin(config, context):
+    """With the default number of pages, and with the least."""
+    config = replace(config, max_context=context)
+    with pytest.raises(ValueError, match="pages=2; allowed: at least") as refused:
+        replace(config, pages=2).check_pages(context)
+    least = int(re.findall("at least ([0-9]+)", str(refused.value))[0])
+    replace(config, pages=least).check_pages(context)
+    for pages in (None, least):
+        engine = local_engine(tiny_pair(max_context=64), replace(config, pages=pages))
+        first = first_request(engine.config, engine.context, 3)
+        (answer,) = answers(engine, [first]).values()
+        assert not answer.error and len(answer.tokens) == first.params.max_tokens
+        assert len(first.prompt) + len(answer.tokens) <= context
+        assert_empty(engine)
