@@ -4,6 +4,7 @@ the gateway, and the result of every engine step goes out on it. Knows nothing a
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -18,7 +20,7 @@ import grpc
 from services.backend import DraftUnavailable, RequestFailed, Unavailable
 from services.coordinator.messages import REQUESTS, SERVICE, STEPS, EngineStep, RefusedRequest, Submission
 from services.link.streams import is_proven, stream_server
-from smc.api.request import Output, Request
+from smc.api.request import Answer, FinishReason, Output, Request, Statistics
 from smc.executor.messages import ModelLost
 from smc.scheduler.admission import NoDraft, QueueFull
 from smc.scheduler.engine import Engine
@@ -29,6 +31,11 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 MAX_BEHIND = 10_000
 """Maximum number of steps that wait for the gateway, equal to minutes. A gateway that is further behind has stopped."""
+
+
+SUBMIT_SECONDS = 0.01
+"""Time in which a turn of the loop submits requests, at least one: running requests wait for it. One takes up to a few
+milliseconds."""
 
 
 class EngineLoop:
@@ -55,6 +62,10 @@ class EngineLoop:
         self._when_idle = when_idle or (lambda: None)
         self._inbox: queue.SimpleQueue[Request | str | Callable[[], None] | None] = queue.SimpleQueue()
         """Requests to submit, ids of requests to abort, functions to call; None ends the loop."""
+        self._backlog: dict[str, tuple[Request, float]] = {}
+        """Requests that have been taken from the inbox and wait to be submitted, by id; with the time since when."""
+        self._unsubmitted: list[Output] = []
+        """Ends, yet to be delivered, of requests that were aborted before they were submitted."""
         self._refusals: dict[str, Exception] = {}
         """Refusals that have not been delivered, by request id."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -114,10 +125,10 @@ class EngineLoop:
             self.ended.set()
 
     def _turn(self) -> bool:
-        """Take new requests and aborts, then advance the engine once. If the engine is idle, first wait for a request.
-        Return False if the loop is to stop."""
+        """Take everything from the inbox, submit requests for `SUBMIT_SECONDS`, then advance the engine once. If there
+        is nothing to do, first wait for a request. Return False if the loop is to stop."""
         engine = self._engine
-        wait = engine.idle
+        wait = engine.idle and not self._backlog
         while wait or not self._inbox.empty():
             self._turned = time.monotonic()
             try:
@@ -129,16 +140,18 @@ class EngineLoop:
             if item is None:
                 return False
             if isinstance(item, Request):
-                self._submit(item)
+                self._backlog[item.request_id] = item, time.monotonic()
             elif isinstance(item, str):
-                engine.abort(item)
+                self._abort(item)
             else:
                 item()
+        self._submit_some()
         self._turned = time.monotonic()
         begin = time.monotonic_ns()
         outputs = self._outliving_draft(engine.step) or []
         times = self._timeline.end_step(begin, time.monotonic_ns()) if self._timeline else None
-        self._deliver_step(outputs, times)
+        unsubmitted, self._unsubmitted = self._unsubmitted, []
+        self._deliver_step([*outputs, *unsubmitted], times)
         return True
 
     def _deliver_step(self, outputs: list[Output], times: RoundTimes | None) -> None:
@@ -163,6 +176,27 @@ class EngineLoop:
         assert self._on_draft_lost is not None, "only a draft that may be lost raises ModelLost"
         error = Unavailable("the draft's workers were lost and are starting again; try again later")
         self._refusals |= dict.fromkeys(self._on_draft_lost(why), error)
+
+    def _abort(self, request_id: str) -> None:
+        if request_id not in self._backlog:
+            self._engine.abort(request_id)
+            return
+        request, _ = self._backlog.pop(request_id)
+        seed, statistics = request.params.seed or 0, Statistics(request.params.rows)
+        answer = Answer(
+            request_id, (), "", FinishReason.CANCELLED, None, seed, len(request.prompt), statistics, math.nan
+        )
+        self._unsubmitted.append(Output(request_id, (), "", answer))
+
+    def _submit_some(self) -> None:
+        """Submit the requests that have waited longest."""
+        begin = time.monotonic()
+        while self._backlog:
+            request, since = self._backlog.pop(next(iter(self._backlog)))
+            self._turned = time.monotonic()
+            self._submit(replace(request, waited=request.waited + self._turned - since))
+            if time.monotonic() - begin >= SUBMIT_SECONDS:
+                break
 
     def _submit(self, item: Request) -> None:
         refusals = self._refusals
