@@ -15,7 +15,9 @@ FORMS = ("lockstep", "lookahead")
 MAX_BLOCK = 32
 MAX_BRANCHES = 32
 MOST_PAGES = 1 << 23
-"""Maximum pages of a pool: the scheduler stores a few bytes for each."""
+"""Maximum pages of a pool by default: the scheduler stores a few bytes for each."""
+MAX_PAGES = 2_000_000_000
+"""Maximum of `pages`: the numbers of pages have 32 bits."""
 MAX_STOPS = 64
 """Maximum number of different sets of stop tokens and strings among requests that run in parallel."""
 FLOAT_BYTES = 4
@@ -136,7 +138,7 @@ class EngineConfig:
     )
     pages: int | None = setting(
         None,
-        at_least(2),
+        within(2, MAX_PAGES),
         option=Option(
             "Token positions in the KV pool of each model. Default: on a GPU what fits, up to the longest context in "
             "every slot and as much again for the prefix cache; on a CPU 512 for each slot, and at least one request "

@@ -12,7 +12,7 @@ from services.launch import cluster
 from services.launch.config import WorkerGroupConfig, count_worker_groups
 from services.launch.worker_group import coordinator_spec
 from services.link.connect import Rendezvous
-from smc.api.engine_config import EngineConfig
+from smc.api.engine_config import MAX_PAGES, EngineConfig
 from smc.calibration.latency import BRIEF, THOROUGH, Effort
 from tests.model.int4 import to_int4
 from tests.model.tiny import save_tiny
@@ -159,6 +159,12 @@ def test_what_the_target_runs_depends_on_the_device_unless_it_is_given(device, d
     for given in ("nodes", "paths"):
         pair = WorkerGroupConfig(device=device, engine=EngineConfig(verified=given)).serving_pair()
         assert pair.engine.verified == given
+
+
+@pytest.mark.parametrize("pages", [1, MAX_PAGES + 1])
+def test_pages_have_numbers_of_32_bits(pages):
+    with pytest.raises(ValueError, match=f"pages={pages}; allowed: 2..2000000000"):
+        EngineConfig(pages=pages)
 
 
 def test_too_few_pages_are_refused_before_anything_is_loaded():

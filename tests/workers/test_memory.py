@@ -16,7 +16,7 @@ from services.link.store import StoreServer
 from services.workers import memory
 from services.workers.process import load_rank, run_rank
 from services.workers.spec import RankSpec
-from smc.api.engine_config import EngineConfig
+from smc.api.engine_config import MAX_PAGES, EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
 from smc.executor.round_executor import DraftRunner
@@ -45,11 +45,11 @@ def spec_of(rendezvous: Rendezvous, **engine) -> tuple[WorkerGroupConfig, RankSp
 
 def test_pools_that_do_not_fit(rendezvous):
     """These would take terabytes, which the system refuses."""
-    _, spec = spec_of(rendezvous, pages=4_000_000_000)
+    _, spec = spec_of(rendezvous, pages=MAX_PAGES)
     with pytest.raises(ValueError) as found:
         run_rank(spec, HOST)
     text = str(found.value)
-    assert "the KV pools do not fit: pages=4000000000 take" in text and "GiB draft" in text and "GiB target" in text
+    assert "the KV pools do not fit: pages=2000000000 take" in text and "GiB draft" in text and "GiB target" in text
     assert "lower pages, or max_context=512 and max_slots=64; of" in text
 
 
