@@ -157,7 +157,9 @@ class EngineLoop:
     def _deliver_step(self, outputs: list[Output], times: RoundTimes | None) -> None:
         refusals, self._refusals = self._refusals, {}
         refused = tuple(RefusedRequest.of(request_id, error) for request_id, error in refusals.items())
-        step = EngineStep(outputs, refused, self._engine.take_stats(), times)
+        stats = self._engine.take_stats()
+        stats.queued += len(self._backlog)
+        step = EngineStep(outputs, refused, stats, times)
         self._outliving_draft(lambda: self._deliver(step))
 
     def _outliving_draft(self, work: Callable[[], Any]) -> Any:
@@ -182,6 +184,7 @@ class EngineLoop:
             self._engine.abort(request_id)
             return
         request, _ = self._backlog.pop(request_id)
+        # Its caller has left, so that nobody reads the seed.
         seed, statistics = request.params.seed or 0, Statistics(request.params.rows)
         answer = Answer(
             request_id, (), "", FinishReason.CANCELLED, None, seed, len(request.prompt), statistics, math.nan
@@ -189,10 +192,16 @@ class EngineLoop:
         self._unsubmitted.append(Output(request_id, (), "", answer))
 
     def _submit_some(self) -> None:
-        """Submit the requests that have waited longest."""
+        """Submit requests for a limited time: those whose time has passed, which then end, and others in the order in
+        which the queue admits them, by priority, then as they came."""
         begin = time.monotonic()
-        while self._backlog:
-            request, since = self._backlog.pop(next(iter(self._backlog)))
+
+        def turn(kept: tuple[Request, float]) -> tuple[bool, int]:
+            (request, since), budget = kept, kept[0].params.time_budget
+            return budget is None or request.waited + begin - since < budget, request.priority
+
+        for request, since in sorted(self._backlog.values(), key=turn):
+            del self._backlog[request.request_id]
             self._turned = time.monotonic()
             self._submit(replace(request, waited=request.waited + self._turned - since))
             if time.monotonic() - begin >= SUBMIT_SECONDS:

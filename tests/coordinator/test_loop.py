@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from services.coordinator import service
 from services.coordinator.messages import EngineStep, RefusalKind
@@ -98,6 +99,30 @@ def test_a_burst_of_submissions_lets_steps_pass(monkeypatch):
     assert events[:10] == [event for name in names[:5] for event in (name, "step")]
     assert ended["17"].finish_reason is FinishReason.CANCELLED
     assert all(len(answer.tokens) == 3 for name, answer in ended.items() if name != "17")
+    assert_empty(engine)
+
+
+def test_requests_that_wait_for_their_submission_are_queued(monkeypatch):
+    """They count as such, and their turn is that of the queue: by priority, then as they came; those whose time has
+    passed end at once."""
+    monkeypatch.setattr(service, "SUBMIT_SECONDS", 0.0)
+    engine, order = tiny_engine(), []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda given: order.append(given.request_id) or submit(given))
+    with loop_of(engine) as (loop, steps):
+        for number, (priority, budget) in enumerate([(0, None), (5, None), (0, None), (-5, None), (5, 0.01)]):
+            own = {"time_budget": budget, "max_tokens": 40, "ignore_eos": True}
+            one = request(request_id=str(number), method="target", seed=1, **own)
+            loop.submit(replace(one, priority=priority, waited=1.0))
+        loop.start()
+        found, ended = [], []
+        while len(ended) < 5:
+            step = steps.get(timeout=SECONDS)
+            found.append(step.stats.queued + step.stats.running)
+            ended += [output.answer for output in step.outputs if output.answer]
+    assert order == ["4", "3", "0", "2", "1"]
+    assert found[0] == 4, "one has ended, and four run or wait"
+    assert {answer.request_id: answer.finish_reason for answer in ended}["4"] is FinishReason.TIME_BUDGET
     assert_empty(engine)
 
 
