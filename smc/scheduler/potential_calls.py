@@ -31,7 +31,8 @@ MOST_REDRAWS = 8
 MOST_OVERDUE = 16
 """Number of overdue calls of one potential from which further requests with it fail."""
 MOST_LEFT = 64
-"""As `MOST_OVERDUE`, of calls that no request waits for, overdue or not: each keeps its thread until it ends."""
+"""Number of calls of one potential that no request waits for any more, from which it is not asked again until one of
+these ends: each keeps its thread until then."""
 
 
 @dataclass(eq=False)
@@ -112,17 +113,22 @@ class PotentialCalls:
         new = {call.group: call.logphi_N for group in unasked if (call := self._ask(group)) is not None}
         wait(new.values(), GRACE, ALL_COMPLETED)
         waiting |= new
-        if waiting and all(group in waiting for group in groups):
-            wait(waiting.values(), IDLE, FIRST_COMPLETED)
+        # Those that are not asked yet wait for calls of others.
+        held = {group for group in unasked if group not in new and group.awaits_potential and not group.error}
+        if groups and all(group in waiting or group in held for group in groups):
+            wait([call.logphi_N for call in self._calls], IDLE, FIRST_COMPLETED)
         return [call.group for call in list(self._calls) if self._finish(call)]
 
     def _ask(self, group: SequenceGroup) -> PotentialCall | None:
-        """Start a call for a request and return it; None if it is not needed or not allowed."""
+        """Start a call for a request and return it; None if it is not needed or not allowed now."""
         name, slots = group.params.potential, self._slots
         assert name is not None, "of requests with a potential"
-        if most := self._most_reached(name):
-            group.error = f"potential {name!r} does not answer: {most} calls of it have not ended"
+        unfinished = [call for call in self._calls if call.name == name and not call.logphi_N.done()]
+        if sum(map(self._is_late, unfinished)) >= MOST_OVERDUE:
+            group.error = f"potential {name!r} does not answer: {MOST_OVERDUE} calls of it have not ended"
             self._stats.timeouts += 1
+            return None
+        if sum(not call.is_current for call in unfinished) >= MOST_LEFT:
             return None
         slots_N = group.slots[slots.logw_S[group.slots] > -np.inf]
         if not len(slots_N):
@@ -142,14 +148,6 @@ class PotentialCalls:
             return None
         self._calls.append(call)
         return call
-
-    def _most_reached(self, name: str) -> int:
-        """Return which limit the unfinished calls of a potential have reached, `MOST_OVERDUE` or `MOST_LEFT`; 0:
-        none."""
-        unfinished = [call for call in self._calls if call.name == name and not call.logphi_N.done()]
-        if sum(map(self._is_late, unfinished)) >= MOST_OVERDUE:
-            return MOST_OVERDUE
-        return MOST_LEFT if sum(not call.is_current for call in unfinished) >= MOST_LEFT else 0
 
     def _is_late(self, call: PotentialCall) -> bool:
         return time.monotonic() - call.began > self._limit

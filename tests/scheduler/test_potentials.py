@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -232,13 +233,41 @@ def test_threads_of_aborted_requests_are_bounded(monkeypatch):
         while len(begun) == i:
             engine.step()
         assert engine.abort(str(i))
-    more = answers(engine, [request(PROMPT, "more", max_tokens=9, potential="slow")])["more"]
-    assert more.error == "potential 'slow' does not answer: 3 calls of it have not ended"
-    assert len(begun) == 3
+    engine.submit(request(PROMPT, "more", max_tokens=9, potential="slow"))
+    ended, began = [], time.monotonic()
+    for _ in range(12):
+        ended += [output.request_id for output in engine.step()]
+    assert ended == ["2"], "the request that was aborted last"
+    assert len(begun) == 3 and time.monotonic() - began > 3 * potential_calls.IDLE  # steps wait, and ask nothing
     end.set()
-    while engine.potentials._calls:
-        engine.potentials.follow([])
-    assert not answers(engine, [request(PROMPT, "again", max_tokens=9, potential="slow")])["again"].error
+    (more,) = [output.answer for output in engine.run([]) if output.answer]
+    assert more.request_id == "more" and not more.error and len(begun) > 3
+    assert_empty(engine)
+
+
+def test_requests_that_wait_to_be_asked_do_not_stop_others(monkeypatch):
+    monkeypatch.setattr(potential_calls, "MOST_LEFT", 1)
+    end, begun = threading.Event(), []
+
+    def slow(prefixes: Prefixes) -> list[float]:
+        begun.append(prefixes)
+        end.wait(120)
+        return [0.0] * len(prefixes.texts)
+
+    engine = local_engine(tiny_pair(), replace(CASES[1], potential_timeout=300), potentials={"slow": slow})
+    engine.submit(request(PROMPT, "left", max_tokens=9, potential="slow"))
+    while not begun:
+        engine.step()
+    assert engine.abort("left")
+    engine.submit(request(PROMPT, "held", max_tokens=9, potential="slow"))
+    engine.submit(request(PROMPT, "plain", max_tokens=9))
+    ended: dict[str, str | None] = {}
+    while "plain" not in ended:
+        ended |= {output.request_id: output.answer.error for output in engine.step() if output.answer}
+    assert ended == {"left": None, "plain": None} and len(begun) == 1
+    end.set()
+    (held,) = [output.answer for output in engine.run([]) if output.answer]
+    assert held.request_id == "held" and not held.error
     assert_empty(engine)
 
 
