@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,9 +16,9 @@ LEAST = 256
 because it reads all weights."""
 IN_FLIGHT = 2
 """Maximum number of chunks in flight at a model. More would delay the next round."""
-LEFT_STEPS = 16
-"""Steps after which the last chunks of a model are read that has got no other since. They have ended by then, and what
-its worker reports with later results would be read with them."""
+LEFT_STEPS, LEFT_SECONDS = 16, 1.0
+"""Steps and seconds after which the last chunks of a model are read that has got no other since; what its worker
+reports with later results would be read with them. They have usually ended by then: reading waits for them."""
 GROWTH = 2.0
 """Maximum factor by which one chunk raises its model's cost. One that was held up (by a compilation, say) would block
 all prompts beside rounds otherwise, for 1 / `prefill_share` of its time; a lasting change is learnt in a few chunks."""
@@ -36,8 +37,8 @@ class PrefillBudget:
 
     Prompts and rounds take turns on the models. Rounds accrue a time budget: `prefill_share` of their own time. A chunk
     is scheduled once its expected time has accrued. So the average round takes at most 1 + `prefill_share` times as
-    long as without prompts, whatever chunks cost. If `prefill_share` is None, every step may schedule `prefill_chunk`
-    tokens.
+    long as without prompts, unless chunks of very different costs alternate (`GROWTH`). If `prefill_share` is None,
+    every step may schedule `prefill_chunk` tokens.
 
     Where many come, short prompts wait for each other (`PATIENCE`): a pass over several takes hardly longer than one
     over one."""
@@ -49,6 +50,8 @@ class PrefillBudget:
         self._in_flight: dict[ModelRole, deque[Chunk]] = {role: deque() for role in ModelRole}
         self._since = dict.fromkeys(ModelRole, 0)
         """Number of steps since each model last got a chunk."""
+        self._last = dict.fromkeys(ModelRole, 0.0)
+        """When each model last got a chunk, by the monotonic clock."""
         self._cost = dict.fromkeys(ModelRole, 0.0)
         """Seconds per token of each model's last finished chunk, which is taken to have at least `LEAST` tokens. At
         most `GROWTH` times that of the one before."""
@@ -68,7 +71,7 @@ class PrefillBudget:
         self._new += LATEST * (new - self._new)
         for role in ModelRole:
             self._since[role] += 1
-            if self._since[role] > LEFT_STEPS:
+            if self._since[role] > LEFT_STEPS and time.monotonic() - self._last[role] > LEFT_SECONDS:
                 self._settle(role)
 
     def most(self, running: int, prompts: int = 1, tokens: int = LEAST) -> int:
@@ -126,7 +129,7 @@ class PrefillBudget:
         for role, chunks in scheduled.items():
             if chunks:
                 self._in_flight[role].extend(chunks)
-                self._since[role] = 0
+                self._since[role], self._last[role] = 0, time.monotonic()
         if beside:
             took = self._together(
                 sum(max(tokens, LEAST) for tokens, _ in scheduled[role]) * self._cost[role] for role in ModelRole

@@ -10,8 +10,9 @@ import pytest
 
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
+from smc.scheduler import prefill_budget
 from smc.scheduler.engine import COMPANY
-from smc.scheduler.prefill_budget import IN_FLIGHT, LEAST, LEFT_STEPS, PrefillBudget
+from smc.scheduler.prefill_budget import IN_FLIGHT, LEAST, LEFT_SECONDS, LEFT_STEPS, PrefillBudget
 from smc.types import ModelRole
 from tests.pairwise import one_of
 from tests.scheduler.harness import PaddingOps, answers, assert_empty, request
@@ -268,9 +269,11 @@ def test_no_more_than_two_chunks_are_on_their_way(share):
         chunks.spend({side: [(1, Slow(0.1))] for side in ModelRole}, beside=False)
 
 
-def test_the_last_chunk_of_a_model_is_read():
-    """Even if every step has chunks of the other model, or prompts whose first tokens have not been read yet."""
-    read = []
+def test_the_last_chunk_of_a_model_is_read(monkeypatch):
+    """Even if every step has chunks of the other model, or prompts whose first tokens have not been read yet. Many
+    short steps do not wait for one that may still run."""
+    read, now = [], [0.0]
+    monkeypatch.setattr(prefill_budget.time, "monotonic", lambda: now[0])
 
     class Noted(Ran):
         def result(self) -> None:
@@ -284,6 +287,9 @@ def test_the_last_chunk_of_a_model_is_read():
         chunks.most(running=1)
         chunks.spend({ModelRole.DRAFT: [], ModelRole.TARGET: [(1, Ran(0.1))]}, beside=True)
         assert not read
+    chunks.begin_step(0)
+    assert not read
+    now[0] += 1.1 * LEFT_SECONDS
     chunks.begin_step(0)
     assert read == [last]
 
