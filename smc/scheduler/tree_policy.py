@@ -377,6 +377,10 @@ class DraftFallback:
         else:
             group.request_switch(rows)
 
+    def tree_rows(self, group: SequenceGroup) -> int:
+        """Rows that are drafted for a request after all changes, also if it returns to the pair; 0: none."""
+        return group.tree_rows if group not in self._returning else self._returning[group] or group.most_rows
+
     def cancel(self, group: SequenceGroup) -> None:
         """Cancel a switch that has not been carried out yet."""
         self._returning.pop(group, None)
@@ -525,7 +529,8 @@ class TreeController:
     def _trees(self, groups: Sequence[SequenceGroup]) -> Iterator[TreeRequest]:
         of_all, own = self._acceptance.rates(self._lookahead), [group.acceptance for group in groups]
         for group, rates in zip(groups, rates_of_requests(of_all, own, self._lookahead)):
-            yield TreeRequest(most=group.most_rows, rates=rates, context=group.context, rows=group.tree_rows)
+            rows = self._fallback.tree_rows(group)
+            yield TreeRequest(most=group.most_rows, rates=rates, context=group.context, rows=rows)
 
 
 def _adaptive(groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:

@@ -165,6 +165,15 @@ def test_a_return_that_waits_can_be_cancelled(pair):
     engine.workers[ModelRole.DRAFT] = Slow(draft._worker)
     engine.attach_draft(engine.memory.capacity[ModelRole.DRAFT])
     engine.step()
+    # The policy sees its rows, and may take them back.
+    stays = engine.registry.groups["stays"]
+    (tree,) = engine.trees._trees([stays])
+    assert stays.alone and tree.rows == stays.most_rows == 4
+    engine.trees._change(stays, 2)
+    assert engine.fallback.tree_rows(stays) == 2
+    engine.trees._change(stays, 0)
+    assert engine.fallback.tree_rows(stays) == 0 and stays not in engine.fallback._returning
+    engine.trees._change(stays, 4)
     assert engine.abort("ends")
     engine.step()
     engine.detach_draft()
