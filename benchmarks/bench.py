@@ -261,7 +261,8 @@ class BenchOptions:
         options.option(
             options.ENGINE,
             "Whether the draft drafts again after a miss in look-ahead, cuda with --method exact only. adaptive: where "
-            "it pays by the latency model, with --drafting adaptive; always: a whole block. Default: adaptive.",
+            "it pays by the latency model, with --drafting adaptive; always: a whole block; never: the target goes on "
+            "with one token. Default: adaptive.",
             metavar="adaptive|always|never",
         ),
     ] = None
@@ -495,6 +496,8 @@ def _bench_gpus(arguments: BenchOptions) -> None:
     if WIDE in (arguments.mode or ()) and not arguments.link:
         raise ValueError(f"--mode {WIDE} shares the target among processes; give --link")
     degrees = (arguments.draft_tp or 1, arguments.target_tp or 1)
+    if "lookahead" not in arguments.modes:
+        refuse_idle(arguments.named("redrafting"), "without --mode lookahead")
     plan = SpeedPlan(
         degrees,
         arguments.modes,

@@ -330,6 +330,10 @@ def test_more_gpus_than_there_are(capsys):
         (("--method", "exact", "--redrafting", "never"), "--redrafting never has no effect without --device cuda"),
         (("--device", "cuda", "--method", "exact", "--redrafting", "no"), "redrafting='no'; allowed: adaptive"),
         (
+            ("--device", "cuda", "--method", "exact", "--mode", "lockstep", "--redrafting", "always"),
+            "--redrafting always has no effect without --mode lookahead",
+        ),
+        (
             ("--device", "cuda", "--method", "exact", "--verified", "nodes"),
             "--verified nodes has no effect without --drafting adaptive",
         ),
