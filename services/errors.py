@@ -20,7 +20,7 @@ MAX_MESSAGE = 2000
 accept 8 KiB of trailers."""
 MAX_READ = 64 << 10
 """Maximum characters of a message that are searched for long words."""
-# A word is tried at its beginning only. At each of its characters, it took the square of its length.
+# A word is tried at its beginning only: at each of its characters it would take time with the square of its length.
 _LONG_WORD = re.compile(rf"(?<!\S)(\S{{{MAX_WORD // 2}}})\S{{{MAX_WORD // 2},}}(\S)")
 
 

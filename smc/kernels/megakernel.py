@@ -11,8 +11,8 @@ points), one format for all matrices of the layers. `obstacle` names what it doe
 
 - experts, and a model divided among ranks;
 - activations that are not bfloat16, and GPUs other than Hopper;
-- sizes that are no multiples of 64, the inputs that a warp multiplies at a time. Heads of
-  other sizes than 64, 128 and 256 have been padded to one of these when a model is loaded (`ModelConfig.on_device`);
+- sizes that are no multiples of 64, the inputs that a warp multiplies at a time. Larger heads of other sizes than 128
+  and 256 have been padded to one of these when a model is loaded (`ModelConfig.on_device`);
 - shapes that need more shared memory than there is. For heads of 256, eight warps of a block divide the positions
   instead of up to sixteen: each holds 16 KiB of keys and values and 8 KiB of results.
 

@@ -198,8 +198,8 @@ class ModelConfig:
         """Return the shape in which a device (a name or a torch.device) holds the model.
 
         Kernels of a GPU take heads of `GPU_HEAD_DIMS` only. Other heads are padded to the next of these sizes with
-        features that are zero and not rotated; the factor of scores stays that of the files' heads. All sums stay the
-        same. Raises ValueError for heads that cannot be padded."""
+        features that are zero and not rotated; the factor of scores stays that of the files' heads. Sums are equal
+        but for rounding. Raises ValueError for heads that cannot be padded."""
         if str(device).partition(":")[0] != "cuda" or self.head_dim in GPU_HEAD_DIMS:
             return self
         allowed = f"allowed on a GPU: {', '.join(map(str, GPU_HEAD_DIMS))}"
@@ -236,6 +236,7 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of a `config.json`, with the field names of transformers 4, which transformers 5 reads as
         well. Raises ValueError for a family that is not in `SAVED_FAMILIES`."""
+        assert self.unpadded_head_dim is None, "files have heads without padding"
         family = self.traits
         if self.family not in SAVED_FAMILIES:
             raise ValueError(f"models of the family {self.family} are not saved; saved: {', '.join(SAVED_FAMILIES)}")

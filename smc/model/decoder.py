@@ -190,8 +190,8 @@ class Decoder(nn.Module):
             layer.qkv.permute_outputs(order_O.to(layer.qkv.weight.device))
 
     def paired_order(self) -> Tensor:
-        """Return the indices [O], in the order of the files, of a layer's features of queries, keys and values as
-        `pair_rotated` orders them."""
+        """Return, for each feature [O] of queries, keys and values as `pair_rotated` orders them, its index in the
+        files."""
         size, rotated = self.config.head_dim, self.config.rotated
         middle = rotated + (size - rotated) // 2
         halves = (range(rotated // 2), range(rotated, middle), range(rotated // 2, rotated), range(middle, size))
