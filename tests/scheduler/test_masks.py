@@ -263,7 +263,7 @@ def test_a_dead_end_is_a_failure(monkeypatch):
     """Constraints are compiled without the dead ends that can be found, so the library is given one here."""
     compiler = compiler_of()
     matcher = llguidance.LLMatcher(compiler._vocabulary(), DEAD_END, log_level=0)
-    monkeypatch.setattr(compiler, "start", lambda constraint: matcher)
+    monkeypatch.setattr(compiler, "start", lambda constraint, seconds: matcher)
     follower = Follower(StopMachine.of((), (), (), Constraint.of({"grammar": DEAD_END})), compiler)
     answer = np.array([IDS[b"a"], IDS[b"b"]])
     masks_RW = np.ones((1, compiler.words), dtype=np.int32)
