@@ -256,16 +256,7 @@ class BenchOptions:
         ),
     ] = None
     verified: Annotated[str | None, options.option_of(EngineConfig, "verified")] = None
-    redrafting: Annotated[
-        str | None,
-        options.option(
-            options.ENGINE,
-            "Whether the draft drafts again after a miss in look-ahead, cuda with --method exact only. adaptive: where "
-            "it pays by the latency model, with --drafting adaptive; always: a whole block; never: the target goes on "
-            "with one token. Default: adaptive.",
-            metavar="adaptive|always|never",
-        ),
-    ] = None
+    redrafting: Annotated[str | None, options.option_of(EngineConfig, "redrafting")] = None
     numerics: NumericsList = None
     kernels: Annotated[
         list[str] | None,

@@ -284,7 +284,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, int] | None:
         "--first", type=int, default=0, help="for company: number of the first problem, to divide them among processes"
     )
     parser.add_argument(
-        "--redrafting", default="adaptive", help="for company, look-ahead: adaptive, always or never; default: adaptive"
+        "--redrafting",
+        choices=("never", "always"),
+        default="never",
+        help="for company, look-ahead: whether the draft drafts again after a miss; default: %(default)s",
     )
     parser.add_argument("--verified", help="for company: nodes or paths; default: as serve")
     parser.add_argument("--max-tokens", type=int, default=MAX_ANSWER, help="for company; default: %(default)s")

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 MAX_BEHIND = 10_000
 """Maximum number of steps that wait for the gateway, equal to minutes. A gateway that is further behind has stopped."""
-
-
 SUBMIT_SECONDS = 0.01
 """Time in which a turn of the loop submits requests, at least one: running requests wait for it. One takes up to a few
 milliseconds."""

@@ -45,10 +45,11 @@ def json_float(literal: str) -> float:
     if len(literal) <= 15 and "e" not in literal.lower():  # as many digits are always exact
         return value
     try:
-        if Decimal(literal) == Decimal(repr(value)):
-            return value
+        is_exact = Decimal(literal) == Decimal(repr(value))
     except InvalidOperation:  # its exponent has too many digits
-        pass
+        is_exact = False
+    if is_exact:
+        return value
     inexact = InexactNumber(value)
     inexact.literal = literal
     return inexact

@@ -243,8 +243,7 @@ def _axis(
 ) -> Axis:
     """Build the axis of one rank. `size`, `ranks` and `local_size` are in units of `unit` indices, of which the first
     `stored_unit` (default: all) are in the whole tensor, too."""
-    if stored_unit not in (None, unit):
-        assert stored_unit is not None
+    if stored_unit is not None and stored_unit != unit:
         padded = (
             AxisSpan(range(one * stored_unit, (one + 1) * stored_unit), (start + i) * unit)
             for held, start in ranks[shard.rank]

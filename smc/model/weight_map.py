@@ -215,17 +215,16 @@ def int4_formats(
     for parameter, names in published.items():
         inputs = slices[names[0]].axes[1]
         group, zeros, scale_dtype = GROUP, False, "BF16"
+        size, step = inputs.size, inputs.step
         if isinstance(quantisation, Int4Quantisation):
             files = [slices[name].stored_name(name) for name in names]
             if not all(quantisation.holds(name, stored) for name in files):
                 continue
             group, zeros = quantisation.group_size(inputs.size), not quantisation.symmetric
             scale_dtype = quantisation.scale_dtype(files[0], stored)
-            held = local_group(group, inputs.size, inputs.step)
         elif inputs.padded_span is not None:  # its padding is rounded with it
-            held = local_group(group, inputs.local_size, inputs.padded_span)
-        else:
-            held = local_group(group, inputs.size, inputs.step)
+            size, step = inputs.local_size, inputs.padded_span
+        held = local_group(group, size, step)
         if held is None:
             parts, instead = f"{shard.degree} ranks", "another degree, or dtype=bfloat16"
             if inputs.padded_span is not None:

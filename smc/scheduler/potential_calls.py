@@ -3,8 +3,9 @@ its particles in one call, in a separate thread, and the particles' weights chan
 other requests continue; the request itself waits, because its next round depends on the weights.
 
 If a potential fails or takes too long, only its request ends. A thread cannot be stopped: a call that takes too long
-continues, as does that of a request that has ended meanwhile. If there are many of them, requests with that potential
-fail at once. Work that grows with the size of a prompt or of answers is done in the thread of the call."""
+continues, and if there are many of them, requests with that potential fail at once. So does a call whose request has
+ended meanwhile; if there are many of those, requests wait until one ends. Work that grows with the size of a prompt or
+of answers is done in the thread of the call."""
 
 from __future__ import annotations
 

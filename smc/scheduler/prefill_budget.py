@@ -67,7 +67,8 @@ class PrefillBudget:
         """Average number of prompts that come in a step."""
 
     def begin_step(self, new: int) -> None:
-        """Note how many prompts have come since the last step. Reads chunks that have been left for `LEFT_STEPS`."""
+        """Note how many prompts have come since the last step. Reads chunks that have been left for `LEFT_STEPS`
+        and `LEFT_SECONDS`."""
         self._new += LATEST * (new - self._new)
         for role in ModelRole:
             self._since[role] += 1

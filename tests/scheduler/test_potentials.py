@@ -22,6 +22,7 @@ from smc.executor.graph_runner import StageRunner
 from smc.local_engine import local_engine
 from smc.potentials import Prefixes, load_potential, must_end_with, must_match, must_not_match
 from smc.scheduler import potential_calls
+from smc.scheduler.engine import Engine
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.stats import MOST_SAMPLES, PotentialStats
@@ -188,9 +189,8 @@ def test_a_slow_potential_keeps_nobody_waiting(monkeypatch):
     end.set()
 
 
-def test_calls_of_aborted_requests_are_within_their_time(monkeypatch):
-    """They count as overdue only after their time has passed."""
-    monkeypatch.setattr(potential_calls, "MOST_OVERDUE", 2)
+def slow_engine() -> tuple[Engine, list[Prefixes], threading.Event]:
+    """Return an engine, the calls of its potential "slow", which may take long, and the event that ends them."""
     end, begun = threading.Event(), []
 
     def slow(prefixes: Prefixes) -> list[float]:
@@ -199,6 +199,13 @@ def test_calls_of_aborted_requests_are_within_their_time(monkeypatch):
         return [0.0] * len(prefixes.texts)
 
     engine = local_engine(tiny_pair(), replace(CASES[1], potential_timeout=300), potentials={"slow": slow})
+    return engine, begun, end
+
+
+def test_calls_of_aborted_requests_are_within_their_time(monkeypatch):
+    """They count as overdue only after their time has passed."""
+    monkeypatch.setattr(potential_calls, "MOST_OVERDUE", 2)
+    engine, begun, end = slow_engine()
     for i in range(2):
         engine.submit(request(PROMPT, f"aborted {i}", seed=i, max_tokens=9, potential="slow"))
     engine.submit(request(PROMPT, "preempted", seed=3, max_tokens=9, potential="slow"))
@@ -220,14 +227,7 @@ def test_calls_of_aborted_requests_are_within_their_time(monkeypatch):
 def test_threads_of_aborted_requests_are_bounded(monkeypatch):
     """Long before their time has passed."""
     monkeypatch.setattr(potential_calls, "MOST_LEFT", 3)
-    end, begun = threading.Event(), []
-
-    def slow(prefixes: Prefixes) -> list[float]:
-        begun.append(prefixes)
-        end.wait(120)
-        return [0.0] * len(prefixes.texts)
-
-    engine = local_engine(tiny_pair(), replace(CASES[1], potential_timeout=300), potentials={"slow": slow})
+    engine, begun, end = slow_engine()
     for i in range(3):
         engine.submit(request(PROMPT, str(i), seed=i, max_tokens=9, potential="slow"))
         while len(begun) == i:
@@ -247,14 +247,7 @@ def test_threads_of_aborted_requests_are_bounded(monkeypatch):
 
 def test_requests_that_wait_to_be_asked_do_not_stop_others(monkeypatch):
     monkeypatch.setattr(potential_calls, "MOST_LEFT", 1)
-    end, begun = threading.Event(), []
-
-    def slow(prefixes: Prefixes) -> list[float]:
-        begun.append(prefixes)
-        end.wait(120)
-        return [0.0] * len(prefixes.texts)
-
-    engine = local_engine(tiny_pair(), replace(CASES[1], potential_timeout=300), potentials={"slow": slow})
+    engine, begun, end = slow_engine()
     engine.submit(request(PROMPT, "left", max_tokens=9, potential="slow"))
     while not begun:
         engine.step()
