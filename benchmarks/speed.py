@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from benchmarks.backends import OWN, BenchBackend, Mode, numerics_of_models
@@ -149,29 +149,35 @@ class ModeTimer:
         None: trees are as large as the mode says."""
         self._backend, self._on_round, self._latency = backend, on_round, latency
 
-    def run(self, mode: Mode, load: Load, rounds: int) -> Speed:
-        """Time `rounds` rounds of a load."""
+    def run(self, mode: Mode, loads: Sequence[Load], rounds: int) -> Iterator[Speed]:
+        """Time `rounds` rounds of each load, one after another in one engine. Loads have the same number of concurrent
+        requests."""
         rows: dict[str, Any] = {
             "particles": mode.particles,
             "population": mode.population,
             "verification": mode.verification,
         }
-        params = SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **load.distribution)
         latency = self._latency(mode) if mode.method is Method.EXACT else None
         untimed = WARM_UP if latency is None else SETTLED
-        requests = load.make_requests(params, _stride(mode) * (rounds + untimed + 4) + 1)
-        with self._backend.engine(mode, sized_config(mode.config, requests, load.requests)) as engine:
+        longest = _stride(mode) * (rounds + untimed + 4) + 1
+        params = [
+            SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **load.distribution)
+            for load in loads
+        ]
+        requests = [load.make_requests(own, longest) for load, own in zip(loads, params)]
+        config = sized_config(mode.config, list(chain(*requests)), loads[0].requests)
+        with self._backend.engine(mode, config) as engine:
             if latency is not None:
                 engine.latency = latency
                 _warm_up(engine)
-            loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(requests), load.requests)
-            while engine.num_running < load.requests:
-                loop.step()
-            for _ in range(untimed):
-                loop.step()
-            speed = self._timed(mode, loop, params, load, rounds)
-            loop.stop()
-        return speed
+            for load, own, ours in zip(loads, params, requests):
+                loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(ours), load.requests)
+                while engine.num_running < load.requests:
+                    loop.step()
+                for _ in range(untimed):
+                    loop.step()
+                yield self._timed(mode, loop, own, load, rounds)
+                loop.stop()
 
     def _timed(self, mode: Mode, loop: ClosedLoop | Waves, params: SamplingParams, load: Load, rounds: int) -> Speed:
         loop.engine.take_stats()

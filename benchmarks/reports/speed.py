@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product, zip_longest
+from itertools import groupby, product, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from smc.types import ModelRole, Numerics
 
 if TYPE_CHECKING:
     from benchmarks.backends import BenchBackend, Mode, PromptBackend
+    from benchmarks.load import Load
     from benchmarks.process_rounds import ProcessRoundTime
     from benchmarks.prompts import FirstToken
     from benchmarks.rounds import RoundTime
@@ -230,13 +231,18 @@ class SpeedPlan:
 
 def in_turn(rows: Sequence[TableLine]) -> list[tuple[int, TableLine]]:
     """Return the lines in the order in which they are run, each with its index in `rows`. Lines with the same number of
-    GPUs for the target follow each other, whatever their load: processes load the target for one split, and a large
-    model takes minutes to load. Ranks that share a model are loaded for one order of sums; then lines with the same
-    numerics follow each other, too."""
+    GPUs for the target follow each other: processes load the target for one split, and a large model takes minutes to
+    load. Ranks that share a model are loaded for one order of sums; then lines with the same numerics follow each
+    other, too. Among these, lines of one mode and number of requests do, which can share an engine."""
     split = any(max(line.mode.degrees) > 1 for line in rows)
     loaded = [(line.mode.degrees[1], line.mode.config.numerics if split else "") for line in rows]
-    turns = list(dict.fromkeys(loaded))
-    return sorted(enumerate(rows), key=lambda row: turns.index(loaded[row[0]]))
+    turns, engines = list(dict.fromkeys(loaded)), [one_engine(line) for line in rows]
+    return sorted(enumerate(rows), key=lambda row: (turns.index(loaded[row[0]]), engines.index(engines[row[0]])))
+
+
+def one_engine(line: TableLine) -> tuple[Mode, int]:
+    """Return what lines that can share an engine have in common."""
+    return line.mode, line.requests
 
 
 def measure_speed(
@@ -269,23 +275,31 @@ def measure_speed(
             err.print(f"latency model: {latencies[key]}", style="dim")
         return latencies[key]
 
+    def load_of(line: TableLine) -> Load:
+        if line.context is not None:
+            load = random_load(backend.tokenizer, line.requests, line.context)
+        elif line.prompts:
+            load = file_load(plan.prompts[line.prompts], line.requests)
+        else:
+            load = problem_load(backend.tokenizer, line.requests)
+        return replace(load, name=line.prompts, distribution=plan.drawn_at(line.temperature))
+
     decide = latency if plan.drafting == "adaptive" else (lambda mode: None)
     bench = ModeTimer(backend, keep if trace else None, decide)
     todo = in_turn(list(plan.rows(gpus)))
+    # Warming up for trees of all sizes takes a minute or more; an engine without a latency model needs none.
+    shared = groupby(todo, (lambda turn: one_engine(turn[1])) if plan.drafting == "adaptive" else None)
     measured: dict[int, Speed] = {}
     with progress_bar() as progress:
         task = progress.add_task("modes", total=len(todo))
-        for index, line in todo:
-            if line.context is not None:
-                load = random_load(backend.tokenizer, line.requests, line.context)
-            elif line.prompts:
-                load = file_load(plan.prompts[line.prompts], line.requests)
-            else:
-                load = problem_load(backend.tokenizer, line.requests)
-            load = replace(load, name=line.prompts, distribution=plan.drawn_at(line.temperature))
-            measured[index] = bench.run(line.mode, load, plan.rounds)
-            keep_rows(_in_order(measured))
-            progress.advance(task)
+        for _, turns in shared:
+            lines = list(turns)
+            loads = [load_of(line) for _, line in lines]
+            # Strict, so that the generator ends and its engine with it.
+            for (index, _), speed in zip(lines, bench.run(lines[0][1].mode, loads, plan.rounds), strict=True):
+                measured[index] = speed
+                keep_rows(_in_order(measured))
+                progress.advance(task)
     if trace is not None:
         timeline.write(trace)
     return _in_order(measured)

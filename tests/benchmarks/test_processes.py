@@ -112,17 +112,18 @@ def test_speed_of_models_in_processes_of_their_own():
     told = []
     with closing(ProcessBackend(CONFIG)) as machine:
         load = random_load(machine.tokenizer, 2, 16)
-        rows = [
-            ModeTimer(machine, told.append).run(mode, replace(load, distribution={"top_p": 0.9}), 3) for mode in modes
-        ]
-        rows.append(ModeTimer(machine, told.append).run(modes[2], problem_load(machine.tokenizer, 2), 3))
-        slow_draft, fast = ModelLatency(LatencyCurve(((1, 1.0),))), ModelLatency(LatencyCurve(((1, 1e-3),)))
-        alone = ModeTimer(machine, latency=lambda mode: LatencyModel(slow_draft, fast, fast, 0.0)).run(
-            modes[2], problem_load(machine.tokenizer, 2), 3
+        timer, problems = ModeTimer(machine, told.append), problem_load(machine.tokenizer, 2)
+        loads = [replace(load, distribution={"top_p": 0.9}), problems]
+        (plain,), ahead, lockstep = (
+            list(timer.run(mode, given, 3)) for mode, given in zip(modes, (loads[:1], loads[::-1], loads))
         )
+        rows = [plain, ahead[1], *lockstep]
+        slow_draft, fast = ModelLatency(LatencyCurve(((1, 1.0),))), ModelLatency(LatencyCurve(((1, 1e-3),)))
+        latency = LatencyModel(slow_draft, fast, fast, 0.0)
+        (alone,) = ModeTimer(machine, latency=lambda mode: latency).run(modes[2], [problems], 3)
         with pytest.raises(ValueError, match="top_p=2"):
-            ModeTimer(machine).run(modes[0], replace(load, distribution={"top_p": 2}), 3)
-    assert len(told) == 12 and all(turn.end > turn.begin for turn in told)
+            list(ModeTimer(machine).run(modes[0], [replace(load, distribution={"top_p": 2})], 3))
+    assert len(told) == 15 and all(turn.end > turn.begin for turn in told)
     assert [row.gpus for row in rows] == [1, 2, 2, 2] and [row.decoding for row in rows] == [
         "target",
         "distinct",
@@ -132,6 +133,7 @@ def test_speed_of_models_in_processes_of_their_own():
     # For problems, tokens of a tree are confirmed; for random prompts hardly any.
     assert rows[3].tokens > 2 and 20 < rows[3].context < 200 and (rows[3].rows, rows[3].alone) == (4, 0)
     assert alone.alone == 1 and alone.tokens <= 3 and alone.draft == 0
+    assert ahead[0].prompts == problems.name and ahead[0].context == rows[3].context
     assert [row.tokens for row in rows[:2]] == [4, 3] and 1 <= rows[2].tokens <= 4
     for row in rows:
         assert math.isclose(row.total, 2 * row.per_request)
