@@ -39,6 +39,7 @@ from services.link.messages import (
     WorkResponse,
     check_incarnation,
 )
+from services.workers.memory import is_shortage
 from services.workers.tensor_parallel import TensorParallel
 from smc.api.constraint import Constraint
 from smc.executor.graph_runner import AsyncResult, StageRunner
@@ -201,7 +202,8 @@ class Rank:
 
 def lead(rank: Rank, end: End, spread: Callable[[bytes], None] | None) -> None:
     """Serve the coordinator until it sends a stop command. `spread` sends a command to the other ranks. Reports errors
-    to the coordinator, then raises them."""
+    to the coordinator, then raises them. Where they come from is logged here, since their text alone travels; but
+    not where memory is short, where the text says what to lower."""
     answers = ResponseSender(end, rank.incarnation, waits=rank.device.type == "cuda")
     try:
         while True:
@@ -214,6 +216,8 @@ def lead(rank: Rank, end: End, spread: Callable[[bytes], None] | None) -> None:
             try:
                 rank.carry_out(request, answers)
             except Exception as error:
+                if not (isinstance(error.__cause__, Exception) and is_shortage(error.__cause__)):
+                    logger.exception("command %d failed", request.sequence)
                 answers.fail(request.sequence, error)
                 raise
     finally:

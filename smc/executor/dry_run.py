@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smc.api.engine_config import EngineConfig
 from smc.executor.forward import Reader
-from smc.executor.graph_runner import NO_GARBAGE, GraphRunner, StageRunner
+from smc.executor.graph_runner import RECORDINGS, GraphRunner, StageRunner
 from smc.executor.round_executor import DraftRunner, LocalRoundExecutor, OneModelExecutor, TargetRunner
 from smc.executor.triton_forward import TritonForward
 from smc.executor.triton_ops import TritonOps
@@ -36,7 +36,7 @@ class DryRunner(GraphRunner):
 
     def run(self, key: Hashable, name: str, stage: Callable[[], Any]) -> Any:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with NO_GARBAGE:
+        with RECORDINGS:
             self._first = self._first or graph
             # Libraries may allocate memory when they are first used: other captures forbid that.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")

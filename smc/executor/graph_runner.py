@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -50,15 +50,22 @@ class AsyncResult:
     ) -> None:
         """`check`: called when the result has arrived; raises an exception if what computed it has failed."""
         self._result, self._arrived, self._at = result, arrived, 0
+        self._arrays: Any = None
         self._spans, self._failures, self._check = spans, failures, check
 
     def result(self) -> Any:
-        """Wait for the copy and return the NamedTuple with NumPy arrays."""
-        if not isinstance(self._arrived, int):
+        """Wait for the copy and return the NamedTuple with NumPy arrays. Pinned memory is copied and freed."""
+        if isinstance(self._arrived, int):
+            self._check()
+            return map_tensors(Tensor.numpy, self._result)
+        if self._arrays is None:
             self._arrived.synchronize()
             self._at = time.monotonic_ns()
-        self._check()
-        return map_tensors(Tensor.numpy, self._result)
+            self._check()
+            self._arrays = map_tensors(lambda host: host.numpy().copy(), self._result)
+            with RECORDINGS.apart():
+                self._result = None
+        return self._arrays
 
     def failures(self) -> Failures:
         """See `smc.executor.messages.Pending.failures`."""
@@ -179,28 +186,41 @@ class StageRunner:
         """Wait for work that may still use what is kept."""
 
 
-class _NoGarbage:
-    """Turns garbage collection off, for all threads. The garbage may include recordings of an engine that is gone, and
-    to free a recording breaks off a capture that is in progress."""
+class _Recordings:
+    """The context of every recording. Meanwhile no thread frees what would spoil it or be spoilt. To free another
+    recording breaks it off: garbage, which may include those of an engine that is gone, is not collected. To free
+    pinned memory marks its last use on the stream that is recorded, and such a mark can never be read: torch raises
+    "invalid argument" when it next looks for free pinned memory. Other threads free it inside `apart`."""
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._collects = threading.Lock(), 0, False
+        self._changed = threading.Condition()
+        self._threads: list[int] = []
+        """Threads that record, each once for each recording."""
+        self._collects = False
 
     def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
+        with self._changed:
+            if not self._threads:
                 self._collects = gc.isenabled()
                 gc.disable()
-            self._inside += 1
+            self._threads.append(threading.get_ident())
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside and self._collects:
+        with self._changed:
+            self._threads.remove(threading.get_ident())
+            if not self._threads and self._collects:
                 gc.enable()
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Wait until no other thread records; none begins to inside this context."""
+        with self._changed:
+            self._changed.wait_for(lambda: set(self._threads) <= {threading.get_ident()})
+            yield
 
 
-NO_GARBAGE = _NoGarbage()
+RECORDINGS = _Recordings()
 
 
 class GraphRunner(StageRunner):
@@ -239,7 +259,7 @@ class GraphRunner(StageRunner):
 
     def _record(self, kept: _Kept, name: str, graph: torch.cuda.CUDAGraph, stage: Callable[[], Any]) -> None:
         with (
-            NO_GARBAGE,
+            RECORDINGS,
             torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
         ):
             outputs = stage()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smc.executor.forward import Reader, StaticForward
-from smc.executor.graph_runner import NO_GARBAGE
+from smc.executor.graph_runner import RECORDINGS
 from smc.executor.invariant_forward import InvariantForward
 from smc.executor.triton_forward import TritonForward
 from smc.kernels.megakernel import MOST_TOKENS, Megakernel, obstacle, tiles_of
@@ -125,7 +125,7 @@ def milliseconds(call: Callable[[], object]) -> float:
     """Return the milliseconds of a call on the GPU when it is replayed from a CUDA graph: the least of three times."""
     torch.cuda.synchronize()
     stream, found = torch.cuda.Stream(), []
-    with NO_GARBAGE, torch.cuda.stream(stream):
+    with RECORDINGS, torch.cuda.stream(stream):
         call()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -35,18 +35,18 @@ from tests.coordinator.harness import HOST, SECRET, SIDES
         pytest.param("grpc", "target", "round", marks=pytest.mark.slow),
     ],
 )
-def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, link, side, what):
-    fails(monkeypatch, link, side, what)
+def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, caplog, link, side, what):
+    fails(monkeypatch, caplog, link, side, what)
 
 
-def test_the_error_is_known_when_its_message_is_lost(monkeypatch):
+def test_the_error_is_known_when_its_message_is_lost(monkeypatch, caplog):
     """The coordinator names the failed worker and its error even if the worker's own message about it does not
     arrive."""
     monkeypatch.setattr(ResponseSender, "fail", lambda *_: None)
-    fails(monkeypatch, "nccl", "target", "round")
+    fails(monkeypatch, caplog, "nccl", "target", "round")
 
 
-def fails(monkeypatch, link: str, side: str, what: str) -> None:
+def fails(monkeypatch, caplog, link: str, side: str, what: str) -> None:
     """Run a pair of workers, one of which raises ValueError in its first call of `what`. The coordinator must name that
     worker and the error. If it is the draft, the target must go on."""
     config = WorkerGroupConfig(
@@ -92,3 +92,5 @@ def fails(monkeypatch, link: str, side: str, what: str) -> None:
         rank.join(15)
     assert not any(rank.is_alive() for rank in ranks)
     assert errors.keys() == ({"draft"} if side == "draft" else {"draft", "target"})
+    # What the coordinator tells is one line; the rank's log says where it comes from.
+    assert ", in broken" in caplog.text

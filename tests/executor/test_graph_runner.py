@@ -1,10 +1,17 @@
-"""Stages that a GPU may leave out, with a runner that records nothing."""
+"""Stages that a GPU may leave out, with a runner that records nothing; and when the host's copies are freed."""
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
 import torch
 
-from smc.executor.graph_runner import GraphRunner, StageRunner
+from smc.executor.graph_runner import RECORDINGS, AsyncResult, GraphRunner, StageRunner
 
 
 class Listing(GraphRunner):
@@ -28,3 +35,43 @@ def test_dummy_rounds_warm_up_what_they_do_not_want():
     for wanted in (False, False, False, True, False):
         runner.run_if(torch.tensor([wanted]), "key", "stage", lambda: (), host_waits=True)
     assert len(runner.ran) == 3
+
+
+class Arrived:
+    """Stands for the event of a copy that has ended."""
+
+    def synchronize(self):
+        pass
+
+
+def test_a_result_is_not_freed_while_another_thread_records():
+    """A GPU notes the last use of pinned memory when it is freed, on a stream that may be recorded just then."""
+    host = torch.arange(3)
+    freed, memory = threading.Event(), weakref.ref(host)
+    weakref.finalize(host, freed.set)
+    result = AsyncResult((host,), Arrived(), {})
+    del host
+    with ThreadPoolExecutor(1) as other:
+        with RECORDINGS:
+            with RECORDINGS:
+                waiting = other.submit(result.result)
+            assert not freed.wait(0.3) and memory() is not None and not gc.isenabled()
+        np.testing.assert_array_equal(waiting.result(20)[0], [0, 1, 2])
+    assert freed.wait(20) and gc.isenabled()
+    np.testing.assert_array_equal(result.result()[0], [0, 1, 2])
+
+
+def test_nothing_is_recorded_while_a_result_is_freed():
+    with ThreadPoolExecutor(1) as other:
+        with RECORDINGS.apart():
+            begun = other.submit(RECORDINGS.__enter__)
+            with pytest.raises(TimeoutError):
+                begun.result(0.2)
+        begun.result(20)
+        with RECORDINGS:  # a thread of its own never waits for itself
+            pass
+        assert not gc.isenabled()
+        other.submit(RECORDINGS.__exit__).result(20)
+    with RECORDINGS, RECORDINGS.apart():
+        pass
+    assert gc.isenabled()
