@@ -22,6 +22,7 @@ from smc.calibration.warm_up import DECODINGS, warm_up, warm_up_plans, warm_up_p
 from smc.distributions import NO_PROCESSORS
 from smc.executor.worker import ModelWorker
 from smc.scheduler.engine import Engine
+from smc.scheduler.methods import rules_of
 from smc.scheduler.speculation import LatencyModel
 from smc.types import Decoding, ModelRole
 
@@ -159,11 +160,11 @@ class ModeTimer:
         }
         latency = self._latency(mode) if mode.method is Method.EXACT else None
         untimed = WARM_UP if latency is None else SETTLED
-        longest = _stride(mode) * (rounds + untimed + 4) + 1
         params = [
             SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **load.distribution)
             for load in loads
         ]
+        longest = rules_of(params[0]).stride(mode.config) * (rounds + untimed + 4) + 1
         requests = [load.make_requests(own, longest) for load, own in zip(loads, params)]
         config = sized_config(mode.config, list(chain(*requests)), loads[0].requests)
         with self._backend.engine(mode, config) as engine:
@@ -186,7 +187,7 @@ class ModeTimer:
         draft, target, select = (median_length(work, name) for name in (*ModelRole, "select"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
         spec, alone = stats.exact[mode.verification or "walk"], stats.exact_alone_rounds
-        tokens = seen.tokens if mode.method is Method.EXACT else _stride(mode)
+        tokens = seen.tokens if mode.method is Method.EXACT else rules_of(params).stride(mode.config)
         return Speed(
             mode=mode.name,
             decoding=decoding_name(params),
@@ -291,8 +292,3 @@ def _warm_up(engine: Engine) -> None:
             [NO_PROCESSORS],
         ),
     )
-
-
-def _stride(mode: Mode) -> int:
-    """Return the maximum number of tokens that a round adds to an answer."""
-    return mode.config.block if mode.method.plain or mode.config.lookahead else mode.config.block + 1

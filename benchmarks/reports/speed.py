@@ -199,19 +199,12 @@ class SpeedPlan:
                 err.print(f"[yellow]{name} is plain here, on all {needed} GPUs: measured once[/yellow]")
             elif name in ("plain", WIDE):
                 yield Mode(name, Method.TARGET, EngineConfig(block=PLAIN_BLOCK, **common), 1, degrees)
-            elif name == "lookahead":
-                for own, n, f, k in product(self._decodings(), self.particles, self.branches, self.blocks):
-                    config = EngineConfig(block=k, branches=f, redrafting=self.redrafting, **common)
-                    yield Mode(name, config=config, particles=n, degrees=degrees, **own)
             else:
-                for own, n, k in product(self._decodings(), self.particles, self.blocks):
-                    yield Mode(
-                        name,
-                        config=EngineConfig(form="lockstep", block=k, **common),
-                        particles=n,
-                        degrees=degrees,
-                        **own,
-                    )
+                form: dict[str, Any] = {"form": "lockstep"} if name != "lookahead" else {"redrafting": self.redrafting}
+                branches = [{"branches": count} for count in self.branches] if name == "lookahead" else [{}]
+                for own, n, f, k in product(self._decodings(), self.particles, branches, self.blocks):
+                    config = EngineConfig(block=k, smc_block=k, **form, **f, **common)
+                    yield Mode(name, config=config, particles=n, degrees=degrees, **own)
 
     def _degrees(self, name: str) -> tuple[int, int]:
         """Return the GPUs of draft and target in this mode; 0: the draft is on the target's GPU."""

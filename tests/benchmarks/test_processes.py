@@ -106,7 +106,7 @@ def test_speed_of_models_in_processes_of_their_own():
     """The same modes as in a benchmark on GPUs, on CPUs; the weights are loaded once."""
     modes = [
         Mode("plain", Method.TARGET, EngineConfig(block=4), 1, (0, 1)),
-        Mode("lookahead", Method.SMC, EngineConfig(block=3, branches=2), 4, (1, 1)),
+        Mode("lookahead", Method.SMC, EngineConfig(block=4, smc_block=3, branches=2), 4, (1, 1)),
         Mode("lockstep-apart", Method.EXACT, EngineConfig(form="lockstep", block=3), 4, (1, 1)),
     ]
     told = []
@@ -194,9 +194,11 @@ def test_time_in_which_nobody_works_is_counted_once():
 @pytest.mark.parametrize(("degrees", "gpus"), [((1, 1), 2), ((1, 1), 1), ((1, 3), 4), ((2, 2), 4), ((2, 1), 8)])
 def test_what_the_same_processes_run_is_run_in_a_row(degrees, gpus):
     plan = SpeedPlan(
-        degrees, ("plain", WIDE, "lockstep", "lookahead", "lockstep-apart"), (2, 4), (3,), (2,), (16, 24), (1, 2), 2, {}
+        degrees, ("plain", WIDE, "lockstep", "lookahead", "lockstep-apart"), (2, 4), (8,), (2,), (16, 24), (1, 2), 2, {}
     )
     rows = list(plan.rows(gpus))
+    # K is that of every method: by default SMC and rejection have another one than walks.
+    assert all(mode.config.fixed_block == mode.config.block == 8 for mode, *_ in rows if mode.method is Method.SMC)
     turns = in_turn(rows)
     assert [turn for _, turn in sorted(turns, key=lambda each: each[0])] == rows
     places = [placed(mode.degrees, degrees, gpus) for _, (mode, *_) in turns if mode.name != "lockstep"]
