@@ -39,13 +39,13 @@ SHAPES = [
 """Forms with K and F, and N."""
 OTHER_BLOCKS = dict(zip(("long blocks", "many branches", "redrafting"), SHAPES[2:]))
 ALSO = [
-    request([5, 6, 7, 4], "1", method="target", seed=5, max_tokens=9, top_p=0.8),
-    request([2], "2", particles=2, seed=6, max_tokens=7, alpha=1.7, temperature=0.6),
-    request(PROMPT[:9], "3", method="exact", particles=2, seed=7, max_tokens=11, repetition_penalty=1.3),
-    request([3, 1], "4", particles=3, seed=8, max_tokens=8, population="distinct", top_k=5, logit_bias={2: 1.5}),
+    request([5, 6, 7, 4], "1", method="target", seed=5, max_tokens=6, top_p=0.8),
+    request([2], "2", particles=2, seed=6, max_tokens=5, alpha=1.7, temperature=0.6),
+    request(PROMPT[:9], "3", method="exact", particles=2, seed=7, max_tokens=7, repetition_penalty=1.3),
+    request([3, 1], "4", particles=3, seed=8, max_tokens=5, population="distinct", top_k=5, logit_bias={2: 1.5}),
     request([4, 4], "5", method="exact", particles=2, seed=9, max_tokens=8, constraint={"regex": "[ab]{3}c[abc]*"}),
     replace(
-        request([6, 1], "6", method="exact", particles=2, seed=3, max_tokens=6, guidance_scale=1.5),
+        request([6, 1], "6", method="exact", particles=2, seed=3, max_tokens=4, guidance_scale=1.5),
         negative_prompt=(7, 7, 2),
     ),
 ]
@@ -148,12 +148,17 @@ def cases(
     slow: Collection[tuple[str, Callable]] | None = None,
 ) -> list:
     """Return parameters `first`, a way, and whether kernels run. With kernels, which take ten times as long, only what
-    is `quick` or `slow` runs (None: all others are slow)."""
+    is `quick` or `slow` runs (None: all others are slow), and one process runs all ways to an answer."""
+
+    def marks(name: str, way: Callable) -> list:
+        group = pytest.mark.xdist_group(f"{name} alone, in kernels")
+        return [group] if (name, way) in quick else [group, pytest.mark.slow]
+
     return [
         pytest.param(
             *values, way, kernels,
             id=f"{name}-{way.__name__}-{'kernels' if kernels else 'torch'}",
-            marks=[pytest.mark.slow] if kernels and (name, way) not in quick else [],
+            marks=marks(name, way) if kernels else [],
         )
         for (name, values), way, kernels in product(first.items(), ways, (False, True))
         if not kernels or slow is None or (name, way) in {*quick, *slow}
@@ -182,10 +187,22 @@ def asked(method: str, **law: object) -> Request:
     return replace(request(PROMPT, "0", method=method, **law), negative_prompt=negative_prompt)
 
 
+ALONE: dict[str, Answer] = {}
+"""Answers to requests alone, which several ways are compared with."""
+
+
+def alone(made: ModelPair, config: EngineConfig, one: Request) -> Answer:
+    """Return the answer to a request alone. Kernels are those that run with numerics=invariant."""
+    key = repr((config, one))
+    if key not in ALONE:
+        ALONE[key] = Ways(made, config, one).alone()
+    return ALONE[key]
+
+
 def assert_the_target_s(way: Callable[[Ways], Answer], made: ModelPair, config: EngineConfig, **law: object) -> Answer:
     """Assert that an exact answer is that of the target alone; with numerics=invariant bit for bit. Returns it."""
     particles = law.pop("particles")
-    expected = Ways(made, config, asked("target", **law)).alone()
+    expected = alone(made, config, asked("target", **law))
     found = way(Ways(made, config, asked("exact", particles=particles, **law)))
     assert found.tokens == expected.tokens and len(expected.tokens) == law["max_tokens"]
     if config.numerics == "invariant":
@@ -197,7 +214,7 @@ def assert_the_target_s(way: Callable[[Ways], Answer], made: ModelPair, config: 
 def assert_as_alone(way: Callable[[Ways], Answer], made: ModelPair, config: EngineConfig, **law: object) -> Answer:
     """Assert that an SMC answer is that of the request alone, as `assert_the_target_s`."""
     ways = Ways(made, config, request(PROMPT, "0", **(FEW | law)))
-    expected, found = ways.alone(), way(ways)
+    expected, found = alone(made, config, ways.one), way(ways)
     assert found.tokens == expected.tokens
     assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=0.1)
     if config.numerics == "invariant":
