@@ -113,13 +113,13 @@ def test_followers_outwait_start_timeout():
 
 @pytest.mark.parametrize("link", one_of("grpc", "nccl"))
 def test_all_callers_cancel(link):
-    """After all 100 callers cancel at once, the next request is answered within seconds."""
+    """After all 40 callers cancel at once, the next request is answered within seconds."""
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         calls = [
-            asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(100)
+            asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(40)
         ]
-        while not steps or steps[-1].stats.running < 100:
+        while not steps or steps[-1].stats.running < 40:
             await asyncio.sleep(0.01)
         for call in calls:
             call.cancel()

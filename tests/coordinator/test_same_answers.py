@@ -76,7 +76,7 @@ def test_over_every_link_after_misses(link, draft_tp, target_tp):
     """Where the draft drafts again after a miss, exact answers are those of the target, in the rounds of an engine in
     this process."""
     config = EngineConfig(block=4, branches=2, drafting="always", redrafting="always")
-    law = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.2}
+    law = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.2}
     exact, plain = (
         [
             Request(f"{method} {i}", tuple(range(5, 9 + i)), SamplingParams(method=method, seed=i, **law, **rows))
