@@ -10,6 +10,7 @@ from benchmarks.host_rounds import main
 from benchmarks.traces import save
 from tests.benchmarks.test_policy import library
 
+pytestmark = pytest.mark.xdist_group("policy")  # whose process has made the traces
 LATENCY = Path(__file__).parents[2] / "benchmarks/latencies/h200_8b_0.5b.json"
 
 
