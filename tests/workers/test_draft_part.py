@@ -38,7 +38,7 @@ def chosen(monkeypatch):
     degree of the draft at each of them. Its argument maps whether a timed draft is divided to the seconds that a rank
     takes a step for instead of its real ones."""
     loaded: list[int] = []
-    load_rank, real = process.load_rank, draft_part.draft_step_seconds
+    load_rank = process.load_rank
 
     def load(spec):
         found = load_rank(spec)
@@ -51,11 +51,7 @@ def chosen(monkeypatch):
     def run(seconds: Times | None = None, **settings):
         if seconds is not None:
 
-            def timed(engine, effort):
-                assert real(engine, effort) > 0
-                return seconds(is_divided(engine))
-
-            monkeypatch.setattr(draft_part, "draft_step_seconds", timed)
+            monkeypatch.setattr(draft_part, "draft_step_seconds", lambda engine, _: seconds(is_divided(engine)))
         given = {"placement": "shared", "target_tp": 2, "link": "nccl", **settings}
         with coordinator(SHARED, **given) as (made, spec):
             answers = asyncio.run(answers_of(made.address, spec.rendezvous.secret))
