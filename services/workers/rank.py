@@ -218,7 +218,9 @@ def lead(rank: Rank, end: End, spread: Callable[[bytes], None] | None) -> None:
             except Exception as error:
                 if not (isinstance(error.__cause__, Exception) and is_shortage(error.__cause__)):
                     logger.exception("command %d failed", request.sequence)
-                answers.fail(request.sequence, error)
+                # Even if the coordinator is gone, this is the error to raise: the store keeps it as the cause.
+                with contextlib.suppress(LinkError):
+                    answers.fail(request.sequence, error)
                 raise
     finally:
         answers.close()

@@ -39,10 +39,16 @@ def test_the_error_is_that_of_the_worker_that_failed(monkeypatch, caplog, link, 
     fails(monkeypatch, caplog, link, side, what)
 
 
-def test_the_error_is_known_when_its_message_is_lost(monkeypatch, caplog):
-    """The coordinator names the failed worker and its error even if the worker's own message about it does not
-    arrive."""
-    monkeypatch.setattr(ResponseSender, "fail", lambda *_: None)
+@pytest.mark.parametrize("sends", [True, False])
+def test_the_error_is_known_when_its_message_is_lost(monkeypatch, caplog, sends):
+    """The coordinator names the failed worker and its error even if the worker's own message about it does not arrive,
+    or cannot be sent."""
+
+    def lost(*_: object) -> None:
+        if not sends:
+            raise LinkError("the link broke while sending")
+
+    monkeypatch.setattr(ResponseSender, "fail", lost)
     fails(monkeypatch, caplog, "nccl", "target", "round")
 
 
