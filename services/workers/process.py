@@ -146,7 +146,7 @@ def run_rank(spec: RankSpec, host: str, loaded: Loaded | None = None) -> None:
         else:
             executor, channel = _one_model(spec, workers, group, ends)
     if channel is not None and ends is not None:
-        reconnect = _reconnection(spec, channel, ends, store)
+        reconnect = _reconnection(spec, channel, ends)
     report = watch_compiler(device)
     rank = Rank(workers, executor, spec.rendezvous.incarnation, spec.timeout, enough, reconnect, report)
     try:
@@ -194,14 +194,16 @@ def _one_model(
     return executor, channel
 
 
-def _reconnection(spec: RankSpec, channel: PeerChannel, ends: LeaderEnds, store: GroupStore) -> Reconnection:
-    """Return the function by which a leader of one model connects to another leader of the other model."""
+def _reconnection(spec: RankSpec, channel: PeerChannel, ends: LeaderEnds) -> Reconnection:
+    """Return the function by which a leader of one model connects to another leader of the other model. Each attempt
+    has its own connection to the store: one that waits there for a leader which never comes holds up whatever else uses
+    its connection."""
     (role,) = spec.models
     between = spec.between
     assert between is not None
 
     def reconnect(incarnation: int, seconds: float) -> bool:
         there = replace(spec.rendezvous, incarnation=incarnation, start_timeout=seconds)
-        return channel.reconnect(incarnation, lambda: peer_end(there, store, role, between, ends.server))
+        return channel.reconnect(incarnation, lambda: peer_end(there, there.store(), role, between, ends.server))
 
     return reconnect

@@ -15,15 +15,19 @@ import numpy as np
 import pytest
 import torch
 
+from services.launch.config import WorkerGroupConfig
+from services.launch.worker_group import rank_spec
 from services.link.base import LinkError
 from services.link.connect import LeaderEnds, MessagePeer, Rendezvous, coordinator_end, leader_ends, peer_end
 from services.link.distributed import FRAME
 from services.link.messages import TRANSFERS, Transfer, check_incarnation
 from services.link.store import StoreServer
 from services.link.streams import StreamCaller, StreamServer, is_proven
+from services.workers.process import _reconnection
 from services.workers.rank import PeerChannel
 from smc.arrays import FieldMemory, field
 from smc.executor.graph_runner import StageRunner
+from smc.model.parallel import Shard
 from smc.round import tensors
 from smc.round.tensors import DraftedRows, RoundSelection, message_layouts
 from smc.types import ModelRole
@@ -187,6 +191,30 @@ def test_a_target_outlives_one_draft_after_the_other(link):
         draft = drafts["draft"]
         ends[f"draft of {incarnation}"] = more["draft"]
     close(channel, *ends.values(), draft, target)
+
+
+def test_a_draft_that_never_comes_delays_no_other(link):
+    """A draft may be lost again before it connects, while the target waits for it."""
+    store = StoreServer("127.0.0.1", "secret", 20.0)
+    where = Rendezvous("127.0.0.1", store.port, INCARNATION, "secret", link, 20.0)
+    ends, leaders = connect(where, ("draft", "target"))
+    target, config = leaders["target"], WorkerGroupConfig(link=link)
+    spec = rank_spec(config, config.serving_pair(), where, "target", Shard())
+    channel = PeerChannel(target.peer, None, StageRunner(CPU), 5.0, host_waits=True, outlives_peer=True)
+    reconnect = _reconnection(spec, channel, target)
+    reconnect(INCARNATION + 1, 15.0)
+    time.sleep(0.5)
+    begin = time.monotonic()
+
+    def renew() -> None:
+        while not reconnect(INCARNATION + 2, 15.0):
+            time.sleep(0.01)
+
+    more, drafts = connect(replace(where, incarnation=INCARNATION + 2), ("draft",), renew)
+    assert time.monotonic() - begin < 10
+    drafts["draft"].peer.send("rows", torch.ones(2))
+    assert channel.receive((), "rows", (2,), torch.float32).tolist() == [1.0, 1.0]
+    close(channel, *ends.values(), *more.values(), *leaders.values(), *drafts.values())
 
 
 def test_cluster_requires_token():
