@@ -261,7 +261,10 @@ class ModelRunner:
         return self.state.join(group)
 
     def _load(self, plan: RoundPlan[np.ndarray]) -> RoundPlan[Tensor]:
-        """Return the plan on the device. Call it inside `working()`."""
+        """Return the plan on the device. Call it inside `working()`. Raises RuntimeError if a pass of an earlier round
+        has failed. Readers of results notice it themselves, but nobody reads those of a rank that does not lead, and
+        its rows would no longer be those of the other ranks."""
+        self._forward.check()
         device_plan = self.stages.keep(plan.kind, "plan", lambda: PlanBuffer(plan, self.worker.device)).load(plan)
         if plan.weights_A is not None:
             self.stages.run(plan.kind, "reweigh", lambda: self.state.reweigh(device_plan))
