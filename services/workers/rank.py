@@ -270,7 +270,10 @@ class PeerChannel:
         if not coming.done():
             return False
         self._coming = None
-        self._end = coming.result()
+        try:
+            self._end = coming.result()
+        except OSError as error:
+            raise LinkError(f"no socket for the link: {error}") from error
         self._lost = False
         return True
 

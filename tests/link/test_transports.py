@@ -3,6 +3,7 @@ the worker group."""
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import namedtuple
@@ -17,7 +18,7 @@ import torch
 
 from services.launch.config import WorkerGroupConfig
 from services.launch.worker_group import rank_spec
-from services.link.base import LinkError
+from services.link.base import LinkError, PeerEnd
 from services.link.connect import LeaderEnds, MessagePeer, Rendezvous, coordinator_end, leader_ends, peer_end
 from services.link.distributed import FRAME
 from services.link.messages import TRANSFERS, Transfer, check_incarnation
@@ -215,6 +216,19 @@ def test_a_draft_that_never_comes_delays_no_other(link):
     drafts["draft"].peer.send("rows", torch.ones(2))
     assert channel.receive((), "rows", (2,), torch.float32).tolist() == [1.0, 1.0]
     close(channel, *ends.values(), *more.values(), *leaders.values(), *drafts.values())
+
+
+def test_an_attempt_to_reconnect_without_a_socket_fails_alone():
+    """The target, which outlives its drafts, must not end with it."""
+    with connected("grpc") as (_, leaders):
+        channel = PeerChannel(leaders["target"].peer, None, StageRunner(CPU), 5.0, host_waits=True, outlives_peer=True)
+
+        def make() -> PeerEnd:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with pytest.raises(LinkError, match="Too many open files"):
+            meet(channel, INCARNATION + 1, make)
+        assert channel.receive((), "rows", (2,), torch.int32).tolist() == [0, 0]
 
 
 def test_cluster_requires_token():
