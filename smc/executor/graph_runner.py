@@ -258,11 +258,22 @@ class GraphRunner(StageRunner):
         return outputs
 
     def _record(self, kept: _Kept, name: str, graph: torch.cuda.CUDAGraph, stage: Callable[[], Any]) -> None:
-        with (
-            RECORDINGS,
-            torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
-        ):
-            outputs = stage()
+        failed: Exception | None = None
+        try:
+            with (
+                RECORDINGS,
+                torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    outputs = stage()
+                except Exception as error:
+                    failed = error
+                    raise
+        except Exception:
+            # After an error of the stage, to end the recording may raise another one, which says nothing more.
+            if failed is not None:
+                raise failed from None
+            raise
         self._first = self._first or graph
         kept.graphs[name] = (graph, outputs)
         # The next capture reuses what a capture has freed, so only its outputs remain. They are counted by their

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -35,6 +37,29 @@ def test_dummy_rounds_warm_up_what_they_do_not_want():
     for wanted in (False, False, False, True, False):
         runner.run_if(torch.tensor([wanted]), "key", "stage", lambda: (), host_waits=True)
     assert len(runner.ran) == 3
+
+
+def test_the_error_of_a_stage_is_not_that_of_ending_its_recording(monkeypatch):
+    """Otherwise a lack of memory, which says what to lower, would be taken for another error."""
+
+    @contextlib.contextmanager
+    def spoilt(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def stage() -> tuple[()]:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch.cuda, "graph", spoilt)
+    runner = Listing()
+    runner.stream = runner._pool = runner._first = None
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        runner._record(runner._of("key"), "stage", None, stage)
+    with pytest.raises(RuntimeError, match="during capture"):
+        runner._record(runner._of("key"), "stage", None, lambda: ())
+    assert gc.isenabled() and not runner._of("key").graphs
 
 
 class Arrived:
