@@ -15,6 +15,7 @@ from benchmarks.load import ClosedLoop, endless_requests, problem_prompts
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import ModelPair, fitted_engine
+from smc.scheduler.methods import rules_of
 from smc.types import Decoding
 
 WARM_UP = 3
@@ -66,8 +67,9 @@ def measure_rounds(
     assert engine.num_running == requests
     engine.take_stats()
     medians = [1e3 * statistics.median(column) for column in zip(*(_timed_step(loop) for _ in range(rounds)))]
-    params, stride = problems[0].params, engine.rounds_of(Decoding.INDEPENDENT).rules.stride(config)
-    tokens = engine.take_stats().exact["walk"].tokens_a_round or stride
+    params, stats = problems[0].params, engine.take_stats()
+    confirmed = None if params.verification is None else stats.exact[params.verification].tokens_a_round
+    tokens = confirmed or rules_of(params).stride(config)
     shape = (config.form, config.block, config.branches, requests, params.rows, rounds)
     return RoundTime(decoding_name(params), *shape, tokens, *medians)
 

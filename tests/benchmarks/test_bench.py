@@ -118,6 +118,15 @@ def test_exact_decoding_says_what_its_rounds_confirmed(smcserve, tmp_path):
     assert {row["decoding"] for row in rows} == {"exact"} and all(1 <= row["tokens"] <= 4 for row in rows)
 
 
+def test_rejection_says_what_its_rounds_kept(smcserve, tmp_path):
+    """Not as many tokens as a round can add: 9 in lockstep, 8 in look-ahead."""
+    path, options = tmp_path / "bench.json", ("--method", "exact", "--verification", "rejection", "-n", 1, "-k", 8)
+    assert smcserve("bench", *options, "-f", 1, "-c", 2, "--rounds", 4, "--json", path).code == 0
+    rows = json.loads(path.read_text())
+    assert {row["decoding"] for row in rows} == {"rejection"}
+    assert all(1 <= row["tokens"] < (9 if row["form"] == "lockstep" else 8) for row in rows)
+
+
 @pytest.mark.slow
 def test_prompts(smcserve, tmp_path, monkeypatch):
     for name, value in {"REPEATS": 1, "BESIDE_ROUNDS": 8, "WARM_UP": 2}.items():
