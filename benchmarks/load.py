@@ -91,10 +91,10 @@ def endless_requests(
     prompts: Sequence[Sequence[int]], config: EngineConfig, requests: int, sampling: Mapping[str, Any], rounds: int
 ) -> list[Request]:
     """Return requests whose answers last for `rounds` rounds: only their length ends them. Prompts are repeated if
-    there are fewer than requests. `sampling`: settings of `SamplingParams`, by name."""
-    params = SamplingParams(**sampling, seed=0, ignore_eos=True, max_tokens=rounds * (config.block + 1))
+    there are fewer than requests; seeds differ. `sampling`: settings of `SamplingParams`, by name."""
+    params = SamplingParams(**sampling, ignore_eos=True, max_tokens=rounds * (config.block + 1))
     chosen = itertools.islice(itertools.cycle(prompts), requests)
-    return [Request(str(i), tuple(prompt), params) for i, prompt in enumerate(chosen)]
+    return [Request(str(i), tuple(prompt), replace(params, seed=i)) for i, prompt in enumerate(chosen)]
 
 
 def repeated(requests: Sequence[Request]) -> Iterator[Request]:

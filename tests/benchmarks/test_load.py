@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.load import Load, Waves, repeated, sized_config, sized_for
+from benchmarks.load import Load, Waves, endless_requests, repeated, sized_config, sized_for
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
@@ -56,3 +56,9 @@ def test_sized_for_admits_all_requests():
     engine.step()
     assert engine.num_running == 3
     assert sized_for(sized, SamplingParams(method="smc", particles=4), 2).max_chains == 0
+
+
+def test_no_request_is_another_s_copy():
+    """With fewer prompts than requests, prompts repeat; answers do not, which would be accepted alike."""
+    asked = endless_requests([[1, 2], [3]], EngineConfig(block=3), 4, {"method": "exact", "particles": 2}, 5)
+    assert [one.prompt for one in asked] == [(1, 2), (3,)] * 2 and len({one.params.seed for one in asked}) == 4
