@@ -215,13 +215,16 @@ def figures(run: LoadRun) -> list[tuple[str, str]]:
                 f"({summary.attainment or 0:.1%})",
             )
         )
+    if summary.rounds:
+        figures.append(
+            (
+                "SMC",
+                f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples per answer, "
+                f"mean ESS {summary.ess_share:.0%} of N",
+            )
+        )
     return figures + [
         ("in flight", f"at most {summary.peak_concurrent} requests"),
-        (
-            "SMC",
-            f"{summary.rounds:.1f} rounds and {summary.resamples:.1f} resamples per answer, "
-            f"mean ESS {summary.ess_share:.0%} of N",
-        ),
         ("generator", f"{run.outcome.cpu_seconds / max(run.outcome.seconds, 1e-9):.1%} of a core"),
     ]
 

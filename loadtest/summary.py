@@ -11,6 +11,7 @@ import numpy as np
 
 from loadtest.client import RequestRecord
 from loadtest.slo import LatencyObjective
+from smc.api.sampling_params import Method
 
 PERCENTILES = (50, 90, 95, 99)
 LATE = 0.05
@@ -129,7 +130,11 @@ def summarise(records: Sequence[RequestRecord], objective: LatencyObjective | No
     answered = [record for record in counted if record.answered]
     ordinary = [record for record in counted if record.planned.ordinary]
     timed = [record for record in ordinary if record.answered and record.message_times]
-    by_smc = [record.statistics for record in answered if record.statistics is not None]
+    by_smc = [
+        record.statistics
+        for record in answered
+        if record.statistics is not None and record.planned.sampling["method"] == Method.SMC
+    ]
     return RunSummary(
         sent=len(counted),
         completed=len(answered),

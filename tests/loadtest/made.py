@@ -40,11 +40,12 @@ def record(
     counted: bool = True,
     cancelled: bool = False,
     pause: float = 0.0,
+    method: str = "smc",
     **more: Any,
 ) -> RequestRecord:
     cancel_after = 1.0 if cancelled else None
     planned = PlannedRequest(
-        index, sent - late, counted, "?", {"method": "smc", "seed": index, "max_tokens": 9}, cancel_after, pause=pause
+        index, sent - late, counted, "?", {"method": method, "seed": index, "max_tokens": 9}, cancel_after, pause=pause
     )
     end = end if end is not None else times[-1] if times else sent
     reason = "eos" if code == "OK" else ""

@@ -67,6 +67,13 @@ def test_counted_requests():
     assert summary.goodput is None and summary.attainment is None and not summary.late
 
 
+def test_exact_answers_do_not_count_for_smc():
+    """They have statistics as well, with rounds and without an effective sample size."""
+    exact = record(2.0, (2.4,), (1,), 2.5, method="exact", statistics=Statistics(8, rounds=40))
+    summary = summarise([*ALL, exact], None)
+    assert summary.completed == 4 and (summary.rounds, summary.resamples, summary.ess_share) == (3.0, 0.5, 0.75)
+
+
 @pytest.mark.parametrize(
     ("objective", "good"),
     [("ttft:1000", 2), ("ttft:250", 1), ("ttft:250 e2el:1000", 0), ("tpot:150", 1), ("tpot:201,ttft:401,e2el:1201", 2)],
