@@ -114,7 +114,8 @@ class FirstTokenTimer:
     def run(self, mode: Mode, context: int, beside: int) -> list[FirstToken]:
         """Return a row for new prompts, and one for the same prompts again. Raises ValueError for a context that is too
         long for the models."""
-        rows: dict[str, Any] = {} if mode.method.plain else {"particles": mode.particles, "population": mode.population}
+        names = () if mode.method.plain else ("particles", "population", "verification")
+        rows: dict[str, Any] = {name: getattr(mode, name) for name in names}
         params = SamplingParams(method=mode.method, **rows, **self._distribution)
         longest = min(self._backend.shape(mode, role).max_context for role in ModelRole)
         if context >= longest:
@@ -266,6 +267,6 @@ def _fitted(mode: Mode, background: list[Request], context: int) -> EngineConfig
     needs = [rules_of(one).ample_pages(mode.config, one, prompt) for one, prompt in params]
     pages = pool_for(sum(max(need.get(role, 0) for role in ModelRole) for need in needs))
     longest = max(prompt + one.max_tokens for one, prompt in params)
-    return replace(
-        mode.config, max_slots=sum(one.rows for one, _ in params), max_context=longest, pages=pages, **GPU_PREFILL
-    )
+    slots = sum(one.rows * one.slots_per_row for one, _ in params)
+    chains = sum(rules_of(one).chains(one.rows) for one, _ in params)
+    return replace(mode.config, max_slots=slots, max_chains=chains, max_context=longest, pages=pages, **GPU_PREFILL)

@@ -3,15 +3,23 @@ prompt."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import prompts
 from benchmarks.backends import CpuBackend, Mode
 from benchmarks.prompts import FirstTokenTimer, operations
+from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
+from smc.local_engine import ModelPair
 from smc.model.presets import preset
 from smc.model.weight_map import count_parameters
+from smc.scheduler.engine import Engine
+from smc.scheduler.stats import EngineStats
 from tests.model.tiny import tiny_config
 from tests.scheduler.random_histories import pair
 
@@ -69,6 +77,37 @@ def test_background_load_is_kept_up(monkeypatch):
     monkeypatch.setattr(prompts, "_timed_step", timed_step)
     FirstTokenTimer(CpuBackend(pair(256)), 6).run(AHEAD, 100, 4)
     assert len(running) > 30 and min(running) >= 4
+
+
+class Watched(CpuBackend):
+    """Keeps the statistics of its engines."""
+
+    def __init__(self, models: ModelPair) -> None:
+        super().__init__(models)
+        self.seen: list[EngineStats] = []
+
+    @contextmanager
+    def engine(self, mode: Mode, config: EngineConfig) -> Iterator[Engine]:
+        with super().engine(mode, config) as engine:
+            yield engine
+            self.seen.append(engine.take_stats())
+
+
+def test_requests_beside_are_verified_as_asked(monkeypatch):
+    monkeypatch.setattr(prompts, "REPEATS", 1)
+    monkeypatch.setattr(prompts, "BESIDE_ROUNDS", 8)
+    backend = Watched(pair(256))
+    FirstTokenTimer(backend, 2).run(replace(AHEAD, method=Method.EXACT, verification="rejection"), 60, 1)
+    assert backend.seen[0].exact["rejection"].rounds > 0
+
+
+def test_guided_requests_beside_have_slots(monkeypatch):
+    """Each of their rows needs two."""
+    monkeypatch.setattr(prompts, "REPEATS", 1)
+    monkeypatch.setattr(prompts, "BESIDE_ROUNDS", 8)
+    models = ModelPair.load(demo.TARGET, demo.DRAFT)
+    _, row = FirstTokenTimer(CpuBackend(models), 2, distribution={"guidance_scale": 1.5}).run(AHEAD, 60, 2)
+    assert row.round > 0
 
 
 def test_a_context_that_the_models_were_not_made_for():
