@@ -52,6 +52,10 @@ class FirstToken:
     mode: str
     numerics: str
     """Order of sums that ran; see `benchmarks.backends.numerics_of_models`."""
+    particles: int
+    """N, K and F of the mode; those of the requests that are decoded meanwhile."""
+    block: int
+    branches: int
     gpus: int
     context: int
     """Prompt tokens."""
@@ -160,6 +164,9 @@ class FirstTokenTimer:
         return FirstToken(
             mode=mode.name,
             numerics=numerics.value,
+            particles=1 if mode.method.plain else mode.particles,
+            block=mode.config.block,
+            branches=1 if mode.method.plain else mode.config.branches,
             gpus=mode.gpus,
             context=context,
             cached=cached,

@@ -81,7 +81,7 @@ PROMPT_LEGEND = (
     "target. round: the mean of {rounds} rounds without a prompt; beside it: of rounds while one runs; x: how many "
     "times as long; longest: the longest of them."
 )
-PROMPT_COLUMNS = "GPUs context cached beside ttft draft of_peak target of_peak chunks round beside_it x longest"
+PROMPT_COLUMNS = "N K F GPUs context cached beside ttft draft of_peak target of_peak chunks round beside_it x longest"
 LOCAL_LEGEND = (
     "N={particles}, medians of {rounds} rounds, milliseconds, both models in one process. tokens: tokens that a round "
     "adds to an answer; draft, target: their forward passes and draws; host: the rest, which overlaps with the models "
@@ -393,7 +393,7 @@ def first_token_table(rows: Sequence[FirstToken], numerics: bool = False) -> Tab
     """Return the table of first tokens. `numerics`: name the order of sums of each line."""
     table = _columns_of_modes(PROMPT_COLUMNS, numerics)
     for row in rows:
-        shape = (row.gpus, f"{row.context:,}", f"{row.cached:,}", row.beside)
+        shape = (row.particles, row.block, row.branches, row.gpus, f"{row.context:,}", f"{row.cached:,}", row.beside)
         work = (
             f"{row.ttft:.1f}",
             f"{row.draft:.1f}",
