@@ -410,6 +410,8 @@ def _advise(arguments: BenchOptions) -> None:
     idle = arguments.named("mode") | {"prompts": arguments.prompts or None}
     idle |= arguments.named("rounds", "trace", "method", "population", "verification", "guidance_scale")
     refuse_idle(idle | arguments.named("drafting", "redrafting", "verified", "numerics", "kernels"), "with --advise")
+    if arguments.no_prefix_cache:
+        raise ValueError("--no-prefix-cache has no effect with --advise; leave it out")
     if arguments.context and len(arguments.context) > 1:
         raise ValueError(f"--context {' '.join(map(str, arguments.context))}; allowed with --advise: one")
     on_gpu = arguments.device == "cuda"
@@ -540,6 +542,7 @@ def _bench_prompts(arguments: BenchOptions) -> None:
         arguments.loads,
         arguments.timed_rounds,
         {},
+        not arguments.no_prefix_cache,
         decodings=[arguments.decoding],
     )
     _measure_prompts(plan, _cpu_backend(arguments), 2, arguments.json)

@@ -131,10 +131,8 @@ def test_rejection_says_what_its_rounds_kept(smcserve, tmp_path):
 def test_prompts(smcserve, tmp_path, monkeypatch):
     for name, value in {"REPEATS": 1, "BESIDE_ROUNDS": 8, "WARM_UP": 2}.items():
         monkeypatch.setattr(prompts, name, value)
-    path = tmp_path / "bench.json"
-    ran = smcserve(
-        "bench", "--prompts", "-c", 1, "-n", 2, "-k", 3, "-f", 2, "--context", 40, "--rounds", 3, "--json", path
-    )
+    path, sizes = tmp_path / "bench.json", ("-n", 2, "-k", 3, "-f", 2)
+    ran = smcserve("bench", "--prompts", "-c", 1, *sizes, "--context", 40, "--rounds", 3, "--json", path)
     assert ran.code == 0 and "first token" in " ".join(ran.out.split())
     rows = json.loads(path.read_text())
     cases = [(mode, beside, cached) for beside in (0, 1) for mode in ("plain", "lookahead") for cached in (0, 32)]
@@ -142,6 +140,19 @@ def test_prompts(smcserve, tmp_path, monkeypatch):
     assert all(
         row["context"] == 40 and row["ttft"] > 0 and (row["round"] is None) == (row["beside"] == 0) for row in rows
     )
+
+
+def test_prompts_without_the_prefix_cache(smcserve, tmp_path, monkeypatch):
+    """Every size has a line that names it, and no prompt is found."""
+    for name, value in {"REPEATS": 1, "BESIDE_ROUNDS": 4, "WARM_UP": 1}.items():
+        monkeypatch.setattr(prompts, name, value)
+    path, sizes = tmp_path / "bench.json", ("-n", 2, "-k", 3, "-k", 2, "-f", 2)
+    options = (*sizes, "-c", 1, "--context", 40, "--rounds", 1, "--json", path)
+    assert smcserve("bench", "--prompts", "--no-prefix-cache", *options).code == 0
+    rows = json.loads(path.read_text())
+    assert {row["cached"] for row in rows} == {0}
+    shapes = {(row["mode"], row["particles"], row["block"], row["branches"]) for row in rows}
+    assert shapes == {("plain", 1, 16, 1), ("lookahead", 2, 3, 2), ("lookahead", 2, 2, 2)}
 
 
 def test_types_of_either_model(smcserve):
@@ -359,6 +370,7 @@ def test_more_gpus_than_there_are(capsys):
             "numerics='invariant' has no effect with dtype='float32'",
         ),
         (("--advise", "--numerics", "invariant"), "--numerics ['invariant'] has no effect with --advise"),
+        (("--advise", "--no-prefix-cache"), "--no-prefix-cache has no effect with --advise"),
         (("--kernels", "library"), "--kernels ['library'] has no effect without --device cuda"),
         (("--advise", "--kernels", "own"), "--kernels ['own'] has no effect with --advise"),
         (
