@@ -36,7 +36,9 @@ SETTLED = 60
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over rounds, in milliseconds unless said otherwise."""
+    """Medians over rounds, in milliseconds unless said otherwise. `round` is a mean where rounds are of several kinds,
+    because a latency model chooses what they draft or because some draft again: those that take longer bring other
+    numbers of tokens, and `tokens` is a mean, too."""
 
     mode: str
     decoding: str
@@ -63,7 +65,7 @@ class Speed:
     per_request: float
     """Answer tokens a second of one request."""
     total: float
-    """Answer tokens a second of all requests."""
+    """Answer tokens a second of all requests that ran: when answers end, a few less than `requests`."""
     round: float
     draft: float
     """Time of the draft's K steps."""
@@ -123,6 +125,16 @@ class TimedRounds:
         return statistics.median(map(statistics.mean, waves))
 
     @property
+    def mean_round(self) -> float:
+        """Mean seconds of a round, over all of them."""
+        return statistics.mean(span for _, span in self.spans)
+
+    @property
+    def running(self) -> float:
+        """Mean number of requests that took part in a round."""
+        return self.took_part / len(self.spans)
+
+    @property
     def link(self) -> float:
         """Mean seconds of a round in which no model works."""
         runs = [
@@ -160,6 +172,7 @@ class ModeTimer:
         }
         latency = self._latency(mode) if mode.method is Method.EXACT else None
         untimed = WARM_UP if latency is None else SETTLED
+        varied = latency is not None or mode.config.redrafted > 0
         params = [
             SamplingParams(method=mode.method, **({} if mode.method.plain else rows), **load.distribution)
             for load in loads
@@ -177,13 +190,24 @@ class ModeTimer:
                     loop.step()
                 for _ in range(untimed):
                     loop.step()
-                yield self._timed(mode, loop, own, load, rounds)
+                yield self._timed(mode, loop, own, load, rounds, varied=varied)
                 loop.stop()
 
-    def _timed(self, mode: Mode, loop: ClosedLoop | Waves, params: SamplingParams, load: Load, rounds: int) -> Speed:
+    def _timed(
+        self,
+        mode: Mode,
+        loop: ClosedLoop | Waves,
+        params: SamplingParams,
+        load: Load,
+        rounds: int,
+        *,
+        varied: bool,
+    ) -> Speed:
+        """`varied`: rounds of exact decoding are of several kinds."""
         loop.engine.take_stats()
         seen = self._watch(loop, mode.method, rounds)
-        whole, work, stats = seen.round, seen.work, loop.engine.take_stats()
+        work, stats = seen.work, loop.engine.take_stats()
+        whole = seen.mean_round if varied and mode.method is Method.EXACT else seen.round
         draft, target, select = (median_length(work, name) for name in (*ModelRole, "select"))
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
         spec, alone = stats.exact[mode.verification or "walk"], stats.exact_alone_rounds
@@ -205,7 +229,7 @@ class ModeTimer:
             alone=alone / (alone + spec.rounds) if alone else 0.0,
             tokens=tokens,
             per_request=tokens / whole,
-            total=load.requests * tokens / whole,
+            total=seen.running * tokens / whole,
             round=1e3 * whole,
             draft=1e3 * draft,
             target=1e3 * target,

@@ -41,10 +41,12 @@ NUMERICS_LEGEND = "numerics: order of sums that ran, fastest unless all models o
 KERNELS = ("own", "library")
 """Kernels of rounds, the default first; see `benchmarks.library_products`."""
 SPEED_LEGEND = (
-    "medians of {rounds} rounds, milliseconds. {numerics}"
+    "medians of {rounds} rounds, milliseconds; round, rounds/s and tok/s of exact decoding are of the mean round with "
+    "--drafting adaptive or --redrafting always. {numerics}"
     "T: temperature; rows: rows of a request; alone: share of its rounds "
     "with nothing drafted (--drafting adaptive); tok/round: tokens that a round adds to an answer (exact: tokens "
-    "confirmed); rounds/s: rounds a second; tok/s: answer tokens a second of one request, total: of all. step: one "
+    "confirmed; others: as many as it can add, although an answer's last round may add fewer); rounds/s: rounds a "
+    "second; tok/s: answer tokens a second of one request, total: of all that ran. step: one "
     "step of the draft; draft: its K steps; target: its pass (plain: its K steps); select: weighting and resampling; "
     "link: time in which no model works; host: planning and queueing a round, hidden unless longer than the models' "
     "time; idle: share of the round in which the slower model waits; floor: share of the time that reading all "

@@ -15,9 +15,10 @@ import torch
 
 from benchmarks import bench, processes, prompts, speed
 from benchmarks.backends import CpuBackend, Mode, read_bytes
+from benchmarks.load import Load
 from benchmarks.processes import ProcessBackend
 from benchmarks.reports.speed import SpeedPlan, curve_tables, in_turn, latency_of_speeds, measure_speed, speed_table
-from benchmarks.speed import Speed
+from benchmarks.speed import ModeTimer, Speed, TimedRounds
 from services.launch.config import WorkerGroupConfig
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
@@ -181,6 +182,24 @@ def test_adaptive_drafting_times_the_models_in_each(monkeypatch):
         drafting="adaptive", numerics=BOTH,
     )  # fmt: skip
     assert len(measure_speed(plan, Recording(pair()), 1, None, lambda found: None)) == 4 and timed == BOTH
+
+
+@pytest.mark.parametrize("drafting", ["adaptive", "always"])
+def test_tokens_a_second_are_those_of_all_rounds(drafting, monkeypatch):
+    """Of ten rounds, four decode alone: 8 tokens in 40 ms. The other six bring 3 in 10. Two of three requests ran. With
+    fixed trees rounds are alike, and the median leaves out those that compile."""
+    spans = [(i, 0.040 if i % 5 > 2 else 0.010) for i in range(10)]
+    seen = TimedRounds(spans, [1e-3] * 10, [{"target": (0, 1)}] * 10, [0] * 10, delivered=2 * 50, took_part=2 * 10)
+    monkeypatch.setattr(ModeTimer, "_watch", lambda *_: seen)
+    monkeypatch.setattr(speed, "_warm_up", lambda engine: None)
+    monkeypatch.setattr(speed, "SETTLED", 2)
+    fast = ModelLatency(LatencyCurve(((1, 1e-3),)))
+    latency = LatencyModel(fast, fast, fast, 0.0) if drafting == "adaptive" else None
+    mode = Mode("lockstep", Method.EXACT, EngineConfig(form="lockstep", block=2, drafting=drafting), 2, (0, 1))
+    (row,) = ModeTimer(Recording(pair()), latency=lambda _: latency).run(mode, [Load(3, [[1, 2]] * 3, None)], 10)
+    rate, whole = (50 / 0.220, 22.0) if drafting == "adaptive" else (5 / 0.010, 10.0)
+    assert row.tokens == 5 and row.round == pytest.approx(whole)
+    assert row.per_request == pytest.approx(rate) and row.total == pytest.approx(2 * rate)
 
 
 def line(numerics: str, speed: float, mode: str = "plain") -> Speed:
