@@ -68,7 +68,7 @@ class Speed:
     """Answer tokens a second of all requests that ran: when answers end, a few less than `requests`."""
     round: float
     draft: float
-    """Time of the draft's K steps."""
+    """Time of the draft's steps."""
     target: float
     """Time of the target's pass."""
     select: float
@@ -86,6 +86,9 @@ class Speed:
     """GiB in use on the fullest GPU."""
     kernels: str = OWN
     """Those of `Mode`."""
+    steps: float | None = None
+    """Mean number of draft steps of a round in which something was drafted; None: K in every round, or nothing was
+    drafted in any."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,9 @@ class ModeTimer:
         busy = draft + target if mode.config.form == "lockstep" or mode.method.plain else max(draft, target)
         spec, alone = stats.exact[mode.verification or "walk"], stats.exact_alone_rounds
         tokens = seen.tokens if mode.method is Method.EXACT else rules_of(params).stride(mode.config)
+        is_chosen = varied and mode.config.drafting == "adaptive" and spec.rounds > 0
+        chosen = spec.draft_tokens / spec.rounds if is_chosen else None
+        alone_share = alone / (alone + spec.rounds) if alone else 0.0
         return Speed(
             mode=mode.name,
             decoding=decoding_name(params),
@@ -226,7 +232,7 @@ class ModeTimer:
             gpus=mode.gpus,
             target_gpus=mode.degrees[1],
             rows=spec.rows / spec.rounds if spec.rounds else params.rows,
-            alone=alone / (alone + spec.rounds) if alone else 0.0,
+            alone=alone_share,
             tokens=tokens,
             per_request=tokens / whole,
             total=seen.running * tokens / whole,
@@ -237,9 +243,10 @@ class ModeTimer:
             link=1e3 * seen.link,
             host=1e3 * statistics.median(seen.hosts),
             idle=max(0.0, 1 - busy / whole),
-            floor=self._floor(mode) / whole,
+            floor=self._floor(mode, chosen or mode.config.block, alone_share) / whole,
             memory=self._backend.memory(mode) / 2**30,
             kernels=mode.kernels,
+            steps=chosen,
         )
 
     def _watch(self, loop: ClosedLoop | Waves, method: Method, rounds: int) -> TimedRounds:
@@ -275,14 +282,15 @@ class ModeTimer:
             last = now
         return seen
 
-    def _floor(self, mode: Mode) -> float:
-        """Return the seconds that reading the weights once for every pass of a round takes at full bandwidth."""
+    def _floor(self, mode: Mode, steps: float, alone: float) -> float:
+        """Return the seconds that reading the weights once for every pass of a round takes at full bandwidth. `steps`:
+        of the draft; `alone`: share of rounds in which the target decodes alone, with K passes."""
         draft, target = (self._backend.weight_bytes(mode, role) / BANDWIDTH for role in ModelRole)
         if mode.method is Method.TARGET:
             return mode.config.block * target
-        if mode.config.lookahead and mode.degrees[0]:
-            return max(mode.config.block * draft, target)
-        return mode.config.block * draft + target
+        ahead = mode.config.lookahead and mode.degrees[0]
+        both = max(steps * draft, target) if ahead else steps * draft + target
+        return (1 - alone) * both + alone * mode.config.block * target
 
 
 def median_length(work: list[dict[str, tuple[int, int]]], name: str) -> float:

@@ -47,7 +47,8 @@ SPEED_LEGEND = (
     "with nothing drafted (--drafting adaptive); tok/round: tokens that a round adds to an answer (exact: tokens "
     "confirmed; others: as many as it can add, although an answer's last round may add fewer); rounds/s: rounds a "
     "second; tok/s: answer tokens a second of one request, total: of all that ran. step: one "
-    "step of the draft; draft: its K steps; target: its pass (plain: its K steps); select: weighting and resampling; "
+    "step of the draft; draft: its K steps (--drafting adaptive: K at most, see steps in --json); target: its pass "
+    "(plain: its K steps); select: weighting and resampling; "
     "link: time in which no model works; host: planning and queueing a round, hidden unless longer than the models' "
     "time; idle: share of the round in which the slower model waits; floor: share of the time that reading all "
     "weights once a pass takes at 4.26 TB/s; by library: with --kernels library."
@@ -348,10 +349,10 @@ def speed_table(rows: Sequence[Speed], numerics: bool = False) -> Table:
             f"{row.total:.0f}",
             f"{row.per_request / base:.2f}" if base else "",
         )
-        times = (
-            f"{x:.2f}"
-            for x in (row.round, row.draft / row.block, row.draft, row.target, row.select, row.link, row.host)
-        )
+        # Where a latency model chose the numbers of steps, they differ from round to round.
+        step = row.draft / row.block if row.steps is None else None
+        parts = (row.round, step, row.draft, row.target, row.select, row.link, row.host)
+        times = (number_cell(value, ".2f") for value in parts)
         table.add_row(
             *names,
             *map(str, shape),

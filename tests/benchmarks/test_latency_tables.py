@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.reports.speed import MeasuredLatency, curve_tables, latency_of_speeds
-from benchmarks.speed import Speed
+from benchmarks.backends import CpuBackend, Mode
+from benchmarks.reports.speed import MeasuredLatency, curve_tables, latency_of_speeds, speed_table
+from benchmarks.speed import BANDWIDTH, ModeTimer, Speed
+from smc.api.engine_config import EngineConfig
+from smc.api.sampling_params import Method
+from smc.types import ModelRole
 
 TIMES = dict.fromkeys(("per_request", "total", "round", "select", "link", "host", "idle", "floor", "memory"), 1.0)
 SIZES = {
@@ -47,6 +51,39 @@ def test_no_curve_without_drafting():
     seen = latency_of_speeds([PLAIN, ALONE], "times")
     assert of(seen) == [("alone", (128, pytest.approx(91.5 / 16)))]
     assert len(curve_tables(seen)) == 1 and not curve_tables(latency_of_speeds([ALONE], "times"))
+
+
+def test_a_step_is_one_of_those_that_ran():
+    """Where a latency model chose fewer than K, K says nothing about a step."""
+    shown = {
+        column.header: list(column.cells) for column in speed_table([DRAFTED, replace(DRAFTED, steps=3.2)]).columns
+    }
+    assert shown["step"] == ["1.00", ""] and shown["draft"] == ["8.00"] * 2
+
+
+class Weights(CpuBackend):
+    """Reads a second of weights in a target pass, and a tenth in a step of the draft."""
+
+    def __init__(self) -> None:
+        """No models."""
+
+    def weight_bytes(self, mode: Mode, role: ModelRole) -> int:
+        return int(BANDWIDTH * (1.0 if role is ModelRole.TARGET else 0.1))
+
+
+@pytest.mark.parametrize(
+    ("form", "degrees", "steps", "alone", "seconds"),
+    [
+        ("lockstep", (0, 1), 8, 0.0, 1.8),
+        ("lockstep", (0, 1), 4.0, 0.0, 1.4),
+        ("lockstep", (0, 1), 4.0, 0.25, 0.75 * 1.4 + 0.25 * 8),
+        ("lockstep", (0, 1), 8, 1.0, 8.0),
+        ("lookahead", (1, 1), 4.0, 0.5, 0.5 * 1.0 + 0.5 * 8),
+    ],
+)
+def test_the_floor_is_of_the_passes_that_ran(form, degrees, steps, alone, seconds):
+    mode = Mode(form, Method.EXACT, EngineConfig(form=form, block=8), 8, degrees)
+    assert ModeTimer(Weights())._floor(mode, steps, alone) == pytest.approx(seconds)
 
 
 def test_whole_trees_are_of_a_known_size():

@@ -200,6 +200,7 @@ def test_tokens_a_second_are_those_of_all_rounds(drafting, monkeypatch):
     rate, whole = (50 / 0.220, 22.0) if drafting == "adaptive" else (5 / 0.010, 10.0)
     assert row.tokens == 5 and row.round == pytest.approx(whole)
     assert row.per_request == pytest.approx(rate) and row.total == pytest.approx(2 * rate)
+    assert row.steps is None, "nothing was drafted"
 
 
 def line(numerics: str, speed: float, mode: str = "plain") -> Speed:
