@@ -108,7 +108,8 @@ def compare(given: argparse.Namespace) -> None:
         exact = answers_of(engine, with_smc_beside([request_by("exact", pair, i, problems[i]) for i in own]))
         for i in own:
             one, other = plain[f"target {i}"], exact[f"exact {i}"]
-            found.update(answers=1, tokens=len(other.tokens), rounds=other.statistics.rounds)
+            # The pass over the prompt yields the first token.
+            found.update(answers=1, tokens=len(other.tokens) - 1, rounds=other.statistics.rounds)
             if (one.tokens, one.text, one.finish_reason) != (other.tokens, other.text, other.finish_reason):
                 right = {"plain_right": grade(problems[i], one.text), "exact_right": grade(problems[i], other.text)}
                 found.update(different=1, **right)
@@ -118,8 +119,8 @@ def compare(given: argparse.Namespace) -> None:
             f"{found['different']} different so far",
             flush=True,
         )
-    rate = found["tokens"] / found["rounds"]
-    print(f"{found['answers']} answers, {found['different']} different, {rate:.2f} tokens a round")
+    rate = f", {found['tokens'] / found['rounds']:.2f} tokens a round" if found["rounds"] else ""
+    print(f"{found['answers']} answers, {found['different']} different{rate}")
     print(
         f"of those that differ, {found['plain_right']} of plain and {found['exact_right']} of exact decoding are right"
     )

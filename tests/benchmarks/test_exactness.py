@@ -22,6 +22,12 @@ def test_tokens_a_round_leave_out_what_no_round_makes(capsys):
     assert "tokens a round" not in capsys.readouterr().out
 
 
+def test_equality_counts_them_likewise(capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.exactness.MAX_ANSWER", 2)
+    main(["equality", "--problems", "2", "--form", "lockstep"])
+    assert "2 answers, 0 different, 1.00 tokens a round" in capsys.readouterr().out
+
+
 def test_parts_of_the_problems_are_those_of_the_whole():
     """Files first, then word problems, each with the same prompt, temperature and seed in every part."""
     files, tokenizer = ["benchmarks/number_questions.jsonl"], Tokenizer.load(demo.TARGET)
