@@ -5,13 +5,13 @@ one is killed.
     [--prompts FILE ..] [--whole-answers] [--kill 16] -- --device cuda --placement shared --target DIR --draft DIR
 
 For each number of worker groups it starts `smcserve serve` with the options after `--`. For each file of prompts,
-number of requests and method it keeps as many requests in flight over HTTP, without streams. From the service's
-metrics it reads the tokens of all answers, and means: the time of a round, that in which the draft and the target
-work (prompts included) and the coordinator plans, the time to the first token, and the sizes of trees. Answers go on
-past their end to `--max-tokens`, unless `--whole-answers` is given. With `--kill`, so many exact streams run twice
-at the largest number of worker groups: undisturbed, and while a rank of worker group 1 is killed. It prints how many
-finish, how many have the same text, and the longest pauses. Every result is printed at once, all speeds once more as
-a table at the end. The last line is JSON."""
+number of requests and method it keeps as many requests in flight over HTTP, without streams. The prefix cache does not
+find a chat that is asked again. From the service's metrics it reads the tokens of all answers, and means: the time of a
+round, that in which the draft and the target work (prompts included) and the coordinator plans, the time to the first
+token, and the sizes of trees. Answers go on past their end to `--max-tokens`, unless `--whole-answers` is given. With
+`--kill`, so many exact streams run twice at the largest number of worker groups: undisturbed, and while a rank of
+worker group 1 is killed. It prints how many finish, how many have the same text, and the longest pauses. Every result
+is printed at once, all speeds once more as a table at the end. The last line is JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -143,6 +143,17 @@ def chats(path: Path | None) -> list[list[dict[str, str]]]:
     if path is not None:
         return [json.loads(line)["messages"] for line in path.read_text().splitlines() if line.strip()]
     return [[{"role": "user", "content": one.question}] for one in generate(PROMPT_SEED, PROMPTS, "test")]
+
+
+def bodies(
+    chats: Sequence[list[dict[str, str]]], method: str, load: str, sampling: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield bodies of requests with these chats in an endless loop. Whenever a chat is asked again, in this load or in
+    another one, its prompt is not in the prefix cache: no load is faster for coming later. `load`: names it."""
+    for number in itertools.count():
+        turn, index = divmod(number, len(chats))
+        own = {"seed": number, "method": method, "cache_salt": f"load {load}, turn {turn}"}
+        yield {"messages": chats[index], **own, **sampling}
 
 
 async def speed(
@@ -304,15 +315,12 @@ def main(given: Sequence[str]) -> dict[str, Any]:
         with serve([*options, "--worker-groups", str(groups)]) as served:
             out.print(f"worker groups: {groups}, ready after {time.monotonic() - begin:.0f} s")
             for name, requests, method in loads:
-                bodies = (
-                    {"messages": chat, "seed": number, "method": method, **sampling}
-                    for number, chat in enumerate(itertools.cycle(prompts[name]))
-                )
-                found = asyncio.run(speed(served, requests, bodies, args.warm_up, args.seconds))
+                asked = bodies(prompts[name], method, f"{len(speeds)}", sampling)
+                found = asyncio.run(speed(served, requests, asked, args.warm_up, args.seconds))
                 speeds.append(Speed(groups, name, method, requests, *found))
-                asked = " ".join(filter(None, (name, method)))
+                what = " ".join(filter(None, (name, method)))
                 means = "".join(f"; {shown} {mean:.1f}" for shown, mean in found[2].items())
-                out.print(f"{requests} requests, {asked}: {found[0]:,.0f} tokens a second{means}", soft_wrap=True)
+                out.print(f"{requests} requests, {what}: {found[0]:,.0f} tokens a second{means}", soft_wrap=True)
                 # The latency model reaches the log a moment late, and nothing is timed with drafting=always.
                 if not told and (latency := served.latency):
                     told = True
