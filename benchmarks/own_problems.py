@@ -225,9 +225,10 @@ class _Measurement:
             if self._plan.deadline is not None and time.monotonic() > self._plan.deadline:
                 loop.stop()
                 return None
-            all_run, before = loop.running == full, time.perf_counter()
+            # Requests whose prompts run are not running yet.
+            all_run, before = engine.num_running == full, time.perf_counter()
             answers = [output.answer for output in loop.step() if output.answer is not None]
-            if all_run and not answers:
+            if all_run:
                 spans.append(time.perf_counter() - before)
             for answer in answers:
                 if answer.error:

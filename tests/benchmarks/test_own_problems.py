@@ -20,6 +20,7 @@ from benchmarks.problem_file import FileProblem, read_problems
 from benchmarks.reports import own
 from benchmarks.reports.own import draw, finding, markdown, parts
 from smc import demo
+from smc.executor.worker import ModelWorker
 from smc.model.tokenizer import Tokenizer
 
 STORY = "Mia has 12 apples. She buys 30 more. How many now?"
@@ -285,6 +286,24 @@ def test_a_failed_answer_costs_its_row_alone(run_eval, file, monkeypatch):
     ran, rows = run_eval(*given)
     assert ran.code == 1 and "problems, T = 1, draft alone, problem" in ran.err and "it broke" in ran.err
     assert [key[2] for key in rows] == ["target alone", "exact lockstep N=2 K=4"]
+
+
+def test_no_timed_round_has_prompts(run_eval, file, monkeypatch):
+    """Requests that end are replaced, whose prompts run beside the others' rounds: here half a second each."""
+    slow, run_prompts, timed = 0.5, ModelWorker.run_prompts, []
+
+    def run_slowly(worker, batch):
+        time.sleep(slow)
+        return run_prompts(worker, batch)
+
+    def speed(answers, in_flight, spans):
+        timed.extend(spans)
+
+    monkeypatch.setattr(ModelWorker, "run_prompts", run_slowly)
+    monkeypatch.setattr(own_problems, "_speed", speed)
+    given = ("--problems", file(OURS, GSM8K, MT_BENCH, OURS), "--max-tokens", 24, "-k", 4)
+    ran, _ = run_eval(*given, "--only", "draft", "--concurrency", 2)
+    assert ran.code == 0 and timed and max(timed) < slow
 
 
 def answers(*solved: bool | None) -> tuple[OwnAnswer, ...]:
