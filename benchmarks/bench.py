@@ -685,7 +685,9 @@ def _measure_speed(plan: SpeedPlan, backend: BenchBackend, gpus: int, arguments:
     rows = measure_speed(plan, backend, gpus, arguments.trace, lambda found: _write(arguments.json, found))
     legend = SPEED_LEGEND.format(rounds=plan.rounds, numerics=NUMERICS_LEGEND if plan.names_numerics else "")
     out.print(speed_table(rows, plan.names_numerics), legend, sep="\n")
-    if tables := curve_tables(latency_of_speeds(rows, plan.drafting)):
+    # Guided requests run more positions than the curves would say.
+    is_guided = plan.distribution.get("guidance_scale", 1) != 1
+    if not is_guided and (tables := curve_tables(latency_of_speeds(rows, plan.drafting))):
         out.print(*tables, CURVES_LEGEND, sep="\n")
 
 

@@ -20,6 +20,7 @@ from benchmarks.processes import ProcessBackend
 from benchmarks.reports.speed import SpeedPlan, curve_tables, in_turn, latency_of_speeds, measure_speed, speed_table
 from benchmarks.speed import ModeTimer, Speed, TimedRounds
 from services.launch.config import WorkerGroupConfig
+from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import Method
 from smc.local_engine import ModelPair
@@ -156,6 +157,14 @@ def test_prompts_of_both_models_name_what_ran(run_bench):
     shown, rows = run_bench(backend, "--prompts", "--mode", "lookahead", *ASKED)
     assert backend.asked == [("lookahead", one) for one in BOTH * 2]
     assert numerics_column(shown) == ["fastest"] * 8 == [row["numerics"] for row in rows]
+
+
+def test_no_curves_of_guided_requests(run_bench):
+    """They run two positions for each token, one of them unconditional."""
+    models = ModelPair.load(demo.TARGET, demo.DRAFT)
+    assert "draft step ms" in run_bench(Recording(models), "--mode", "lockstep")[0]
+    assert "draft step ms" not in run_bench(Recording(models), "--mode", "lockstep", "--guidance-scale", 1.5)[0]
+    assert "draft step ms" in run_bench(Recording(models), "--mode", "lockstep", "--guidance-scale", 1)[0]
 
 
 def test_no_column_for_the_default(run_bench):
