@@ -149,7 +149,8 @@ class ServerInfo:
     form: str
     """`lockstep` or `lookahead`."""
     block: int
-    """K, tokens drafted per round."""
+    """K, the maximum number of tokens drafted per round. Requests of SMC and of verification rejection may have another
+    K (`--smc-block`, by default at most 5); trees of exact decoding may be smaller."""
     branches: int
     """F, branches drafted per particle."""
     max_slots: int
