@@ -211,11 +211,12 @@ def profile(args: argparse.Namespace) -> dict:
     from torch.profiler import profile as profiler
 
     config = EngineConfig(
-        form=args.form, block=args.block, smc_block=args.block, branches=4, max_slots=8, max_context=1024, pages=20_000
+        form=args.form, block=args.block, smc_block=args.block, max_slots=8, max_context=1024, pages=20_000
     )
     engine = make_engine(args, config, warm=False)
-    own = {"population": args.population} if args.method == "smc" else {}
-    params = SamplingParams(method=args.method, particles=8, max_tokens=700, ignore_eos=True, seed=1, **own)
+    own = {} if args.method == "target" else {"particles": 8}
+    own |= {"population": args.population} if args.method == "smc" else {}
+    params = SamplingParams(method=args.method, max_tokens=700, ignore_eos=True, seed=1, **own)
     engine.submit(Request("0", tuple(range(100, 356)), params))
     for _ in range(12):
         engine.step()
