@@ -215,7 +215,8 @@ class WorkerGroupMetrics(Families):
         self.pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
         self._kv_usage = self._gauge(
             "smc_kv_cache_usage_ratio",
-            "Share of the pool's KV pages that requests hold; pages that only the prefix cache holds count as free.",
+            "Share of the pool's KV pages that requests hold beside the prefix cache; pages that it holds count as "
+            "free, and so do the whole blocks of running requests' prompts, which are among them.",
             group=GROUPS,
         )
         self.pages_leaked = self._gauge(
