@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from smc.api.engine_config import PATHS, EngineConfig
-from smc.scheduler.methods import TARGET_ALONE, DecodingRules
+from smc.scheduler.methods import TARGET_ALONE, DecodingRules, fixed_steps
 from smc.scheduler.planner import DraftSize, bucket, node_room
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.preparation import Preparation
@@ -33,7 +33,7 @@ from smc.scheduler.speculation import (
     rates_of_requests,
     tokens_a_round,
 )
-from smc.types import BOTH_MODELS, ModelRole
+from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 MARGIN = 1.1
 """Throughput that new trees must promise, as a multiple of plain decoding's."""
@@ -83,6 +83,8 @@ class OtherLoad:
     """Particles of the requests in rounds of the pair."""
     pair_context: int = 0
     """Context tokens of the requests in rounds of the pair."""
+    pair_decodings: frozenset[Decoding] = frozenset()
+    """How the requests in rounds of the pair are decoded. It decides how many tokens all rows of these rounds draft."""
     target: int = 0
     """Sequences that the target decodes alone."""
     target_context: int = 0
@@ -193,9 +195,17 @@ class ThroughputForecast:
         self._sizes = self._sizes_of(
             (y, steps - 1, w, branches, steps, more) for steps, (y, branches), (w, more) in levels
         )
-        # Methods other than exact decoding need all branches, and all of a block.
-        k = config.block
-        self._whole = self._sizes_of([(0, k - 1, 0, config.branches, k, self._again[0])])
+        self._whole = self._whole_of(config.block)
+
+    def _whole_of(self, steps: int) -> RoundSizes:
+        """Return the size of rounds with so many drafted tokens on all branches."""
+        return self._sizes_of([(0, steps - 1, 0, self._config.branches, steps, self._again[0])])
+
+    def _steps_beside(self, beside: OtherLoad) -> int:
+        """Return the number of drafted tokens in rounds with requests for which the latency model does not choose
+        it."""
+        fixed = fixed_steps(self._config, beside.pair_decodings) if beside.pair_decodings else None
+        return fixed or self._config.block
 
     @staticmethod
     def _sizes_of(levels: Iterable[tuple[int, ...]]) -> RoundSizes:
@@ -208,7 +218,7 @@ class ThroughputForecast:
         drafted_G = rows_G > 0
         drafted = [tree for tree, is_drafted in zip(trees, drafted_G) if is_drafted]
         alone = int((~drafted_G).sum()) + beside.target
-        tokens = alone * config.block + beside.pair * config.target_tokens
+        tokens = alone * config.block + beside.pair * config.scored(self._steps_beside(beside))
         by_itself = self._by_itself(alone, int(context_G[~drafted_G].sum()) + beside.target_context)
         rows_of_pair = int(rows_G.sum()) + beside.pair_rows
         context = int(context_G[drafted_G].sum()) + beside.pair_context
@@ -216,7 +226,7 @@ class ThroughputForecast:
             return tokens / by_itself
         groups = 0 if beside.pair else len(drafted)
         confirmed, missed = self._confirmed(drafted, rows_G[drafted_G][:, None])
-        sizes = self._sizes if groups else self._whole
+        sizes = self._sizes if groups else self._whole_of(self._steps_beside(beside))
         tokens_Y, again_Y = tokens + confirmed.sum(0)[0][sizes.at], _any(missed[:, 0])[sizes.at]
         rows_R, batch_R = np.array([rows_of_pair]), np.array([bucket(rows_of_pair)])
         seconds_YR = self._seconds(sizes, rows_R, batch_R, groups, context, by_itself, again_Y)
@@ -238,7 +248,8 @@ class ThroughputForecast:
         to the trees for which they bring most tokens, as long as the throughput of all requests grows."""
         level_F, most_G1 = np.array(_levels(max(tree.most for tree in trees))), np.array([[t.most] for t in trees])
         rows_GF = np.minimum(level_F, most_G1)
-        sizes, count = self._whole if beside.pair else self._sizes, len(trees)
+        count, steps = len(trees), self._steps_beside(beside)
+        sizes = self._whole_of(steps) if beside.pair else self._sizes
         tokens_YGF, restarts_YGF = (
             np.moveaxis(values[:, :, *sizes.at], -1, 0) for values in self._confirmed(trees, rows_GF)
         )
@@ -250,7 +261,7 @@ class ThroughputForecast:
         gain_YZ = np.take_along_axis(gain_YGF.reshape(key_YZ.shape), order_YZ, 1)
         rows_YZ = count + _from_zero(added_GF.flat[order_YZ])
         tokens_YZ = tokens_YGF[:, :, 0].sum(1)[:, None] + _from_zero(gain_YZ)
-        tokens_YZ += beside.pair * self._config.target_tokens + beside.target * self._config.block
+        tokens_YZ += beside.pair * self._config.scored(steps) + beside.target * self._config.block
         fits_YZ = rows_YZ <= max(slots, count)
         rows_R = np.arange(count, int(rows_YZ[fits_YZ].max()) + 1) + beside.pair_rows
         seconds_YR = self._seconds(
@@ -546,6 +557,7 @@ def _load(groups: Sequence[SequenceGroup]) -> OtherLoad:
         pair=len(of_pair),
         pair_rows=sum(group.slots_needed for group in of_pair),
         pair_context=sum(group.context for group in of_pair),
+        pair_decodings=frozenset(group.rules.decoding for group in of_pair),
         target=sum(group.slots_needed for group in of_target),
         target_context=sum(group.slots_needed * group.context for group in of_target),
         slots=sum(group.slots_needed for group in others),

@@ -275,6 +275,20 @@ def test_rows_ahead_are_drafted_where_they_cost_nothing():
     assert lean > 1.1 * mixed
 
 
+@pytest.mark.parametrize("form", ["lockstep", "lookahead"])
+def test_rounds_with_smc_draft_as_many_tokens_as_smc_does(form):
+    """SMC has a K of its own, which all rows of its rounds draft."""
+    both, own = EngineConfig(form=form, block=8, max_slots=256), EngineConfig(form=form, block=5, max_slots=256)
+    beside = OtherLoad(pair=2, pair_rows=16, pair_decodings=frozenset({Decoding.DISTINCT}))
+    trees = [tree(EASY, 1, most=8)] * 4
+    forecasts = [ThroughputForecast(config, MADE) for config in (both, own)]
+    mixed, expected = (each.speed(trees, [4] * 4, beside) for each in forecasts)
+    assert mixed == pytest.approx(expected)
+    assert forecasts[0].best(trees, beside, 64) == forecasts[1].best(trees, beside, 64)
+    walks = replace(beside, pair_decodings=frozenset({Decoding.WALK}))
+    assert forecasts[0].speed(trees, [4] * 4, walks) != pytest.approx(expected)
+
+
 def test_a_round_in_lockstep_drafts_as_deep_as_pays():
     """A whole block where the draft is good; less where it is often wrong, or wrong further down, or expensive."""
     config = EngineConfig(form="lockstep", block=8, max_slots=256)
