@@ -128,7 +128,8 @@ class QualityRow:
     tokens: float
     """Mean length of an answer."""
     batch_tokens_per_second: float | None
-    """Answer tokens per second with many requests in flight; None if the answers are from another record."""
+    """Answer tokens per second with many requests in flight, prompts and first uses of a shape included; None if the
+    answers are from another record."""
     rounds: float | None
     resamples: float | None
     mean_ess_share: float | None
@@ -192,8 +193,8 @@ def measure(
 
     requests = problem_requests(pair.tokenizer, setting, problems, terms, logprobs=setting.method != "draft")
     answers = []
-    began = time.perf_counter()
     engine = fitted_engine(pair, setting.engine, requests, concurrency)
+    began = time.perf_counter()
     for answer in answers_of(engine, setting, requests, concurrency):
         problem = problems[int(answer.request_id)]
         answers.append((problem, answer))

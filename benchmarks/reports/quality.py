@@ -52,7 +52,8 @@ NOT_SHOWN = ("rounds", "resampled", "ESS / N", "first token")
 """Columns that are left out in a terminal, for lack of room."""
 LEGEND = (
     "N particles, or rows of the tree of exact decoding; K tokens a round, F branches. tok/s: one request at a time, "
-    "from its first token on; of target: relative to the target alone; tok/s batch: {concurrency} requests in flight. "
+    "from its first token on; of target: relative to the target alone; tok/s batch: {concurrency} requests in flight, "
+    "their prompts and first uses of a shape included. "
     "tok a round: tokens of an answer by its rounds, without the first token. hits: share of rounds after which rows "
     "that were drafted ahead went on. log p: mean log-probability of an answer's token under the target, minus that "
     "of the target's own answers."

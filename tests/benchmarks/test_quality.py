@@ -3,11 +3,13 @@ draft."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from benchmarks.load import ClosedLoop
 from benchmarks.quality import DecodingSetting, Terms, grid, measure, measure_speed
-from smc import demo
+from smc import demo, local_engine
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
@@ -97,6 +99,13 @@ def test_answers_do_not_depend_on_what_is_in_flight(pair):
 
 def test_speed_counts_answer_tokens_only(pair):
     assert min(measure_speed(pair, DecodingSetting.plain("draft"), generate(23, 2, "test"), Terms(0))) > 1
+
+
+def test_making_an_engine_takes_no_time_of_its_answers(pair, monkeypatch):
+    slow, make = 4.0, local_engine.fitted_engine
+    monkeypatch.setattr(local_engine, "fitted_engine", lambda *given: time.sleep(slow) or make(*given))
+    row = measure(pair, DecodingSetting.plain("draft"), generate(23, 1, "test"), 1, Terms(0))
+    assert row.tokens / row.batch_tokens_per_second < slow
 
 
 def test_seeds_are_all_different():
