@@ -31,7 +31,8 @@ LEGEND = (
     "an answer token under the target's distribution, minus that of the target's own answers; round: tokens that a "
     "round confirms; accepted by depth: share of rounds in which the first, the first two, .. drafted tokens were "
     "accepted; log Z: of SMC, a token, far below 0 where the draft does not know the text; tok: tokens of an answer; "
-    "tok/s: tokens a second of all requests in flight, prompts apart."
+    "tok/s: tokens a second of all requests in flight, prompts apart; a model alone queues as many tokens a round as "
+    "the first setting with both models drafts (K)."
 )
 BIT_FOR_BIT = "Exact decoding by walk gives the target's own answers bit for bit, with --numerics invariant."
 SMC_MEANING = "SMC draws other answers, from a distribution that nears the target's as N grows: see solved and log p."
