@@ -164,7 +164,8 @@ class RemoteWorker:
             self._asked += 1
             self._numbers[constraint] = self._asked
             self.send(Compile(constraint))
-            while len(self._numbers) > MOST_KEPT:
+            # The worker forgets those first that it has not used for longest, whichever these are.
+            while len(self._numbers) > MOST_KEPT // 2:
                 self._numbers.popitem(last=False)
         self._numbers.move_to_end(constraint)
         return self._numbers[constraint]

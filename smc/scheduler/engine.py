@@ -198,6 +198,9 @@ class Engine:
         that were preempted come first."""
         self.prefill.admit_rescoring()
         while (group := self.registry.queue.first) is not None:
+            if not self._preparation.is_kept(group):
+                self.registry.queue.hold_back(group)
+                continue
             self.trees.begin(
                 group, self.registry.admitted, self.slots.num_free // len(self.registry.queue.groups), self.latency
             )

@@ -38,6 +38,17 @@ class Preparation:
             worker.keep_alive(POLL_SECONDS)
         return not awaited
 
+    def is_kept(self, group: SequenceGroup) -> bool:
+        """Whether the workers of a request that is about to be admitted keep its constraint. Asks them again: while it
+        waited, so many others may have been compiled that it is forgotten."""
+        constraint = group.params.constraint
+        if constraint is None:
+            return True
+        self._asked[group] = {
+            role: (self._workers[role], self._workers[role].compile(constraint)) for role in group.rules.roles
+        }
+        return self.is_ready(group)
+
     def follow(self, queue: RequestQueue, *, beside: bool) -> None:
         """Release the held requests that are ready. `beside`: there are requests to go on with; otherwise waits a
         moment if none is ready."""

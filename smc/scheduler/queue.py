@@ -51,6 +51,11 @@ class RequestQueue:
         self._held.append(group)
         self.pages += sum(group.expected.values())
 
+    def hold_back(self, group: SequenceGroup) -> None:
+        """Take a queued request out of its turn until `release`."""
+        self._groups.remove(group)
+        self._held.append(group)
+
     def release(self, group: SequenceGroup) -> None:
         """Let a held request be admitted in its turn."""
         self._held.remove(group)

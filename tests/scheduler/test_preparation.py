@@ -19,6 +19,7 @@ from smc.api.constraint import Constraint
 from smc.api.engine_config import EngineConfig
 from smc.api.request import FinishReason, Request
 from smc.api.sampling_params import SamplingParams
+from smc.constraints import MOST_KEPT, Compiler
 from smc.executor.messages import PromptBatch
 from smc.executor.ops import RoundOps
 from smc.executor.round_executor import OneModelExecutor, TargetRunner
@@ -27,6 +28,7 @@ from smc.grammar.compiler import MOST_ACCEPTED
 from smc.local_engine import ModelPair, local_engine
 from smc.scheduler.engine import Engine
 from smc.scheduler.stats import Timeline
+from smc.stops import TokenBytes
 from smc.types import ModelRole
 
 CONFIG = EngineConfig(form="lockstep", block=3, max_slots=8)
@@ -49,13 +51,16 @@ class Slow:
 
     def __init__(self, worker: ModelWorker) -> None:
         self._worker, self.done, self.asked = worker, 0, 0
+        self.numbers: dict[Constraint, int] = {}
 
     def __getattr__(self, name: str):
         return getattr(self._worker, name)
 
     def compile(self, constraint: Constraint) -> int:
-        self.asked += 1
-        return self.asked
+        if constraint not in self.numbers:
+            self.asked += 1
+            self.numbers[constraint] = self.asked
+        return self.numbers[constraint]
 
     def has_compiled(self, number: int) -> bool:
         return self.done >= number
@@ -86,6 +91,24 @@ def test_others_go_on_meanwhile(pair):
     answers = [o.answer for _ in range(50) for o in engine.step() if o.answer is not None]
     assert [(a.request_id, a.tokens) for a in answers] == [("c", wanted.tokens)]
     assert (target.asked, draft.asked) == (1, 1)
+    engine.check_books()
+
+
+def test_what_is_forgotten_in_the_queue_is_compiled_again_beside_other_work(pair):
+    engine, target, draft = slow_engine(pair)
+    engine.submit(asked(pair, "long", particles=8, max_tokens=40, ignore_eos=True))
+    target.done = draft.done = 1
+    engine.submit(asked(pair, "c", constraint=DIGITS))
+    engine.submit(asked(pair, "after"))
+    engine.step()
+    for worker in (target, draft):
+        worker.numbers.clear()
+    ended = []
+    while len(ended) < 2:
+        ended += [o.request_id for o in engine.step() if o.answer is not None]
+    assert ended == ["long", "after"] and engine.num_queued == 1 and (target.asked, draft.asked) == (2, 2)
+    target.done = draft.done = 2
+    assert [o.request_id for _ in range(50) for o in engine.step() if o.answer is not None] == ["c"]
     engine.check_books()
 
 
@@ -143,7 +166,7 @@ def test_a_new_draft_compiles_before_requests_return_to_it(pair):
     before = [group.committed for group in groups]
     for _ in range(8):
         engine.step()
-    assert again.asked == len(groups)
+    assert again.asked == 1
     assert all(group.alone for group in groups) and all(group.committed > was for group, was in zip(groups, before))
     again.done = 99
     for _ in range(4):
@@ -259,6 +282,31 @@ def test_a_rank_goes_on_while_it_compiles(pair, monkeypatch):
         while not remote.has_compiled(refused):
             remote.keep_alive(0.001)
         assert remote.has_compiled(number)
+
+
+def test_a_constraint_is_asked_for_again_before_a_rank_may_have_forgotten_it(pair, monkeypatch):
+    """A rank forgets the one that it has not used for longest: it uses those that run, of which the link knows nothing.
+    So the link counts on half of what the rank keeps."""
+    compiler = Compiler(TokenBytes.of(pair.tokenizer))
+    monkeypatch.setattr(Compiler, "of", lambda _token_bytes: compiler)
+    many = [Constraint.of({"choice": [str(n)]}) for n in range(MOST_KEPT + 10)]
+    running = many[: MOST_KEPT // 2]
+    with served(pair) as remote:
+        numbers = []
+        for constraint in many:
+            numbers.append(remote.compile(constraint))
+            while not remote.has_compiled(numbers[-1]):
+                remote.keep_alive(0.001)
+            for one in running[: len(numbers)]:
+                compiler._known(one)
+        waiting = slice(len(running), None)
+        for constraint, number in zip(many[waiting], numbers[waiting]):
+            again = remote.compile(constraint)
+            assert again != number or compiler._known(constraint) is not None
+            if again != number:
+                while not remote.has_compiled(again):
+                    remote.keep_alive(0.001)
+                assert compiler._known(constraint) is not None
 
 
 def test_a_result_that_nobody_reads_does_not_hide_that_a_constraint_is_compiled(pair):
