@@ -50,7 +50,6 @@ def chosen(monkeypatch):
 
     def run(seconds: Times | None = None, **settings):
         if seconds is not None:
-
             monkeypatch.setattr(draft_part, "draft_step_seconds", lambda engine, _: seconds(is_divided(engine)))
         given = {"placement": "shared", "target_tp": 2, "link": "nccl", **settings}
         with coordinator(SHARED, **given) as (made, spec):
