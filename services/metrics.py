@@ -149,7 +149,8 @@ class WorkerGroupMetrics(Families):
             self.pages_cached.labels(group).set(stats.pages_cached.get(group, 0))
             self.pages_free.labels(group).set(total - used)
             self.pages_capacity.labels(group).set(total)
-            self._kv_usage.labels(group).set((used - stats.pages_cached.get(group, 0)) / total if total else 0.0)
+            held = max(0, used - stats.pages_cached.get(group, 0))
+            self._kv_usage.labels(group).set(held / total if total else 0.0)
             self._prefix_queries.labels(group).inc(stats.prefix_queries.get(group, 0))
             self._prefix_hits.labels(group).inc(stats.prefix_hits.get(group, 0))
         for group, leaked in stats.pages_leaked.items():
@@ -208,15 +209,14 @@ class WorkerGroupMetrics(Families):
         )
         self.pages_cached = self._gauge(
             "smc_kv_pages_cached",
-            "KV pages that the prefix cache holds, including those that requests share.",
+            "KV pages that only the prefix cache holds, counted once a second.",
             group=GROUPS,
         )
         self.pages_free = self._gauge("smc_kv_pages_free", "KV pages that are free.", group=GROUPS)
         self.pages_capacity = self._gauge("smc_kv_pages_capacity", "KV pages of the pool.", group=GROUPS)
         self._kv_usage = self._gauge(
             "smc_kv_cache_usage_ratio",
-            "Share of the pool's KV pages that requests hold beside the prefix cache; pages that it holds count as "
-            "free, and so do the whole blocks of running requests' prompts, which are among them.",
+            "Share of the pool's KV pages that requests hold; pages that only the prefix cache holds count as free.",
             group=GROUPS,
         )
         self.pages_leaked = self._gauge(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -164,6 +165,25 @@ def test_what_was_not_used_for_longest_makes_room(config):
     again = [one(engine, request(prompts[i], f"again {i}", particles=2, max_tokens=2)).cached_tokens for i in (5, 0)]
     assert again == [64, 0]
     assert_empty(engine)
+
+
+def test_blocks_of_running_prompts_are_not_counted_as_cached():
+    """Otherwise a pool full of long prompts seems to be nearly free."""
+    seconds = itertools.count()
+    engine = local_engine(pair(), EngineConfig(block=2), clock=lambda: float(next(seconds)))
+    one(engine, request([1, 2] * 40, "before", method="target", seed=1, max_tokens=2))
+    before = engine.take_stats()
+    assert before.pages_used == before.pages_cached == {"draft": 0, "target": 80}
+    engine.submit(request([3, 1] * 50, "long", method="target", seed=2, max_tokens=20, ignore_eos=True))
+    engine.submit(request([3, 1] * 50, "same", method="target", seed=3, max_tokens=20, ignore_eos=True))
+    while engine.num_running < 2:
+        engine.step()
+    running = engine.take_stats()
+    assert running.pages_cached == {"draft": 0, "target": 80} and running.pages_used["target"] > 80 + 100
+    for _ in engine.run([]):
+        pass
+    after = engine.take_stats()
+    assert after.pages_used == after.pages_cached and after.pages_cached["target"] >= 80 + 96
 
 
 def test_without_a_cache_nothing_is_kept():
