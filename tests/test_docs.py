@@ -106,7 +106,7 @@ def test_the_tables_of_settings_are_read():
 def test_tables_of_options_say_what_the_settings_say(page, name, default, meaning):
     (shown,) = _words(name)
     known, value = OPTIONS[shown.removeprefix("--")]
-    assert known.option is not None and shown.startswith("--") == known.option.has_flag
+    assert known.help and shown.startswith("--") == known.has_flag
     if isinstance(value, str):
         assert _words(default) == [value] and not _numbers(default)
     else:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from smc.api.settings import BATCH, LISTEN, OneOf, Option, at_least, check_settings, flag, setting
+from smc.api.settings import BATCH, LISTEN, OneOf, at_least, check_settings, flag, setting
 
 FORMATS = {"jsonl": ".jsonl", "parquet": ".parquet"}
 """Format of the files in a directory -> suffix of their names."""
@@ -29,55 +29,45 @@ class BatchConfig:
     """Answers: a file in the order of the input; or a directory or address, with a file for each part of the input.
     An existing output is resumed."""
     overwrite: bool = setting(
-        False,
-        flag(),
-        option=Option("Start from the beginning, and discard the answers that OUT holds.", panel=BATCH),
+        False, flag(), "Start from the beginning, and discard the answers that OUT holds.", panel=BATCH
     )
     retry_failed: bool = setting(
-        False,
-        flag(),
-        option=Option("Decode lines that failed in OUT again; existing answers are kept.", panel=BATCH),
+        False, flag(), "Decode lines that failed in OUT again; existing answers are kept.", panel=BATCH
     )
     part_lines: int | None = setting(
         None,
         at_least(1),
-        option=Option(
-            "Maximum number of lines of a part, the unit of resuming in a directory. Default: 1000, or more where that "
-            "would make more than 10,000 parts.",
-            "COUNT",
-            panel=BATCH,
-        ),
+        "Maximum number of lines of a part, the unit of resuming in a directory. Default: 1000, or more where that "
+        "would make more than 10,000 parts.",
+        "COUNT",
+        panel=BATCH,
     )
     """If a worker group is lost, up to two parts are decoded again."""
     output_format: str | None = setting(
         None,
         OneOf(tuple(FORMATS)),
-        option=Option("Format of the files in an output directory. Default: that of IN.", "jsonl|parquet", panel=BATCH),
+        "Format of the files in an output directory. Default: that of IN.",
+        "jsonl|parquet",
+        panel=BATCH,
     )
     metrics_port: int | None = setting(
         None,
         None,
-        option=Option(
-            "Port of the metrics for Prometheus; 0 = any free port. Default: no such port.", "PORT", panel=LISTEN
-        ),
+        "Port of the metrics for Prometheus; 0 = any free port. Default: no such port.",
+        "PORT",
+        panel=LISTEN,
     )
-    host: str = setting("127.0.0.1", None, option=Option("Address of --metrics-port.", "HOST", panel=LISTEN))
+    host: str = setting("127.0.0.1", None, "Address of --metrics-port.", "HOST", panel=LISTEN)
     seed: int = setting(
-        0,
-        None,
-        option=Option(
-            "A line without a seed gets one that is derived from this seed and its custom_id.", "SEED", panel=BATCH
-        ),
+        0, None, "A line without a seed gets one that is derived from this seed and its custom_id.", "SEED", panel=BATCH
     )
     concurrency: int | None = setting(
         None,
         at_least(1),
-        option=Option(
-            "Number of requests in flight in each worker group. Default: as many as fill the slots.",
-            "COUNT",
-            ("--concurrency", "-c"),
-            BATCH,
-        ),
+        "Number of requests in flight in each worker group. Default: as many as fill the slots.",
+        "COUNT",
+        names=("--concurrency", "-c"),
+        panel=BATCH,
     )
 
     def __post_init__(self) -> None:

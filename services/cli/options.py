@@ -42,13 +42,12 @@ SHOWN = 88
 def option_of(kind: type, name: str) -> Any:
     """Return the option for a field of a configuration class or of `SamplingParams`."""
     known, default = settings_of(kind)[name], _defaults(kind)[name]
-    assert known.option is not None, "only for settings that are options"
-    found = known.option
-    names = found.names or (f"--{option_name(kind, name).replace('_', '-')}",)
-    text, where = found.text(default), found.panel or (SAMPLING if known.decodings == ALL else PARTICLES)
+    assert known.help, "only for settings that are options"
+    names = known.names or (f"--{option_name(kind, name).replace('_', '-')}",)
+    text, where = known.help_with(default), known.panel or (SAMPLING if known.decodings == ALL else PARTICLES)
     if isinstance(default, bool):
         return flag(where, text, *names)
-    return option(where, text, *names, metavar=found.metavar or None, show_default=False)
+    return option(where, text, *names, metavar=known.metavar or None, show_default=False)
 
 
 def option_name(kind: type, name: str) -> str:
@@ -64,7 +63,7 @@ def option_types(kind: type) -> dict[str, Any]:
     """Return the annotated types of the options for the fields of a class, by the option's name. All may be None."""
     kinds, made = get_type_hints(kind), {}
     for name, known in settings_of(kind).items():
-        if known.option is None:
+        if not known.help:
             continue
         held = _given_kind(kinds[name])
         if get_origin(kinds[name]) is tuple:
@@ -72,7 +71,7 @@ def option_types(kind: type) -> dict[str, Any]:
             held = dict[str, str] if get_origin(item) is tuple else list.__class_getitem__(item)
         if isinstance(held, type) and issubclass(held, StrEnum):
             held = str  # the library checks the value
-        marks = () if known.option.has_flag else (FILE_ONLY,)
+        marks = () if known.has_flag else (FILE_ONLY,)
         made[option_name(kind, name)] = Annotated[(held | None, option_of(kind, name), *marks)]
     return made
 

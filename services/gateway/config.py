@@ -17,7 +17,6 @@ from smc.api.settings import (
     Holds,
     Items,
     OneOf,
-    Option,
     check_settings,
     flag,
     seconds,
@@ -50,40 +49,34 @@ class GatewayConfig:
     host: str = setting(
         "127.0.0.1",
         Holds(bool, "an address of this machine, such as 127.0.0.1 or 0.0.0.0"),
-        option=Option("Address to listen on; 0.0.0.0 or :: = all networks.", "HOST", panel=LISTEN),
+        "Address to listen on; 0.0.0.0 or :: = all networks.",
+        "HOST",
+        panel=LISTEN,
     )
-    port: int = setting(
-        DEFAULT_PORT, PORT, option=Option("Port of the gRPC API; 0 = any free port.", "PORT", panel=LISTEN)
-    )
+    port: int = setting(DEFAULT_PORT, PORT, "Port of the gRPC API; 0 = any free port.", "PORT", panel=LISTEN)
     http_port: int | None = setting(
         None,
         PORT,
-        option=Option(
-            f"Port of the APIs of OpenAI and Anthropic; 0 = any free port. Default: {DEFAULT_HTTP_PORT}.",
-            "PORT",
-            panel=LISTEN,
-        ),
+        f"Port of the APIs of OpenAI and Anthropic; 0 = any free port. Default: {DEFAULT_HTTP_PORT}.",
+        "PORT",
+        panel=LISTEN,
     )
     """None: these APIs are not served."""
     metrics_port: int | None = setting(
         None,
         PORT,
-        option=Option(
-            "Port of the metrics for Prometheus, without TLS and token; 0 = any free port. Default: no such port.",
-            "PORT",
-            panel=LISTEN,
-        ),
+        "Port of the metrics for Prometheus, without TLS and token; 0 = any free port. Default: no such port.",
+        "PORT",
+        panel=LISTEN,
     )
     served_model_names: tuple[str, ...] = setting(
         (),
         Items(lambda name: isinstance(name, str) and name.isprintable() and name != "", "names that can be printed"),
-        option=Option(
-            "Name of the target for clients and metrics; may be repeated, answers carry the first. Default: the name "
-            "of its directory.",
-            "NAME",
-            ("--served-model-name",),
-            LISTEN,
-        ),
+        "Name of the target for clients and metrics; may be repeated, answers carry the first. Default: the name "
+        "of its directory.",
+        "NAME",
+        names=("--served-model-name",),
+        panel=LISTEN,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -91,13 +84,11 @@ class GatewayConfig:
             lambda name: isinstance(name, str) and HOST_NAME.fullmatch(name) is not None,
             "* or a name or address without scheme, port and path, such as llm.example.com or [2001:db8::1]",
         ),
-        option=Option(
-            "Further host name by which HTTP requests may call the service; * = any; may be repeated. Default: without "
-            "tokens on 127.0.0.1 the names of this machine's loopback interface, otherwise any.",
-            "NAME",
-            ("--allowed-host",),
-            LISTEN,
-        ),
+        "Further host name by which HTTP requests may call the service; * = any; may be repeated. Default: without "
+        "tokens on 127.0.0.1 the names of this machine's loopback interface, otherwise any.",
+        "NAME",
+        names=("--allowed-host",),
+        panel=LISTEN,
     )
     allow_origins: tuple[str, ...] = setting(
         (),
@@ -105,199 +96,157 @@ class GatewayConfig:
             lambda origin: isinstance(origin, str) and ORIGIN.fullmatch(origin) is not None,
             "* or SCHEME://HOST[:PORT], such as https://app.example.com, without a path",
         ),
-        option=Option(
-            "Origin of web pages that may use --http-port, such as https://app.example.com; * = any; may be repeated. "
-            "Default: none.",
-            "ORIGIN",
-            ("--allow-origin",),
-            LISTEN,
-        ),
+        "Origin of web pages that may use --http-port, such as https://app.example.com; * = any; may be repeated. "
+        "Default: none.",
+        "ORIGIN",
+        names=("--allow-origin",),
+        panel=LISTEN,
     )
     page: bool = setting(
-        True,
-        flag(),
-        option=Option("Do not serve the web page for trying the models at / of --http-port.", panel=LISTEN),
+        True, flag(), "Do not serve the web page for trying the models at / of --http-port.", panel=LISTEN
     )
     log_format: str = setting(
         "text",
         OneOf(LOG_FORMATS),
-        option=Option(
-            "Format of the log. json: each line is an object, also of what other processes log.",
-            "text|json",
-            panel=LISTEN,
-        ),
+        "Format of the log. json: each line is an object, also of what other processes log.",
+        "text|json",
+        panel=LISTEN,
     )
     log_texts: bool = setting(
         False,
         flag(),
-        option=Option(
-            "Write prompts and answers to the log, from which `smcserve distill --from-log` reads prompts.",
-            panel=LISTEN,
-            has_flag=False,
-        ),
+        "Write prompts and answers to the log, from which `smcserve distill --from-log` reads prompts.",
+        panel=LISTEN,
+        has_flag=False,
     )
     """Otherwise the log has no text of users."""
     unknown_fields: str = setting(
         "refuse",
         OneOf(("refuse", "ignore")),
-        option=Option(
-            "Treatment of request fields that the HTTP API does not have. refuse: the request is refused; ignore: the "
-            "field is ignored, and logged once.",
-            "WHAT",
-            panel=LISTEN,
-        ),
+        "Treatment of request fields that the HTTP API does not have. refuse: the request is refused; ignore: the "
+        "field is ignored, and logged once.",
+        "WHAT",
+        panel=LISTEN,
     )
     default_method: str = setting(
         DEFAULT_METHOD.value,
         OneOf(tuple(method.value for method in Method)),
-        option=Option(
-            "Method of requests that name none: exact, smc (but exact at temperature 0), target or draft.",
-            "METHOD",
-            panel=LISTEN,
-        ),
+        "Method of requests that name none: exact, smc (but exact at temperature 0), target or draft.",
+        "METHOD",
+        panel=LISTEN,
     )
     default_max_tokens: int = setting(
         8192,
         within(1, 2**31 - 1),
-        option=Option(
-            "Maximum tokens of a chat's answer if its request gives no max_tokens; also in vLLM's protocol. Default: "
-            "8192, less if the context or memory leaves less.",
-            "COUNT",
-            panel=LISTEN,
-        ),
+        "Maximum tokens of a chat's answer if its request gives no max_tokens; also in vLLM's protocol. Default: "
+        "8192, less if the context or memory leaves less.",
+        "COUNT",
+        panel=LISTEN,
     )
     """Other requests have a smaller default of their own."""
     min_priority: int = setting(
         0,
         within(-MAX_PRIORITY, 0),
-        option=Option(
-            f"Lowest `priority` that callers may give, -{MAX_PRIORITY}..0; requests with lower numbers are admitted "
-            "first. Default: 0, so that no caller passes others.",
-            panel=LISTEN,
-            has_flag=False,
-        ),
+        f"Lowest `priority` that callers may give, -{MAX_PRIORITY}..0; requests with lower numbers are admitted "
+        "first. Default: 0, so that no caller passes others.",
+        panel=LISTEN,
+        has_flag=False,
     )
     max_priority: int = setting(
         MAX_PRIORITY,
         within(0, MAX_PRIORITY),
-        option=Option(
-            f"Highest `priority` that callers may give, 0..{MAX_PRIORITY}. With min-priority and max-priority 0, "
-            "callers cannot set it.",
-            panel=LISTEN,
-            has_flag=False,
-        ),
+        f"Highest `priority` that callers may give, 0..{MAX_PRIORITY}. With min-priority and max-priority 0, "
+        "callers cannot set it.",
+        panel=LISTEN,
+        has_flag=False,
     )
     tls_cert: Path | None = setting(
-        None,
-        as_path,
-        option=Option("Certificate chain of the service, PEM, for TLS; needs --tls-key.", "FILE", panel=SECURITY),
+        None, as_path, "Certificate chain of the service, PEM, for TLS; needs --tls-key.", "FILE", panel=SECURITY
     )
     """It, `tls_key` and `tls_client_ca` are read again when they change."""
     tls_key: Path | None = setting(
-        None, as_path, option=Option("Private key of --tls-cert, PEM, not encrypted.", "FILE", panel=SECURITY)
+        None, as_path, "Private key of --tls-cert, PEM, not encrypted.", "FILE", panel=SECURITY
     )
     tls_client_ca: Path | None = setting(
         None,
         as_path,
-        option=Option(
-            "Certificate authorities, PEM: only clients with a certificate of one of them may connect.",
-            "FILE",
-            panel=SECURITY,
-        ),
+        "Certificate authorities, PEM: only clients with a certificate of one of them may connect.",
+        "FILE",
+        panel=SECURITY,
     )
     auth_token_file: Path | None = setting(
         None,
         as_path,
-        option=Option(
-            "File of bearer tokens, one a line; callers must send one of them. It is read again when it changes. "
-            "Default: no token is needed.",
-            "FILE",
-            panel=SECURITY,
-        ),
+        "File of bearer tokens, one a line; callers must send one of them. It is read again when it changes. "
+        "Default: no token is needed.",
+        "FILE",
+        panel=SECURITY,
     )
     max_message_bytes: int | None = setting(
         None,
         within(1024, 2**31 - 1),
-        option=Option(
-            "Maximum size of a request in bytes. Default: as much as the context needs, at most 4 MiB.",
-            panel=SECURITY,
-            has_flag=False,
-        ),
+        "Maximum size of a request in bytes. Default: as much as the context needs, at most 4 MiB.",
+        panel=SECURITY,
+        has_flag=False,
     )
     max_concurrent_streams: int = setting(
         1024,
         within(1, 2**31 - 1),
-        option=Option(
-            "Maximum number of calls at the same time on one connection; further ones wait in the client.",
-            panel=SECURITY,
-            has_flag=False,
-        ),
+        "Maximum number of calls at the same time on one connection; further ones wait in the client.",
+        panel=SECURITY,
+        has_flag=False,
     )
     max_calls: int = setting(
         1024,
         within(1, 2**31 - 1),
-        option=Option(
-            "Maximum number of Generate calls at the same time over all connections; further ones are refused.",
-            "COUNT",
-            panel=SECURITY,
-        ),
+        "Maximum number of Generate calls at the same time over all connections; further ones are refused.",
+        "COUNT",
+        panel=SECURITY,
     )
     keepalive_time: float = setting(
-        60.0,
-        seconds(1.0),
-        option=Option("Seconds of silence after which a client is pinged.", panel=SECURITY, has_flag=False),
+        60.0, seconds(1.0), "Seconds of silence after which a client is pinged.", panel=SECURITY, has_flag=False
     )
     keepalive_timeout: float = setting(
         20.0,
         seconds(1.0),
-        option=Option(
-            "Seconds within which a client must answer a ping; otherwise its calls are cancelled.",
-            panel=SECURITY,
-            has_flag=False,
-        ),
+        "Seconds within which a client must answer a ping; otherwise its calls are cancelled.",
+        panel=SECURITY,
+        has_flag=False,
     )
     min_ping_interval: float = setting(
         10.0,
         seconds(0.0),
-        option=Option(
-            "Minimum seconds between two pings of a client; clients that ping more often are disconnected.",
-            panel=SECURITY,
-            has_flag=False,
-        ),
+        "Minimum seconds between two pings of a client; clients that ping more often are disconnected.",
+        panel=SECURITY,
+        has_flag=False,
     )
     max_connection_age: float = setting(
         900.0,
         seconds(1.0),
-        option=Option(
-            "Seconds, give or take a tenth, after which a client has to reconnect, maybe to a newer replica.",
-            panel=SECURITY,
-            has_flag=False,
-        ),
+        "Seconds, give or take a tenth, after which a client has to reconnect, maybe to a newer replica.",
+        panel=SECURITY,
+        has_flag=False,
     )
     max_connection_age_grace: float = setting(
         3600.0,
         seconds(1.0),
-        option=Option(
-            "Seconds that calls in flight may continue on a connection older than max-connection-age.",
-            panel=SECURITY,
-            has_flag=False,
-        ),
+        "Seconds that calls in flight may continue on a connection older than max-connection-age.",
+        panel=SECURITY,
+        has_flag=False,
     )
     write_timeout: float = setting(
         30.0,
         seconds(0.001),
-        option=Option(
-            "Maximum seconds for a request to arrive, and for a response to wait until the client reads it.",
-            panel=SECURITY,
-            has_flag=False,
-        ),
+        "Maximum seconds for a request to arrive, and for a response to wait until the client reads it.",
+        panel=SECURITY,
+        has_flag=False,
     )
     drain_timeout: float = setting(
         30.0,
         seconds(0.0),
-        option=Option(
-            "Seconds that calls in flight may continue after the service is told to stop.", "SECONDS", panel=SECURITY
-        ),
+        "Seconds that calls in flight may continue after the service is told to stop.",
+        "SECONDS",
+        panel=SECURITY,
     )
 
     def __post_init__(self) -> None:

@@ -22,7 +22,6 @@ from smc.api.settings import (
     CountOr,
     Holds,
     OneOf,
-    Option,
     above_zero,
     at_least,
     check_settings,
@@ -87,200 +86,157 @@ class WorkerGroupConfig:
     target: Path = setting(
         demo.TARGET,
         None,
-        option=Option(
-            "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub; needs --draft. "
-            "Default: the demo pair.",
-            "MODEL",
-            panel=MODELS,
-        ),
+        "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub; needs --draft. "
+        "Default: the demo pair.",
+        "MODEL",
+        panel=MODELS,
     )
     """A directory must exist on every host under the same path. Unless `load` is `files`, the name of a published
     shape."""
     draft: Path = setting(
         demo.DRAFT,
         None,
-        option=Option(
-            "Draft model: a directory or a name, like --target; needs --target. Default: the demo pair.",
-            "MODEL",
-            panel=MODELS,
-        ),
+        "Draft model: a directory or a name, like --target; needs --target. Default: the demo pair.",
+        "MODEL",
+        panel=MODELS,
     )
     load: str = setting("files", OneOf(LOADS))
     """Where weights come from. `files`: the directories; `random`: random numbers, to measure speed; `grown`: the demo
     pair, padded to published shapes."""
-    target_tp: int = setting(
-        1,
-        None,
-        option=Option("Number of processes, and of GPUs, that share the target.", "COUNT", panel=MODELS),
-    )
+    target_tp: int = setting(1, None, "Number of processes, and of GPUs, that share the target.", "COUNT", panel=MODELS)
     """Each has its share of the heads. The model's shape decides which numbers are allowed."""
     draft_tp: int | None = setting(
         None,
         None,
-        option=Option(
-            "Number of processes, and of GPUs, that share the draft. Default: 1; with placement shared and --target-tp "
-            "above 1, 1 or as --target-tp, whichever makes a draft step faster, which is timed at the start (1 with "
-            "--numerics invariant).",
-            "COUNT",
-            panel=MODELS,
-        ),
+        "Number of processes, and of GPUs, that share the draft. Default: 1; with placement shared and --target-tp "
+        "above 1, 1 or as --target-tp, whichever makes a draft step faster, which is timed at the start (1 with "
+        "--numerics invariant).",
+        "COUNT",
+        panel=MODELS,
     )
     """None only where it is chosen at the start."""
     placement: str = setting(
         "apart",
         OneOf(PLACEMENTS),
-        option=Option(
-            "apart: each model has processes of its own. shared: every process has its share of both models, which "
-            "work in turn (form lockstep). Default: apart; shared if this machine has too few GPUs for that.",
-            "apart|shared",
-            panel=MODELS,
-        ),
+        "apart: each model has processes of its own. shared: every process has its share of both models, which "
+        "work in turn (form lockstep). Default: apart; shared if this machine has too few GPUs for that.",
+        "apart|shared",
+        panel=MODELS,
     )
     worker_groups: int | str = setting(
         1,
         CountOr(AUTO),
-        option=Option(
-            "Number of worker groups, each with both models, that share the requests. auto: as many as the cluster's "
-            "free GPUs allow; on CPUs 1, in `batch` as many as fit. Default: 1; in `batch` auto if OUT is a directory.",
-            "COUNT|auto",
-            panel=MODELS,
-        ),
+        "Number of worker groups, each with both models, that share the requests. auto: as many as the cluster's "
+        "free GPUs allow; on CPUs 1, in `batch` as many as fit. Default: 1; in `batch` auto if OUT is a directory.",
+        "COUNT|auto",
+        panel=MODELS,
     )
     """All other settings are those of each worker group."""
     device: str = setting(
         "cpu",
         OneOf(tuple(DEVICES)),
-        option=Option("Device that runs both models; cuda: one GPU for each process.", "cpu|cuda", panel=MODELS),
+        "Device that runs both models; cuda: one GPU for each process.",
+        "cpu|cuda",
+        panel=MODELS,
     )
     dtype: str | None = setting(
         None,
         OneOf(DTYPE_NAMES),
-        option=Option(
-            "Data type of both models: float32, bfloat16, float16, fp8 or int4. Default: float32 on a CPU, bfloat16 "
-            "(int4 if stored so) on a GPU.",
-            "TYPE",
-            panel=MODELS,
-        ),
+        "Data type of both models: float32, bfloat16, float16, fp8 or int4. Default: float32 on a CPU, bfloat16 "
+        "(int4 if stored so) on a GPU.",
+        "TYPE",
+        panel=MODELS,
     )
     target_dtype: str | None = setting(
         None,
         OneOf(DTYPE_NAMES),
-        option=Option(
-            "Data type of the target. fp8: its matrices are FP8, with a scale for each output; int4: the matrices of "
-            "its layers are int4, as stored or in groups of 128. All other weights are bfloat16. Default: as --dtype.",
-            "TYPE",
-            panel=MODELS,
-        ),
+        "Data type of the target. fp8: its matrices are FP8, with a scale for each output; int4: the matrices of "
+        "its layers are int4, as stored or in groups of 128. All other weights are bfloat16. Default: as --dtype.",
+        "TYPE",
+        panel=MODELS,
     )
     draft_dtype: str | None = setting(
         None,
         OneOf((*DTYPE_NAMES, AUTO_DTYPE)),
-        option=Option(
-            "Data type of the draft. auto: its stored type, fp8 or int4, chosen by the time of a step on the GPU. "
-            "Default: as --dtype.",
-            "TYPE",
-            panel=MODELS,
-        ),
+        "Data type of the draft. auto: its stored type, fp8 or int4, chosen by the time of a step on the GPU. "
+        "Default: as --dtype.",
+        "TYPE",
+        panel=MODELS,
     )
     draft_vocab: int | None = setting(
         None,
         None,
-        option=Option(
-            "Draft only the N tokens that are most frequent in --draft-vocab-text, or in the text that `distill` "
-            "trained the draft on. Default: all tokens.",
-            "N",
-            panel=MODELS,
-        ),
+        "Draft only the N tokens that are most frequent in --draft-vocab-text, or in the text that `distill` "
+        "trained the draft on. Default: all tokens.",
+        "N",
+        panel=MODELS,
     )
     draft_vocab_text: Path | None = setting(
         None,
         None,
-        option=Option(
-            "UTF-8 text, similar to the expected answers, in which tokens are counted for --draft-vocab.",
-            "FILE",
-            panel=MODELS,
-        ),
+        "UTF-8 text, similar to the expected answers, in which tokens are counted for --draft-vocab.",
+        "FILE",
+        panel=MODELS,
     )
     """It is read where the service is started."""
     generation_config: str = setting(
         "auto",
         OneOf(GENERATION_CONFIGS),
-        option=Option(
-            "Source of sampling settings that a request leaves out. auto: the target's generation_config.json; ignore: "
-            "the library's defaults.",
-            "auto|ignore",
-            panel=MODELS,
-        ),
+        "Source of sampling settings that a request leaves out. auto: the target's generation_config.json; ignore: "
+        "the library's defaults.",
+        "auto|ignore",
+        panel=MODELS,
     )
     engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int = setting(
-        1,
-        above_zero(LONGEST),
-        option=Option("Number of CPU threads of torch in each process.", panel=ENGINE, has_flag=False),
+        1, above_zero(LONGEST), "Number of CPU threads of torch in each process.", panel=ENGINE, has_flag=False
     )
     target_resource: str | None = setting(
-        None,
-        RESOURCE,
-        option=Option("Ray resource of the hosts that may run the target. Default: any host.", "NAME", panel=CLUSTER),
+        None, RESOURCE, "Ray resource of the hosts that may run the target. Default: any host.", "NAME", panel=CLUSTER
     )
     draft_resource: str | None = setting(
-        None,
-        RESOURCE,
-        option=Option("Ray resource of the hosts that may run the draft. Default: any host.", "NAME", panel=CLUSTER),
+        None, RESOURCE, "Ray resource of the hosts that may run the draft. Default: any host.", "NAME", panel=CLUSTER
     )
     link: str = setting(
         "nccl",
         OneOf(LINKS),
-        option=Option(
-            "Link between the models' processes. nccl: torch.distributed, with gloo on CPUs; grpc: for hosts that "
-            "torch.distributed does not connect.",
-            "nccl|grpc",
-            panel=CLUSTER,
-        ),
+        "Link between the models' processes. nccl: torch.distributed, with gloo on CPUs; grpc: for hosts that "
+        "torch.distributed does not connect.",
+        "nccl|grpc",
+        panel=CLUSTER,
     )
     near_target: bool = False
     """The coordinator runs on the host of the target's first rank instead of the host of the process that starts it."""
     start_timeout: float = setting(
-        600.0,
-        above_zero(LONGEST),
-        option=Option("Seconds within which every process must be ready.", "SECONDS", panel=CLUSTER),
+        600.0, above_zero(LONGEST), "Seconds within which every process must be ready.", "SECONDS", panel=CLUSTER
     )
     """A process is ready when it has loaded its weights and run its first rounds: one round, and on GPUs rounds of
     every kind."""
     link_timeout: float = setting(
         60.0,
         above_zero(LONGEST),
-        option=Option(
-            "Seconds after which a process that is alive but makes no progress counts as dead.",
-            panel=CLUSTER,
-            has_flag=False,
-        ),
+        "Seconds after which a process that is alive but makes no progress counts as dead.",
+        panel=CLUSTER,
+        has_flag=False,
     )
     """It must exceed the longest prefill chunk and the longest round. A process that answers no probes counts as dead
     sooner (`services.launch.worker_group.PROBE_SECONDS`)."""
     heartbeat: float = setting(
         2.0,
         above_zero(LONGEST),
-        option=Option(
-            "Seconds between two messages by which an idle process shows that it is alive.",
-            panel=CLUSTER,
-            has_flag=False,
-        ),
+        "Seconds between two messages by which an idle process shows that it is alive.",
+        panel=CLUSTER,
+        has_flag=False,
     )
     max_failed_starts: int = setting(
         5,
         at_least(1),
-        option=Option(
-            "Failed restarts of the processes in a row after which the service ends, so that its process manager can "
-            "act.",
-            panel=CLUSTER,
-            has_flag=False,
-        ),
+        "Failed restarts of the processes in a row after which the service ends, so that its process manager can act.",
+        panel=CLUSTER,
+        has_flag=False,
     )
     trace: Path | None = setting(
-        None,
-        None,
-        option=Option("Write a Chrome trace of all rounds to this file at the end.", "FILE", panel=CLUSTER),
+        None, None, "Write a Chrome trace of all rounds to this file at the end.", "FILE", panel=CLUSTER
     )
 
     def __post_init__(self) -> None:

@@ -169,8 +169,7 @@ def _allowed(known: Setting) -> str:
 def _help(known: Setting) -> str:
     """Return the help text of the setting's command line option, with settings as the API names them (`min_tokens` for
     `--min-tokens`)."""
-    text = known.option.help if known.option else ""
-    return re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
+    return re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), known.help)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from smc.api.limits import UNSET
 from smc.api.sampling_params import is_potential
-from smc.api.settings import ENGINE, OneOf, Option, above_zero, at_least, check_settings, flag, setting, within
+from smc.api.settings import ENGINE, OneOf, above_zero, at_least, check_settings, flag, setting, within
 from smc.types import ModelRole, Numerics
 
 FORMS = ("lockstep", "lookahead")
@@ -64,205 +64,171 @@ class EngineConfig:
     form: str = setting(
         "lookahead",
         OneOf(FORMS),
-        option=Option(
-            "Form of a round. lockstep: the models work one after the other; lookahead: at the same time.",
-            "FORM",
-            panel=ENGINE,
-        ),
+        "Form of a round. lockstep: the models work one after the other; lookahead: at the same time.",
+        "FORM",
+        panel=ENGINE,
     )
     block: int = setting(
         8,
         within(1, MAX_BLOCK),
-        option=Option("K, the number of tokens drafted in a round, 1..32.", "K", ("--block", "-k"), ENGINE),
+        "K, the number of tokens drafted in a round, 1..32.",
+        "K",
+        names=("--block", "-k"),
+        panel=ENGINE,
     )
     smc_block: int | None = setting(
         None,
         within(1, MAX_BLOCK),
-        option=Option(
-            "K of requests whose answers depend on it, which are those of SMC and of verification rejection; at most "
-            "--block. Larger blocks are faster, and SMC solves fewer problems with them. Default: 5, or a smaller "
-            "--block.",
-            "K",
-            panel=ENGINE,
-        ),
+        "K of requests whose answers depend on it, which are those of SMC and of verification rejection; at most "
+        "--block. Larger blocks are faster, and SMC solves fewer problems with them. Default: 5, or a smaller "
+        "--block.",
+        "K",
+        panel=ENGINE,
     )
     branches: int = setting(
         UNSET,
         within(1, MAX_BRANCHES),
-        option=Option(
-            "F, the number of branches of the next block that are drafted for each particle, 1..32; lookahead only. "
-            "Default: 4.",
-            "F",
-            ("--branches", "-f"),
-            ENGINE,
-        ),
+        "F, the number of branches of the next block that are drafted for each particle, 1..32; lookahead only. "
+        "Default: 4.",
+        "F",
+        names=("--branches", "-f"),
+        panel=ENGINE,
     )
     micro_batches: int = setting(
         1,
         within(1, 4),
-        option=Option(
-            "Number of micro-batches whose rounds alternate, 1..4. Default: 1; 2 in lockstep with placement apart.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Number of micro-batches whose rounds alternate, 1..4. Default: 1; 2 in lockstep with placement apart.",
+        panel=ENGINE,
+        has_flag=False,
     )
     """More than one pays in lockstep, if each model has processes of its own."""
     max_slots: int = setting(
         64,
         within(1, 65536),
-        option=Option(
-            "Slots of all running requests together: one for each particle or row, two if the request is guided.",
-            "COUNT",
-            panel=ENGINE,
-        ),
+        "Slots of all running requests together: one for each particle or row, two if the request is guided.",
+        "COUNT",
+        panel=ENGINE,
     )
     max_chains: int | None = setting(
         None,
         at_least(0),
-        option=Option(
-            "Maximum number of draft chains of all running requests with verification rejection; 0 refuses such "
-            "requests. Default: as many as take 1 GiB of memory at either model, at most max-slots.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Maximum number of draft chains of all running requests with verification rejection; 0 refuses such "
+        "requests. Default: as many as take 1 GiB of memory at either model, at most max-slots.",
+        panel=ENGINE,
+        has_flag=False,
     )
     """For each chain, memory for token distributions over the whole vocabulary is reserved (smc/executor/verify.py)."""
     max_context: int | None = setting(
         None,
         at_least(2),
-        option=Option(
-            "Maximum tokens of a prompt and its answer together. Default: the context that the models were made for.",
-            "TOKENS",
-            panel=ENGINE,
-        ),
+        "Maximum tokens of a prompt and its answer together. Default: the context that the models were made for.",
+        "TOKENS",
+        panel=ENGINE,
     )
     pages: int | None = setting(
         None,
         within(2, MAX_PAGES),
-        option=Option(
-            "Token positions in the KV pool of each model. Default: on a GPU what fits, up to the longest context in "
-            "every slot and as much again for the prefix cache; on a CPU 512 for each slot, and at least one request "
-            "of the longest context.",
-            "COUNT",
-            panel=ENGINE,
-        ),
+        "Token positions in the KV pool of each model. Default: on a GPU what fits, up to the longest context in "
+        "every slot and as much again for the prefix cache; on a CPU 512 for each slot, and at least one request "
+        "of the longest context.",
+        "COUNT",
+        panel=ENGINE,
     )
     prefill_chunk: int = setting(
         128,
         within(1, 1 << 20),
-        option=Option(
-            "Maximum number of prompt tokens that run between two rounds. Default: 128, on GPUs 4096.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Maximum number of prompt tokens that run between two rounds. Default: 128, on GPUs 4096.",
+        panel=ENGINE,
+        has_flag=False,
     )
     prefill_share: float | None = setting(
         None,
         above_zero(MAX_PREFILL_SHARE),
-        option=Option(
-            "Maximum time spent on prompts, as a share of the time spent on rounds. Default: 0.4 on GPUs, no limit on "
-            "a CPU.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Maximum time spent on prompts, as a share of the time spent on rounds. Default: 0.4 on GPUs, no limit on "
+        "a CPU.",
+        panel=ENGINE,
+        has_flag=False,
     )
     drafting: str = setting(
         "adaptive",
         OneOf(("adaptive", "always")),
-        option=Option(
-            "Tree size in exact decoding. adaptive: the size that pays by the latency model, possibly none; always: "
-            "the size that the request asks for. Answers are the same.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Tree size in exact decoding. adaptive: the size that pays by the latency model, possibly none; always: "
+        "the size that the request asks for. Answers are the same.",
+        panel=ENGINE,
+        has_flag=False,
     )
     redrafting: str = setting(
         "adaptive",
         OneOf(("adaptive", "always", "never")),
-        option=Option(
-            "Whether the draft drafts again after a miss in look-ahead, before the target goes on (exact decoding). "
-            "adaptive: as many tokens as pay by the latency model, possibly none; always: a whole block. Answers are "
-            "the same.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Whether the draft drafts again after a miss in look-ahead, before the target goes on (exact decoding). "
+        "adaptive: as many tokens as pay by the latency model, possibly none; always: a whole block. Answers are "
+        "the same.",
+        panel=ENGINE,
+        has_flag=False,
     )
     prefix_cache: bool = setting(
         True,
         flag(),
-        option=Option(
-            "Compute every prompt in full, even if an earlier prompt began with the same tokens.", panel=ENGINE
-        ),
+        "Compute every prompt in full, even if an earlier prompt began with the same tokens.",
+        panel=ENGINE,
     )
     """Keep the keys and values of prompts and answers, for later prompts that begin with the same tokens."""
     logprobs_mode: str = setting(
         "raw",
         OneOf(("raw", "processed")),
-        option=Option(
-            "Distribution of reported log-probabilities. raw: the softmax of the target's logits; processed: the "
-            "distribution that tokens are drawn from, after temperature, truncation, biases, penalties, constraints "
-            "and guidance. Answers are the same.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Distribution of reported log-probabilities. raw: the softmax of the target's logits; processed: the "
+        "distribution that tokens are drawn from, after temperature, truncation, biases, penalties, constraints "
+        "and guidance. Answers are the same.",
+        panel=ENGINE,
+        has_flag=False,
     )
     verified: str | None = setting(
         None,
         OneOf((NODES, PATHS)),
-        option=Option(
-            "What the target runs of a tree of exact decoding. nodes: tokens that rows have in common once; paths: all "
-            "tokens of every row. Default: nodes on a CPU, paths on a GPU, where they are faster.",
-            "nodes|paths",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "What the target runs of a tree of exact decoding. nodes: tokens that rows have in common once; paths: all "
+        "tokens of every row. Default: nodes on a CPU, paths on a GPU, where they are faster.",
+        "nodes|paths",
+        panel=ENGINE,
+        has_flag=False,
     )
     numerics: str = setting(
         Numerics.FASTEST.value,
         OneOf(tuple(Numerics)),
-        option=Option(
-            "Order of sums on GPUs. invariant: one order, so that an answer does not depend on what is computed beside "
-            "it, and exact decoding gives the target's answer bit for bit; fastest: the order that is fastest for the "
-            "number of tokens, so that near ties may fall differently.",
-            "ORDER",
-            panel=ENGINE,
-        ),
+        "Order of sums on GPUs. invariant: one order, so that an answer does not depend on what is computed beside "
+        "it, and exact decoding gives the target's answer bit for bit; fastest: the order that is fastest for the "
+        "number of tokens, so that near ties may fall differently.",
+        "ORDER",
+        panel=ENGINE,
     )
     potentials: tuple[tuple[str, str], ...] = setting(
         (),
         lambda _, value: _pairs(value),
-        option=Option(
-            "Potentials that requests may name: a mapping from names to callables, each given as module:function. "
-            "Default: none.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Potentials that requests may name: a mapping from names to callables, each given as module:function. "
+        "Default: none.",
+        panel=ENGINE,
+        has_flag=False,
     )
     potential_timeout: float = setting(
         10.0,
         above_zero(MAX_POTENTIAL_TIMEOUT),
-        option=Option(
-            "Maximum seconds of one call of a potential; then its request fails.", panel=ENGINE, has_flag=False
-        ),
+        "Maximum seconds of one call of a potential; then its request fails.",
+        panel=ENGINE,
+        has_flag=False,
     )
     max_queue: int | None = setting(
         None,
         at_least(1),
-        option=Option(
-            f"Maximum number of waiting requests; further ones are refused. Default: {MAX_QUEUE}.",
-            "COUNT",
-            panel=ENGINE,
-        ),
+        f"Maximum number of waiting requests; further ones are refused. Default: {MAX_QUEUE}.",
+        "COUNT",
+        panel=ENGINE,
     )
     """In the library: no limit."""
     max_queue_pages: int | None = setting(
         None,
         at_least(1),
-        option=Option(
-            "Maximum number of KV pages of both pools that waiting requests may need together. Default: no limit.",
-            panel=ENGINE,
-            has_flag=False,
-        ),
+        "Maximum number of KV pages of both pools that waiting requests may need together. Default: no limit.",
+        panel=ENGINE,
+        has_flag=False,
     )
     defensive_share: float = 0.05
     """Share of the untruncated distribution in the proposal of a truncated request (smc/distributions.py)."""

@@ -29,7 +29,6 @@ from smc.api.settings import (
     Holds,
     Items,
     OneOf,
-    Option,
     Setting,
     flag,
     integer,
@@ -115,76 +114,67 @@ class SamplingParams:
     method: Method = setting(
         DEFAULT_METHOD,
         OneOf(tuple(method.value for method in Method)),
-        option=Option(
-            "exact: follow the target's distribution exactly; smc: approximate it, K tokens every round; "
-            "target, draft: decode with one model alone.",
-            "METHOD",
-        ),
+        "exact: follow the target's distribution exactly; smc: approximate it, K tokens every round; "
+        "target, draft: decode with one model alone.",
+        "METHOD",
     )
     max_tokens: int = setting(
         DEFAULT_MAX_TOKENS,
         integer(lambda value: 1 <= value < 2**31, ">= 1, < 2**31"),
-        option=Option(
-            "Maximum number of answer tokens, the end of text included. Default: 256, or the rest of the context if "
-            "that is less.",
-            "TOKENS",
-        ),
+        "Maximum number of answer tokens, the end of text included. Default: 256, or the rest of the context if "
+        "that is less.",
+        "TOKENS",
     )
     seed: int | None = setting(
         None,
         integer(lambda value: -(2**63) <= value < 2**63, "a 64-bit signed integer"),
-        option=Option(
-            "Seed of the random numbers: the same seed gives the same answer. Default: a random seed, which is "
-            "reported.",
-            "SEED",
-        ),
+        "Seed of the random numbers: the same seed gives the same answer. Default: a random seed, which is reported.",
+        "SEED",
     )
     temperature: float = setting(
         1.0,
         number(lambda value: value == 0 or is_scale(value), f"{SCALES}; or 0 = greedy"),
-        option=Option(
-            "Temperature of the target distribution, and of the draft's unless --draft-temperature is given; 0 = "
-            "greedy, not with --method smc, and exact decoding then drafts at 1. Default: 1.",
-            "T",
-        ),
+        "Temperature of the target distribution, and of the draft's unless --draft-temperature is given; 0 = "
+        "greedy, not with --method smc, and exact decoding then drafts at 1. Default: 1.",
+        "T",
     )
     top_k: int = setting(
         0,
         integer(lambda value: 0 <= value < 2**31, ">= 0 (0 = off), < 2**31"),
-        option=Option("Keep only the K most likely tokens; 0 = all.", "K"),
+        "Keep only the K most likely tokens; 0 = all.",
+        "K",
     )
     top_p: float = setting(
         1.0,
         number(lambda value: 0 < value <= 1, "0 < top_p <= 1"),
-        option=Option("Keep only the most likely tokens whose probabilities sum to at least P; 1 = all.", "P"),
+        "Keep only the most likely tokens whose probabilities sum to at least P; 1 = all.",
+        "P",
     )
     min_p: float = setting(
         0.0,
         number(lambda value: 0 <= value < 1, "0 <= min_p < 1"),
-        option=Option("Drop tokens less likely than P times the most likely token; 0 = none.", "P"),
+        "Drop tokens less likely than P times the most likely token; 0 = none.",
+        "P",
     )
     stop: tuple[str, ...] = setting(
         (),
         Items(lambda item: isinstance(item, str) and item != "", "non-empty strings", MAX_STOPS, "strings"),
-        option=Option(
-            "A string that ends the answer, whose text ends before the earliest one; may be repeated.", "TEXT"
-        ),
+        "A string that ends the answer, whose text ends before the earliest one; may be repeated.",
+        "TEXT",
     )
     stop_token_ids: tuple[int, ...] = setting(
         (),
         Items(is_token, "token ids >= 0, < 2**31", MAX_STOP_IDS, "ids"),
-        option=Option(
-            "A token id that ends the answer, besides the model's own; may be repeated.", "ID", ("--stop-token-id",)
-        ),
+        "A token id that ends the answer, besides the model's own; may be repeated.",
+        "ID",
+        names=("--stop-token-id",),
     )
-    ignore_eos: bool = setting(False, flag(), option=Option("Continue after the model's end-of-text token."))
+    ignore_eos: bool = setting(False, flag(), "Continue after the model's end-of-text token.")
     min_tokens: int = setting(
         0,
         integer(lambda value: 0 <= value < 2**31, ">= 0, < 2**31"),
-        option=Option(
-            "Minimum number of answer tokens: until then stop tokens are not drawn, and stop strings have no effect.",
-            "TOKENS",
-        ),
+        "Minimum number of answer tokens: until then stop tokens are not drawn, and stop strings have no effect.",
+        "TOKENS",
     )
     logit_bias: tuple[tuple[int, float], ...] = setting((), Biases(MAX_BIASES, MAX_BIAS))
     """Numbers added to both models' logits of these token ids, before temperature and truncation. Given as a mapping or
@@ -192,146 +182,122 @@ class SamplingParams:
     presence_penalty: float = setting(
         0.0,
         number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
-        option=Option(
-            "Number subtracted from the logit of every token that the answer already contains, -2..2. Default: 0.", "P"
-        ),
+        "Number subtracted from the logit of every token that the answer already contains, -2..2. Default: 0.",
+        "P",
     )
     frequency_penalty: float = setting(
         0.0,
         number(lambda value: -2 <= value <= 2, "-2..2 (0 = none)"),
-        option=Option(
-            "Number subtracted from a token's logit for each time that the answer contains it, -2..2. Default: 0.", "P"
-        ),
+        "Number subtracted from a token's logit for each time that the answer contains it, -2..2. Default: 0.",
+        "P",
     )
     repetition_penalty: float = setting(
         1.0,
         number(lambda value: 0.01 <= value <= 100, "0.01..100 (1 = none)"),
-        option=Option(
-            "Number that divides positive and multiplies negative logits of tokens in the prompt or the "
-            "answer, 0.01..100. Default: 1.",
-            "R",
-        ),
+        "Number that divides positive and multiplies negative logits of tokens in the prompt or the "
+        "answer, 0.01..100. Default: 1.",
+        "R",
     )
     time_budget: float | None = setting(
         None,
         number(lambda value: value > 0, "> 0 seconds"),
-        option=Option(
-            "Soft time limit from the request's arrival: it then ends with the answer decoded so far.", "SECONDS"
-        ),
+        "Soft time limit from the request's arrival: it then ends with the answer decoded so far.",
+        "SECONDS",
     )
     particles: int | None = setting(
         None,
         integer(lambda value: 1 <= value <= MAX_PARTICLES, f"1..{MAX_PARTICLES}"),
+        "N, the number of particles, or with --method exact of rows or chains, 1..64. Default: 8.",
+        "N",
+        names=("--particles", "-n"),
         decodings=OF_BOTH_MODELS,
         fill=lambda params: 8,
-        option=Option(
-            "N, the number of particles, or with --method exact of rows or chains, 1..64. Default: 8.",
-            "N",
-            ("--particles", "-n"),
-        ),
     )
     verification: str | None = setting(
         None,
         OneOf(VERIFICATIONS),
+        "walk: the target draws its own tokens and confirms drafted ones that match; rejection: drafted tokens are "
+        "accepted or replaced, so that the answer follows the target's distribution. Default: walk.",
+        "walk|rejection",
         decodings=EXACT,
         fill=lambda params: "walk",
-        option=Option(
-            "walk: the target draws its own tokens and confirms drafted ones that match; rejection: drafted tokens are "
-            "accepted or replaced, so that the answer follows the target's distribution. Default: walk.",
-            "walk|rejection",
-        ),
     )
     min_particles: int | None = setting(
         None,
         None,
+        "Minimum number of particles to keep when KV memory is short, 1..N. Default: all.",
+        "N",
         decodings=SMC,
-        option=Option("Minimum number of particles to keep when KV memory is short, 1..N. Default: all.", "N"),
     )
     population: str | None = setting(
         None,
         OneOf(POPULATIONS),
+        "distinct: particles are drawn without replacement; independent: each particle draws for itself, and all "
+        "are resampled. Default: distinct, or independent if --ess-threshold or --resampling is given.",
+        "distinct|independent",
         decodings=SMC,
         fill=lambda params: "independent" if params.resamples else "distinct",
-        option=Option(
-            "distinct: particles are drawn without replacement; independent: each particle draws for itself, and all "
-            "are resampled. Default: distinct, or independent if --ess-threshold or --resampling is given.",
-            "distinct|independent",
-        ),
     )
     ess_threshold: float | None = setting(
         None,
         number(lambda value: 0 <= value <= 1, "0..1 (0 = never resample)"),
+        "Resample when the effective sample size is below this share of N; 0 = never. Only for independent "
+        "particles. Default: 0.5.",
+        "SHARE",
         decodings=frozenset({Decoding.INDEPENDENT}),
         fill=lambda params: 0.5,
-        option=Option(
-            "Resample when the effective sample size is below this share of N; 0 = never. Only for independent "
-            "particles. Default: 0.5.",
-            "SHARE",
-        ),
     )
     resampling: str | None = setting(
         None,
         OneOf(SCHEME_NAMES),
+        "Resampling scheme: systematic, stratified, residual, multinomial or ssp. Only for independent particles. "
+        "Default: systematic.",
+        "SCHEME",
         decodings=frozenset({Decoding.INDEPENDENT}),
         fill=lambda params: "systematic",
-        option=Option(
-            "Resampling scheme: systematic, stratified, residual, multinomial or ssp. Only for independent particles. "
-            "Default: systematic.",
-            "SCHEME",
-        ),
     )
     alpha: float | None = setting(
         None,
         number(is_scale, SCALES),
+        "Power of the target's probability of whole answers: above 1 likely answers become likelier, whereas a "
+        "lower temperature sharpens each token's distribution. Default: 1.",
+        "A",
         decodings=SMC,
         fill=lambda params: 1.0,
-        option=Option(
-            "Power of the target's probability of whole answers: above 1 likely answers become likelier, whereas a "
-            "lower temperature sharpens each token's distribution. Default: 1.",
-            "A",
-        ),
     )
     potential: str | None = setting(
         None,
         Holds(is_potential, "the name of a potential, of letters, digits and any of _-.:"),
+        "Multiply the weights of particles by this potential, a Python callable: MODULE:FUNCTION, or "
+        "its name in a service's configuration.",
+        "NAME",
         decodings=SMC,
-        option=Option(
-            "Multiply the weights of particles by this potential, a Python callable: MODULE:FUNCTION, or "
-            "its name in a service's configuration.",
-            "NAME",
-        ),
     )
     """Name of a potential phi (`smc.potentials`): an answer's probability is proportional to its probability under the
     target times phi of the answer. SMC only; default: none."""
     answer: str | None = setting(
         None,
         OneOf(ANSWERS),
+        "draw: the answer is a particle drawn by weight; best: it is the particle that is likeliest under the "
+        "target, to the power of --alpha and times the potential. Default: draw.",
+        "draw|best",
         decodings=SMC,
         fill=lambda params: "draw",
-        option=Option(
-            "draw: the answer is a particle drawn by weight; best: it is the particle that is likeliest under the "
-            "target, to the power of --alpha and times the potential. Default: draw.",
-            "draw|best",
-        ),
     )
     draft_temperature: float | None = setting(
         None,
         number(is_scale, SCALES),
+        "Temperature of the draft's proposal; weights or acceptance correct for it. Default: --temperature, or 1 "
+        "if that is 0.",
+        "T",
         decodings=SMC | {Decoding.REJECTION},
         fill=lambda params: params.temperature or 1.0,
-        option=Option(
-            "Temperature of the draft's proposal; weights or acceptance correct for it. Default: --temperature, or 1 "
-            "if that is 0.",
-            "T",
-        ),
     )
     guidance_scale: float = setting(
         1.0,
         number(lambda value: 1 <= value <= MAX_GUIDANCE, f"1 to {MAX_GUIDANCE:g} (1 = none)"),
-        option=Option(
-            "Strength of classifier-free guidance away from --negative-prompt, 1..1000; 1 = no guidance. Default: 1.",
-            "S",
-        ),
+        "Strength of classifier-free guidance away from --negative-prompt, 1..1000; 1 = no guidance. Default: 1.",
+        "S",
     )
     """s in the guided logits l_u + s (l_c - l_u), where l_c are the logits after the prompt and l_u those after the
     negative prompt; temperature and truncation follow. 1 = no guidance. A guided request takes two slots for each row,
@@ -344,7 +310,9 @@ class SamplingParams:
             MAX_STOPS,
             "strings",
         ),
-        option=Option("A text that the answer must not contain; may be repeated.", "TEXT", ("--bad-word",)),
+        "A text that the answer must not contain; may be repeated.",
+        "TEXT",
+        names=("--bad-word",),
     )
     """Texts that the answer does not contain, whatever tokens they are written with, also within words: a token that
     would complete one is not drawn, unless a constraint allows no other. At most `MAX_BAD_BYTES` bytes together."""
@@ -354,14 +322,12 @@ class SamplingParams:
     constraint_scope: str | None = setting(
         None,
         OneOf(SCOPES),
+        "With a constraint. token: every token is drawn among those that are allowed; answer: the answer follows "
+        "the target's distribution of whole answers, given the constraint. Default: token.",
+        "token|answer",
         decodings=SMC,
         needs="constraint",
         fill=lambda params: "token",
-        option=Option(
-            "With a constraint. token: every token is drawn among those that are allowed; answer: the answer follows "
-            "the target's distribution of whole answers, given the constraint. Default: token.",
-            "token|answer",
-        ),
     )
     logprobs: bool = setting(False, flag(), report=True)
     """Report the log-probability of every answer token under the target: under the softmax of its logits, or, with

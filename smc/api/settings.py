@@ -28,59 +28,43 @@ ALL = frozenset(Decoding)
 
 
 @dataclass(frozen=True)
-class Option:
-    """The option of a field, on the command line and in configuration files; its type is that of the field. An option
-    for a field whose default is True has the field's name after `no-`, and the opposite value."""
+class Setting:
+    """A field's properties besides its name, type and default."""
 
-    help: str
-    """What the option does. The default is added, unless the text names it (`Default: ..`) or there is none to name."""
+    check: Check | None
+    """None: the class checks the field together with other fields."""
+    help: str = ""
+    """What the field's option does, on the command line and in configuration files; empty: there is no such option. The
+    default is added, unless the text names it (`Default: ..`) or there is none to name. An option for a field whose
+    default is True has the field's name after `no-`, and the opposite value."""
     metavar: str = ""
     names: tuple[str, ...] = ()
     """Names of the option; default: the field's name."""
     panel: str = ""
     """Heading under which `--help` and configuration files list the option."""
     has_flag: bool = True
-    """Whether it is a flag of commands, not only a key of configuration files."""
+    """Whether the option is a flag of commands, not only a key of configuration files."""
+    decodings: frozenset[Decoding] = ALL
+    """Ways of decoding that the setting applies to; requests that are decoded otherwise may not set it."""
+    needs: str = ""
+    """Another setting without which this one has no effect; empty: there is none."""
+    fill: Callable[[Any], Any] | None = None
+    """Computes the value of a field that is not set, from the other fields, for requests that the field applies to."""
+    report: bool = False
+    """The field selects what is reported: in the API's messages it stands beside the sampling settings."""
+    optional: bool = False
+    """The value None means that the field is not set."""
 
-    def text(self, default: Any) -> str:
+    def help_with(self, default: Any) -> str:
         """Return the help with the field's default."""
         if "Default: " in self.help or default in (None, ()) or isinstance(default, bool):
             return self.help
         return f"{self.help} Default: {f'{default:g}' if isinstance(default, float) else default}."
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A field's properties besides its name, type and default."""
-
-    check: Check | None
-    """None: the class checks the field together with other fields."""
-    decodings: frozenset[Decoding]
-    """Ways of decoding that the setting applies to; requests that are decoded otherwise may not set it."""
-    needs: str
-    """Another setting without which this one has no effect; empty: there is none."""
-    fill: Callable[[Any], Any] | None
-    """Computes the value of a field that is not set, from the other fields, for requests that the field applies to."""
-    option: Option | None
-    """None: commands have no option for this field."""
-    optional: bool
-    """The value None means that the field is not set."""
-    report: bool
-    """The field selects what is reported: in the API's messages it stands beside the sampling settings."""
-
-
-def setting(
-    default: Any,
-    check: Check | None,
-    *,
-    decodings: frozenset[Decoding] = ALL,
-    needs: str = "",
-    fill: Callable[[Any], Any] | None = None,
-    option: Option | None = None,
-    report: bool = False,
-) -> Any:
-    """Declare a field of a dataclass with a `Setting`; see there."""
-    known = Setting(check, decodings, needs, fill, option, default is None, report)
+def setting(default: Any, check: Check | None, help: str = "", metavar: str = "", **properties: Any) -> Any:
+    """Declare a field of a dataclass with a `Setting`. `properties`: further fields of that, all but `optional`."""
+    known = Setting(check, help, metavar, **properties, optional=default is None)
     return field(default=default, metadata={"setting": known})
 
 
