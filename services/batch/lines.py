@@ -143,10 +143,10 @@ def _understood(line: Line, pair: ServingPair) -> CompletionRequest:
 def _check_is_for_a_file(completion: CompletionRequest) -> None:
     """Raise BadRequest for fields of a service that have no effect in a file, unless they have their default value."""
     for name, value, fixed, why in (
-        ("stream", completion.stream, False, "an answer is one line"),
-        ("request_id", completion.request_id, None, "a line has a custom_id"),
-        ("priority", completion.priority, 0, "lines are decoded in their order"),
-        ("timeout", completion.timeout, None, "no client waits for a line"),
+        ("stream", completion.body.stream, False, "an answer is one line"),
+        ("request_id", completion.body.request_id, None, "a line has a custom_id"),
+        ("priority", completion.body.priority, 0, "lines are decoded in their order"),
+        ("timeout", completion.body.timeout, None, "no client waits for a line"),
     ):
         if value != fixed:
             raise BadRequest(f"{name}={value!r}; allowed: {fixed!r}, {why}; or leave it out", name)

@@ -6,7 +6,7 @@ Below is the path of a call that generates, in the order in which the code is be
 
   call    `server`: `OpenAiServer._generate`: `_read` reads the body, `_within` limits the time and registers the
           call, `_answer` does what follows
-  read    within `_read`: `ResponsesDialect.read` (`responses`), for example: `BodyForm.read` (`dialects`) checks the
+  read    within `_read`: `ResponsesDialect.read` (`responses`), for example: `BodyForm.read` (`requests`) checks the
           body by the forms of `bodies` and calls `_request`, which ends in `chat_request` (`requests`); completions
           and chats end in `understood` there -> `ApiCall` (`dialects`): a call of HTTP, not of a tool. Its
           `CompletionRequest` has prompts and settings as given, in any API, and makes a `Request` of the library for

@@ -30,14 +30,13 @@ from services.openai.dialects import (
     OPENAI_FINISH,
     AnswerWriter,
     ApiCall,
-    BodyForm,
     Dialect,
     named_event,
     smc_block,
     written,
 )
 from services.openai.parts import MessagePart, PartBegins, PartEvent, PartGrows, PartKind
-from services.openai.requests import CompletionRequest, Served, chat_request, one_constraint
+from services.openai.requests import BodyForm, CompletionRequest, Served, chat_request, one_constraint
 from services.openai.templates import REASONING_EFFORT, chat_message, tool, tool_call, tool_use
 from services.prompts import Prompt
 from smc.api.request import Answer, FinishReason, Output

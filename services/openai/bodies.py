@@ -32,7 +32,6 @@ from pydantic_core import PydanticCustomError
 from services.errors import TooLarge, status_of
 from smc.api.constraint import ConstraintFailed, ConstraintRefused, json_float
 from smc.api.limits import PromptTooLong
-from smc.api.sampling_params import SETTINGS
 from smc.scheduler.admission import DuplicateRequest
 
 MAX_NESTING = 200
@@ -504,12 +503,6 @@ class CompletionBody(Body):
     echo: bool = False
     suffix: Annotated[Any, neutral("")] = None
     add_special_tokens: Annotated[Any, neutral(True)] = True
-
-
-AnyBody = ChatBody | CompletionBody
-BODIES: dict[bool, type[ChatBody] | type[CompletionBody]] = {True: ChatBody, False: CompletionBody}
-NAMES = {chat: frozenset(body.model_fields) | SETTINGS.keys() for chat, body in BODIES.items()}
-"""Names of all fields, by whether the body is a chat. Settings have the same name and meaning as in the library."""
 
 
 def given_fields(document: Any) -> dict[str, Any]:

@@ -6,19 +6,18 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from importlib import resources
 from types import MappingProxyType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from aiohttp import web
-from pydantic import BaseModel
 
 from services.gateway.request_handler import RequestHandler
 from services.openai import anthropic, responses
-from services.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, Neutral
-from services.openai.requests import Served, understood
+from services.openai.bodies import CHAT, COMPLETIONS, Neutral
+from services.openai.requests import CHAT_FORM, COMPLETION_FORM, BodyForm, Served, understood
 from smc.api.constraint import KINDS
 from smc.api.sampling_params import SETTINGS, Method, SamplingParams, methods_of
 from smc.api.settings import Biases, Holds, Items, OneOf, Setting
@@ -172,23 +171,14 @@ def _help(known: Setting) -> str:
     return re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), known.help)
 
 
-@dataclass(frozen=True)
-class BodyOf:
-    """A body with its own fields and the library's settings."""
-
-    summary: str
-    model: type[BaseModel]
-    without: frozenset[str] = frozenset()
-    """Settings that the body does not have."""
-
-
-BODIES = {
-    CHAT: BodyOf("OpenAI's chats", ChatBody),
-    COMPLETIONS: BodyOf("OpenAI's completions", CompletionBody),
-    responses.RESPONSES: BodyOf("OpenAI's responses", responses.ResponsesBody, responses.FORM.replaced),
-    anthropic.MESSAGES: BodyOf("Anthropic's messages", anthropic.MessagesBody, anthropic.FORM.replaced),
-    anthropic.COUNT_TOKENS: BodyOf("Tokens of Anthropic's messages", anthropic.MessagesBody, anthropic.FORM.replaced),
+BODIES: dict[str, tuple[str, BodyForm[Any]]] = {
+    CHAT: ("OpenAI's chats", CHAT_FORM),
+    COMPLETIONS: ("OpenAI's completions", COMPLETION_FORM),
+    responses.RESPONSES: ("OpenAI's responses", responses.FORM),
+    anthropic.MESSAGES: ("Anthropic's messages", anthropic.FORM),
+    anthropic.COUNT_TOKENS: ("Tokens of Anthropic's messages", anthropic.FORM),
 }
+"""What bodies are, as text, and their form, by path."""
 
 
 def document(routes: Mapping[str, tuple[str, ...]], version: str) -> dict[str, Any]:
@@ -213,19 +203,19 @@ def _operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if path not in BODIES:
         return operation
-    body = BODIES[path]
-    name = body.model.__name__
+    summary, form = BODIES[path]
+    name = form.body.__name__
     if name not in schemas:
-        schema = body.model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema = form.body.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas.update(schema.pop("$defs", {}))
-        for known, field in body.model.model_fields.items():
+        for known, field in form.body.model_fields.items():
             for one in field.metadata:
                 if isinstance(one, Neutral):
                     schema["properties"][known] |= {"enum": [None, *one.values], "description": "Without effect."}
-        schema["properties"] |= _settings(body.without)
+        schema["properties"] |= _settings(form.replaced)
         schemas[name] = schema
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-    return operation | {"summary": body.summary, "requestBody": {"required": True, "content": content}}
+    return operation | {"summary": summary, "requestBody": {"required": True, "content": content}}
 
 
 def _settings(without: frozenset[str]) -> dict[str, Any]:

@@ -9,18 +9,16 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
 from services.backend import check_cache_salt
 from services.openai.bodies import (
-    BODIES,
     CHAT,
     COMPLETIONS,
-    NAMES,
-    AnyBody,
     BadRequest,
     Body,
     CallFields,
@@ -62,24 +60,53 @@ STRUCTURED = {
 }
 """Kinds of constraints, by vLLM's names."""
 
+B = TypeVar("B", bound=CallFields)
 
-CHAT_FIELDS, COMPLETION_FIELDS = FieldNames(NAMES[True], "messages"), FieldNames(NAMES[False], "prompt")
+
+@dataclass(frozen=True)
+class BodyForm(Generic[B]):
+    """The bodies of one endpoint."""
+
+    endpoint: str
+    body: type[B]
+    """Fields of a body, without the settings of `smc.api.sampling_params`, which have the same names."""
+    replaced: frozenset[str] = frozenset()
+    """Settings that a body does not have under their own names: other fields replace them, or the API lacks them."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All fields that a body may have."""
+        return frozenset(self.body.model_fields) | SETTINGS.keys() - self.replaced
+
+    def read(
+        self, document: Any, served: Served, request_of: Callable[[B, dict[str, Any]], CompletionRequest]
+    ) -> tuple[B, CompletionRequest]:
+        """Read a body. Returns it, and its request. `request_of`: returns the request, from the body and its settings.
+        Raises BadRequest."""
+        try:
+            given = given_fields(document)
+            settings = {name: given.pop(name) for name in list(given) if name in SETTINGS and name not in self.replaced}
+            body = validated(self.body, given, self.endpoint, self.names, served.unknown)
+            return body, request_of(body, settings)
+        except RecursionError as error:
+            raise BadRequest("the body is nested too deeply to be read") from error
+
+
+CHAT_FORM, COMPLETION_FORM = BodyForm(CHAT, ChatBody), BodyForm(COMPLETIONS, CompletionBody)
+CHAT_FIELDS = FieldNames(CHAT_FORM.names, "messages")
+COMPLETION_FIELDS = FieldNames(COMPLETION_FORM.names, "prompt")
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
     """The request of one body."""
 
+    body: CallFields
+    """Its fields that concern the call, not the answer."""
     chat: bool
     prompts: tuple[Prompt, ...]
     settings: dict[str, Any]
     """The given settings of `SamplingParams`, by name."""
-    stream: bool
-    cache_salt: str
-    priority: int
-    request_id: str | None
-    timeout: float | None
-    """Seconds from the call's arrival after which it is aborted."""
     negative: Prompt | None = None
     n: int = 1
     """Answers to each prompt."""
@@ -207,7 +234,7 @@ class CompletionRequest:
         longest = default_length(completion.params(LONGEST, None), len(prompt), len(negative or ()))
         each = [completion.params(longest, next(seeds), first=not number) for number in range(self.n)]
         return [
-            Request(name, prompt, params, self.cache_salt, negative_prompt=negative, priority=self.priority)
+            Request(name, prompt, params, self.body.cache_salt, negative_prompt=negative, priority=self.body.priority)
             for params in each
         ]
 
@@ -255,13 +282,9 @@ class Served:
 def understood(document: Any, chat: bool, served: Served) -> CompletionRequest:
     """Return the request of a body. `chat`: whether it is a chat's or a completion's. Raises BadRequest naming the
     field, the value and what is allowed."""
-    try:
-        given = given_fields(document)
-        fields = {name: value for name, value in given.items() if name not in SETTINGS}
-        body: AnyBody = validated(BODIES[chat], fields, CHAT if chat else COMPLETIONS, NAMES[chat], served.unknown)
-        return _understood(body, {name: value for name, value in given.items() if name in SETTINGS}, served)
-    except RecursionError as error:
-        raise BadRequest("the body is nested too deeply to be read") from error
+    form: BodyForm[Any] = CHAT_FORM if chat else COMPLETION_FORM
+    _, completion = form.read(document, served, partial(_understood, served))
+    return completion
 
 
 def chat_request(
@@ -270,14 +293,10 @@ def chat_request(
     """Return the request of a chat that an API has in a form of its own. `settings`: by the library's names. Raises
     BadRequest naming the field, the value and what is allowed."""
     completion = CompletionRequest(
+        body,
         chat=True,
         prompts=(prompt,),
         settings=_checked(body, lambda: _without_synonyms(settings), names, served),
-        stream=body.stream,
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-        request_id=body.request_id,
-        timeout=body.timeout,
         tools=tools,
         names=names,
     )
@@ -303,7 +322,7 @@ def _checked(
     return settings
 
 
-def _understood(body: AnyBody, settings: dict[str, Any], served: Served) -> CompletionRequest:
+def _understood(served: Served, body: ChatBody | CompletionBody, settings: dict[str, Any]) -> CompletionRequest:
     chat, vocabulary = isinstance(body, ChatBody), served.tokenizer.size
     names = CHAT_FIELDS if chat else COMPLETION_FIELDS
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
@@ -336,19 +355,15 @@ def _understood(body: AnyBody, settings: dict[str, Any], served: Served) -> Comp
             raise BadRequest("echo=true with logprobs; allowed: without stream, as they are known at its end", "echo")
         settings["prompt_logprobs"] = max(listed or 0, settings.get("top_logprobs", 0))
     return CompletionRequest(
+        body,
         chat=chat,
         prompts=prompts,
         negative=None if body.negative_prompt is None else _negative(body.negative_prompt, vocabulary),
         settings=settings,
         n=body.n,
-        stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
         echo=echo,
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-        request_id=body.request_id,
-        timeout=body.timeout,
         tools=_tool_use(body) if isinstance(body, ChatBody) else None,
         prompt_logprobs=listed,
         only_prompts=only_prompts,

@@ -29,7 +29,6 @@ from services.openai.dialects import (
     AnsweredCall,
     AnswerWriter,
     ApiCall,
-    BodyForm,
     Dialect,
     TextLogprobs,
     chat_logprobs,
@@ -40,7 +39,7 @@ from services.openai.dialects import (
     written,
 )
 from services.openai.parts import MessagePart, PartBegins, PartEnds, PartEvent, PartGrows, PartKind
-from services.openai.requests import CompletionRequest, Served, chat_request, one_constraint
+from services.openai.requests import BodyForm, CompletionRequest, Served, chat_request, one_constraint
 from services.openai.templates import REASONING_EFFORT, arguments_of, chat_message, tool, tool_call, tool_use
 from services.prompts import Prompt
 from smc.api.request import Answer, Output

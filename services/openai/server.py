@@ -370,16 +370,16 @@ class OpenAiServer:
     ) -> web.StreamResponse:
         """Serve a call within its own `timeout`. Raises DeadlineExceeded when it is over."""
         completion = call.completion
-        reply.request_id = request_id = completion.request_id or reply.request_id
+        reply.request_id = request_id = completion.body.request_id or reply.request_id
         records[0].is_of(request_id)
-        left = None if completion.timeout is None else max(0.0, completion.timeout - records[0].seconds)
+        left = None if completion.body.timeout is None else max(0.0, completion.body.timeout - records[0].seconds)
         try:
             async with asyncio.timeout(left) as deadline, self._calls.enter((caller_with(_token(request)), request_id)):
                 return await self._answer(call, request_id, records, reply)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            raise DeadlineExceeded(f"timeout={completion.timeout:g} s is over; the call was aborted") from error
+            raise DeadlineExceeded(f"timeout={completion.body.timeout:g} s is over; the call was aborted") from error
 
     async def _answer(
         self, call: ApiCall, request_id: str, records: list[CallRecord], reply: HttpReply
@@ -431,12 +431,12 @@ class OpenAiServer:
         ended: dict[int, Answer] = {}
         async with aclosing(self._handler.updates(requests, records)) as updates:
             async for index, output in updates:
-                if completion.stream:
+                if completion.body.stream:
                     await reply.send(await _written_by(partial(writer.update, index, output), output.reported))
                 if output.answer is not None:
                     ended[index] = output.answer
         answers = [ended[index] for index in range(len(requests))]
-        if not completion.stream:
+        if not completion.body.stream:
             # Every answer may repeat the log-probabilities of its prompt.
             reported = completion.n * sum(answer.reported for answer in answers)
             return await reply.whole(await _written_by(partial(writer.whole, answers), reported))

@@ -9,7 +9,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from services.openai import pages, tokenization
-from services.openai.bodies import CHAT, COMPLETIONS, NAMES, ChatBody, CompletionBody, Neutral
+from services.openai.bodies import CHAT, COMPLETIONS, ChatBody, CompletionBody, Neutral
+from services.openai.requests import CHAT_FORM, COMPLETION_FORM
 from services.openai.server import DIALECTS, HEALTH, LOAD, METRICS, MODELS, PING, VERSION
 from tests.openai.asking import ask, chat, post
 
@@ -40,7 +41,7 @@ def table() -> str:
     """Return the table in Markdown."""
     rows = ["| of vLLM's | here | with a neutral value only | not here |", "| :--- | --: | :--- | :--- |"]
     rows.append(_row("endpoints", ENDPOINTS, OWN, set()))
-    of_chats, of_completions = (NAMES[True], _neutral(ChatBody)), (NAMES[False], _neutral(CompletionBody))
+    of_chats, of_completions = (CHAT_FORM.names, _neutral(ChatBody)), (COMPLETION_FORM.names, _neutral(CompletionBody))
     same = [
         name
         for name in FIELDS[CHAT]
@@ -82,7 +83,7 @@ def test_endpoints_are_those_of_the_server(service):
 
 def test_fields_that_are_not_here_are_refused(service):
     """Fields that the table lists as missing are refused by name."""
-    missing = set(FIELDS[CHAT]) - NAMES[True]
+    missing = set(FIELDS[CHAT]) - CHAT_FORM.names
     assert missing
     for name in missing:
         assert post(service, chat(**{name: 1})).error["param"] == name

@@ -19,14 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.openai import anthropic, responses
-from services.openai.bodies import CHAT, COMPLETIONS, NAMES, BadRequest
-from services.openai.requests import Served, understood
+from services.openai.bodies import CHAT, COMPLETIONS, BadRequest
+from services.openai.requests import CHAT_FORM, COMPLETION_FORM, Served, understood
 from smc import demo
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import ModelPair
 from tests.gateway.fuzz import DOUBLES, INTEGERS, TEXTS
 from tests.gateway.harness import Service, serving
 
+FORMS = {CHAT: CHAT_FORM, COMPLETIONS: COMPLETION_FORM}
 STATUSES = {200, 400, 404, 405, 408, 409, 413, 415, 429, 499, 504}
 ODD = (
     None,
@@ -90,7 +91,7 @@ def body(rng: random.Random, path: str) -> bytes:
         "max_tokens": rng.randrange(1, 12),
         "method": rng.choice(("smc", "exact", "target", "draft")),
     }
-    fields |= {name: rng.choice(VALUES) for name in sorted(NAMES[path == CHAT]) if rng.random() < 0.02}
+    fields |= {name: rng.choice(VALUES) for name in sorted(FORMS[path].names) if rng.random() < 0.02}
     fields |= {"stream": rng.random() < 0.3} if rng.random() < 0.9 else {}
     if rng.random() < 0.95:
         fields |= (
@@ -220,7 +221,7 @@ JSON = st.recursive(
 @given(
     path=st.sampled_from((CHAT, COMPLETIONS)),
     sound=st.booleans(),
-    fields=st.dictionaries(st.sampled_from(sorted(NAMES[True] | NAMES[False])), JSON, max_size=4),
+    fields=st.dictionaries(st.sampled_from(sorted(CHAT_FORM.names | COMPLETION_FORM.names)), JSON, max_size=4),
 )
 def test_the_mapping_understands_or_says_what_is_wrong(pair, path, sound, fields):
     """For any JSON, `understood` raises only BadRequest, which names a field and has a message of limited length in
@@ -231,7 +232,7 @@ def test_the_mapping_understands_or_says_what_is_wrong(pair, path, sound, fields
         understood(fields, path == CHAT, Served(("demo",), pair.tokenizer))
     except BadRequest as error:
         assert error.http_status in (400, 404) and 0 < len(str(error).encode()) < 3000, error
-        assert re.split(r"[.\[]", error.param or "")[0] in NAMES[path == CHAT] | fields.keys(), (error.param, error)
+        assert re.split(r"[.\[]", error.param or "")[0] in FORMS[path].names | fields.keys(), (error.param, error)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from services.openai import anthropic, pages, responses
-from services.openai.bodies import NAMES
+from services.openai.requests import CHAT_FORM, COMPLETION_FORM
 from tests.gateway.harness import serving
 from tests.openai.asking import ask, post, user
 
@@ -55,8 +55,8 @@ def test_it_names_every_path(described):
 @pytest.mark.parametrize(
     ("path", "names"),
     [
-        ("/v1/chat/completions", NAMES[True]),
-        ("/v1/completions", NAMES[False]),
+        ("/v1/chat/completions", CHAT_FORM.names),
+        ("/v1/completions", COMPLETION_FORM.names),
         ("/v1/responses", responses.FORM.names),
         ("/v1/messages", anthropic.FORM.names),
     ],

@@ -138,7 +138,7 @@ def test_what_is_asked():
     seeds = list(one.seeds())
     assert len(set(seeds)) == 3 and seeds[0] == 7 and seeds == list(one.seeds())
     assert list(asked([{"role": "user", "content": "x"}], n=2).seeds()) == [None, None]
-    assert (one.n, one.cache_salt, one.timeout, one.stream) == (3, "s", 2, False)
+    assert (one.n, one.body.cache_salt, one.body.timeout, one.body.stream) == (3, "s", 2, False)
 
 
 DEFAULTS = [

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from services.openai.anthropic import FORM as MESSAGES
-from services.openai.bodies import CHAT, COMPLETIONS, NAMES, BadRequest
-from services.openai.requests import Served
+from services.openai.bodies import CHAT, COMPLETIONS, BadRequest
+from services.openai.requests import CHAT_FORM, COMPLETION_FORM, Served
 from services.openai.responses import FORM as RESPONSES
 from services.openai.server import DIALECTS
 from services.openai.tool_calls import ToolFormat
@@ -19,8 +19,8 @@ from tests.openai.test_strict_tools import with_template
 
 F = {"name": "f"}
 BODIES = {
-    CHAT: ({"messages": user("x"), "tools": [{"type": "function", "function": F}]}, NAMES[True]),
-    COMPLETIONS: ({"prompt": "x"}, NAMES[False]),
+    CHAT: ({"messages": user("x"), "tools": [{"type": "function", "function": F}]}, CHAT_FORM.names),
+    COMPLETIONS: ({"prompt": "x"}, COMPLETION_FORM.names),
     RESPONSES.endpoint: ({"input": "x", "tools": [{"type": "function"} | F]}, RESPONSES.names),
     MESSAGES.endpoint: ({"messages": user("x"), "tools": [F | {"input_schema": {}}]}, MESSAGES.names),
 }
