@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from smc.api.settings import BATCH, LISTEN, OneOf, at_least, check_settings, flag, setting
 
@@ -22,33 +23,26 @@ def is_url(path: str) -> bool:
 class BatchConfig:
     """Settings of a run. Raises ValueError naming the field, the value and what is allowed."""
 
+    PANEL: ClassVar[str] = BATCH
+
     input: str
     """Requests: a file, or a directory or address of files. A local file of JSON lines is read twice: first to check
     it, then to decode it."""
     output: str
     """Answers: a file in the order of the input; or a directory or address, with a file for each part of the input.
     An existing output is resumed."""
-    overwrite: bool = setting(
-        False, flag(), "Start from the beginning, and discard the answers that OUT holds.", panel=BATCH
-    )
-    retry_failed: bool = setting(
-        False, flag(), "Decode lines that failed in OUT again; existing answers are kept.", panel=BATCH
-    )
+    overwrite: bool = setting(False, flag(), "Start from the beginning, and discard the answers that OUT holds.")
+    retry_failed: bool = setting(False, flag(), "Decode lines that failed in OUT again; existing answers are kept.")
     part_lines: int | None = setting(
         None,
         at_least(1),
         "Maximum number of lines of a part, the unit of resuming in a directory. Default: 1000, or more where that "
         "would make more than 10,000 parts.",
         "COUNT",
-        panel=BATCH,
     )
     """If a worker group is lost, up to two parts are decoded again."""
     output_format: str | None = setting(
-        None,
-        OneOf(tuple(FORMATS)),
-        "Format of the files in an output directory. Default: that of IN.",
-        "jsonl|parquet",
-        panel=BATCH,
+        None, OneOf(tuple(FORMATS)), "Format of the files in an output directory. Default: that of IN.", "jsonl|parquet"
     )
     metrics_port: int | None = setting(
         None,
@@ -59,7 +53,7 @@ class BatchConfig:
     )
     host: str = setting("127.0.0.1", None, "Address of --metrics-port.", "HOST", panel=LISTEN)
     seed: int = setting(
-        0, None, "A line without a seed gets one that is derived from this seed and its custom_id.", "SEED", panel=BATCH
+        0, None, "A line without a seed gets one that is derived from this seed and its custom_id.", "SEED"
     )
     concurrency: int | None = setting(
         None,
@@ -67,7 +61,6 @@ class BatchConfig:
         "Number of requests in flight in each worker group. Default: as many as fill the slots.",
         "COUNT",
         names=("--concurrency", "-c"),
-        panel=BATCH,
     )
 
     def __post_init__(self) -> None:

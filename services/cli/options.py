@@ -44,7 +44,8 @@ def option_of(kind: type, name: str) -> Any:
     known, default = settings_of(kind)[name], _defaults(kind)[name]
     assert known.help, "only for settings that are options"
     names = known.names or (f"--{option_name(kind, name).replace('_', '-')}",)
-    text, where = known.help_with(default), known.panel or (SAMPLING if known.decodings == ALL else PARTICLES)
+    of_class = getattr(kind, "PANEL", SAMPLING if known.decodings == ALL else PARTICLES)
+    text, where = known.help_with(default), known.panel or of_class
     if isinstance(default, bool):
         return flag(where, text, *names)
     return option(where, text, *names, metavar=known.metavar or None, show_default=False)

@@ -7,6 +7,7 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from services.security import HOST_NAME, AllowedHosts, TokenFile, check_tls, is_loopback
 from smc.api.request import MAX_PRIORITY
@@ -46,20 +47,20 @@ class GatewayConfig:
     """Settings of the gateway. Raises ValueError naming the field, the value and what is allowed. Times are in
     seconds."""
 
+    PANEL: ClassVar[str] = LISTEN
+
     host: str = setting(
         "127.0.0.1",
         Holds(bool, "an address of this machine, such as 127.0.0.1 or 0.0.0.0"),
         "Address to listen on; 0.0.0.0 or :: = all networks.",
         "HOST",
-        panel=LISTEN,
     )
-    port: int = setting(DEFAULT_PORT, PORT, "Port of the gRPC API; 0 = any free port.", "PORT", panel=LISTEN)
+    port: int = setting(DEFAULT_PORT, PORT, "Port of the gRPC API; 0 = any free port.", "PORT")
     http_port: int | None = setting(
         None,
         PORT,
         f"Port of the APIs of OpenAI and Anthropic; 0 = any free port. Default: {DEFAULT_HTTP_PORT}.",
         "PORT",
-        panel=LISTEN,
     )
     """None: these APIs are not served."""
     metrics_port: int | None = setting(
@@ -67,7 +68,6 @@ class GatewayConfig:
         PORT,
         "Port of the metrics for Prometheus, without TLS and token; 0 = any free port. Default: no such port.",
         "PORT",
-        panel=LISTEN,
     )
     served_model_names: tuple[str, ...] = setting(
         (),
@@ -76,7 +76,6 @@ class GatewayConfig:
         "of its directory.",
         "NAME",
         names=("--served-model-name",),
-        panel=LISTEN,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -88,7 +87,6 @@ class GatewayConfig:
         "tokens on 127.0.0.1 the names of this machine's loopback interface, otherwise any.",
         "NAME",
         names=("--allowed-host",),
-        panel=LISTEN,
     )
     allow_origins: tuple[str, ...] = setting(
         (),
@@ -100,23 +98,18 @@ class GatewayConfig:
         "Default: none.",
         "ORIGIN",
         names=("--allow-origin",),
-        panel=LISTEN,
     )
-    page: bool = setting(
-        True, flag(), "Do not serve the web page for trying the models at / of --http-port.", panel=LISTEN
-    )
+    page: bool = setting(True, flag(), "Do not serve the web page for trying the models at / of --http-port.")
     log_format: str = setting(
         "text",
         OneOf(LOG_FORMATS),
         "Format of the log. json: each line is an object, also of what other processes log.",
         "text|json",
-        panel=LISTEN,
     )
     log_texts: bool = setting(
         False,
         flag(),
         "Write prompts and answers to the log, from which `smcserve distill --from-log` reads prompts.",
-        panel=LISTEN,
         has_flag=False,
     )
     """Otherwise the log has no text of users."""
@@ -126,14 +119,12 @@ class GatewayConfig:
         "Treatment of request fields that the HTTP API does not have. refuse: the request is refused; ignore: the "
         "field is ignored, and logged once.",
         "WHAT",
-        panel=LISTEN,
     )
     default_method: str = setting(
         DEFAULT_METHOD.value,
         OneOf(tuple(method.value for method in Method)),
         "Method of requests that name none: exact, smc (but exact at temperature 0), target or draft.",
         "METHOD",
-        panel=LISTEN,
     )
     default_max_tokens: int = setting(
         8192,
@@ -141,7 +132,6 @@ class GatewayConfig:
         "Maximum tokens of a chat's answer if its request gives no max_tokens; also in vLLM's protocol. Default: "
         "8192, less if the context or memory leaves less.",
         "COUNT",
-        panel=LISTEN,
     )
     """Other requests have a smaller default of their own."""
     min_priority: int = setting(
@@ -149,7 +139,6 @@ class GatewayConfig:
         within(-MAX_PRIORITY, 0),
         f"Lowest `priority` that callers may give, -{MAX_PRIORITY}..0; requests with lower numbers are admitted "
         "first. Default: 0, so that no caller passes others.",
-        panel=LISTEN,
         has_flag=False,
     )
     max_priority: int = setting(
@@ -157,7 +146,6 @@ class GatewayConfig:
         within(0, MAX_PRIORITY),
         f"Highest `priority` that callers may give, 0..{MAX_PRIORITY}. With min-priority and max-priority 0, "
         "callers cannot set it.",
-        panel=LISTEN,
         has_flag=False,
     )
     tls_cert: Path | None = setting(

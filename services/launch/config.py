@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from services.link.base import LINKS, SHARED
 from smc import demo
@@ -83,13 +83,14 @@ class WorkerGroupError(RuntimeError):
 class WorkerGroupConfig:
     """Configuration of the processes that decode. Raises ValueError naming the field, the value and what is allowed."""
 
+    PANEL: ClassVar[str] = MODELS
+
     target: Path = setting(
         demo.TARGET,
         None,
         "Target model: a directory, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub; needs --draft. "
         "Default: the demo pair.",
         "MODEL",
-        panel=MODELS,
     )
     """A directory must exist on every host under the same path. Unless `load` is `files`, the name of a published
     shape."""
@@ -98,12 +99,11 @@ class WorkerGroupConfig:
         None,
         "Draft model: a directory or a name, like --target; needs --target. Default: the demo pair.",
         "MODEL",
-        panel=MODELS,
     )
     load: str = setting("files", OneOf(LOADS))
     """Where weights come from. `files`: the directories; `random`: random numbers, to measure speed; `grown`: the demo
     pair, padded to published shapes."""
-    target_tp: int = setting(1, None, "Number of processes, and of GPUs, that share the target.", "COUNT", panel=MODELS)
+    target_tp: int = setting(1, None, "Number of processes, and of GPUs, that share the target.", "COUNT")
     """Each has its share of the heads. The model's shape decides which numbers are allowed."""
     draft_tp: int | None = setting(
         None,
@@ -112,7 +112,6 @@ class WorkerGroupConfig:
         "above 1, 1 or as --target-tp, whichever makes a draft step faster, which is timed at the start (1 with "
         "--numerics invariant).",
         "COUNT",
-        panel=MODELS,
     )
     """None only where it is chosen at the start."""
     placement: str = setting(
@@ -121,7 +120,6 @@ class WorkerGroupConfig:
         "apart: each model has processes of its own. shared: every process has its share of both models, which "
         "work in turn (form lockstep). Default: apart; shared if this machine has too few GPUs for that.",
         "apart|shared",
-        panel=MODELS,
     )
     worker_groups: int | str = setting(
         1,
@@ -129,15 +127,10 @@ class WorkerGroupConfig:
         "Number of worker groups, each with both models, that share the requests. auto: as many as the cluster's "
         "free GPUs allow; on CPUs 1, in `batch` as many as fit. Default: 1; in `batch` auto if OUT is a directory.",
         "COUNT|auto",
-        panel=MODELS,
     )
     """All other settings are those of each worker group."""
     device: str = setting(
-        "cpu",
-        OneOf(tuple(DEVICES)),
-        "Device that runs both models; cuda: one GPU for each process.",
-        "cpu|cuda",
-        panel=MODELS,
+        "cpu", OneOf(tuple(DEVICES)), "Device that runs both models; cuda: one GPU for each process.", "cpu|cuda"
     )
     dtype: str | None = setting(
         None,
@@ -145,7 +138,6 @@ class WorkerGroupConfig:
         "Data type of both models: float32, bfloat16, float16, fp8 or int4. Default: float32 on a CPU, bfloat16 "
         "(int4 if stored so) on a GPU.",
         "TYPE",
-        panel=MODELS,
     )
     target_dtype: str | None = setting(
         None,
@@ -153,7 +145,6 @@ class WorkerGroupConfig:
         "Data type of the target. fp8: its matrices are FP8, with a scale for each output; int4: the matrices of "
         "its layers are int4, as stored or in groups of 128. All other weights are bfloat16. Default: as --dtype.",
         "TYPE",
-        panel=MODELS,
     )
     draft_dtype: str | None = setting(
         None,
@@ -161,7 +152,6 @@ class WorkerGroupConfig:
         "Data type of the draft. auto: its stored type, fp8 or int4, chosen by the time of a step on the GPU. "
         "Default: as --dtype.",
         "TYPE",
-        panel=MODELS,
     )
     draft_vocab: int | None = setting(
         None,
@@ -169,14 +159,12 @@ class WorkerGroupConfig:
         "Draft only the N tokens that are most frequent in --draft-vocab-text, or in the text that `distill` "
         "trained the draft on. Default: all tokens.",
         "N",
-        panel=MODELS,
     )
     draft_vocab_text: Path | None = setting(
         None,
         None,
         "UTF-8 text, similar to the expected answers, in which tokens are counted for --draft-vocab.",
         "FILE",
-        panel=MODELS,
     )
     """It is read where the service is started."""
     generation_config: str = setting(
@@ -185,7 +173,6 @@ class WorkerGroupConfig:
         "Source of sampling settings that a request leaves out. auto: the target's generation_config.json; ignore: "
         "the library's defaults.",
         "auto|ignore",
-        panel=MODELS,
     )
     engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int = setting(

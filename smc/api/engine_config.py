@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from smc.api.limits import UNSET
 from smc.api.sampling_params import is_potential
@@ -61,20 +61,16 @@ NODES, PATHS = "nodes", "paths"
 class EngineConfig:
     """Settings of an engine. Raises ValueError naming the field, the value and what is allowed."""
 
+    PANEL: ClassVar[str] = ENGINE
+
     form: str = setting(
         "lookahead",
         OneOf(FORMS),
         "Form of a round. lockstep: the models work one after the other; lookahead: at the same time.",
         "FORM",
-        panel=ENGINE,
     )
     block: int = setting(
-        8,
-        within(1, MAX_BLOCK),
-        "K, the number of tokens drafted in a round, 1..32.",
-        "K",
-        names=("--block", "-k"),
-        panel=ENGINE,
+        8, within(1, MAX_BLOCK), "K, the number of tokens drafted in a round, 1..32.", "K", names=("--block", "-k")
     )
     smc_block: int | None = setting(
         None,
@@ -83,7 +79,6 @@ class EngineConfig:
         "--block. Larger blocks are faster, and SMC solves fewer problems with them. Default: 5, or a smaller "
         "--block.",
         "K",
-        panel=ENGINE,
     )
     branches: int = setting(
         UNSET,
@@ -92,13 +87,11 @@ class EngineConfig:
         "Default: 4.",
         "F",
         names=("--branches", "-f"),
-        panel=ENGINE,
     )
     micro_batches: int = setting(
         1,
         within(1, 4),
         "Number of micro-batches whose rounds alternate, 1..4. Default: 1; 2 in lockstep with placement apart.",
-        panel=ENGINE,
         has_flag=False,
     )
     """More than one pays in lockstep, if each model has processes of its own."""
@@ -107,14 +100,12 @@ class EngineConfig:
         within(1, 65536),
         "Slots of all running requests together: one for each particle or row, two if the request is guided.",
         "COUNT",
-        panel=ENGINE,
     )
     max_chains: int | None = setting(
         None,
         at_least(0),
         "Maximum number of draft chains of all running requests with verification rejection; 0 refuses such "
         "requests. Default: as many as take 1 GiB of memory at either model, at most max-slots.",
-        panel=ENGINE,
         has_flag=False,
     )
     """For each chain, memory for token distributions over the whole vocabulary is reserved (smc/executor/verify.py)."""
@@ -123,7 +114,6 @@ class EngineConfig:
         at_least(2),
         "Maximum tokens of a prompt and its answer together. Default: the context that the models were made for.",
         "TOKENS",
-        panel=ENGINE,
     )
     pages: int | None = setting(
         None,
@@ -132,13 +122,11 @@ class EngineConfig:
         "every slot and as much again for the prefix cache; on a CPU 512 for each slot, and at least one request "
         "of the longest context.",
         "COUNT",
-        panel=ENGINE,
     )
     prefill_chunk: int = setting(
         128,
         within(1, 1 << 20),
         "Maximum number of prompt tokens that run between two rounds. Default: 128, on GPUs 4096.",
-        panel=ENGINE,
         has_flag=False,
     )
     prefill_share: float | None = setting(
@@ -146,7 +134,6 @@ class EngineConfig:
         above_zero(MAX_PREFILL_SHARE),
         "Maximum time spent on prompts, as a share of the time spent on rounds. Default: 0.4 on GPUs, no limit on "
         "a CPU.",
-        panel=ENGINE,
         has_flag=False,
     )
     drafting: str = setting(
@@ -154,7 +141,6 @@ class EngineConfig:
         OneOf(("adaptive", "always")),
         "Tree size in exact decoding. adaptive: the size that pays by the latency model, possibly none; always: "
         "the size that the request asks for. Answers are the same.",
-        panel=ENGINE,
         has_flag=False,
     )
     redrafting: str = setting(
@@ -163,14 +149,10 @@ class EngineConfig:
         "Whether the draft drafts again after a miss in look-ahead, before the target goes on (exact decoding). "
         "adaptive: as many tokens as pay by the latency model, possibly none; always: a whole block. Answers are "
         "the same.",
-        panel=ENGINE,
         has_flag=False,
     )
     prefix_cache: bool = setting(
-        True,
-        flag(),
-        "Compute every prompt in full, even if an earlier prompt began with the same tokens.",
-        panel=ENGINE,
+        True, flag(), "Compute every prompt in full, even if an earlier prompt began with the same tokens."
     )
     """Keep the keys and values of prompts and answers, for later prompts that begin with the same tokens."""
     logprobs_mode: str = setting(
@@ -179,7 +161,6 @@ class EngineConfig:
         "Distribution of reported log-probabilities. raw: the softmax of the target's logits; processed: the "
         "distribution that tokens are drawn from, after temperature, truncation, biases, penalties, constraints "
         "and guidance. Answers are the same.",
-        panel=ENGINE,
         has_flag=False,
     )
     verified: str | None = setting(
@@ -188,7 +169,6 @@ class EngineConfig:
         "What the target runs of a tree of exact decoding. nodes: tokens that rows have in common once; paths: all "
         "tokens of every row. Default: nodes on a CPU, paths on a GPU, where they are faster.",
         "nodes|paths",
-        panel=ENGINE,
         has_flag=False,
     )
     numerics: str = setting(
@@ -198,21 +178,18 @@ class EngineConfig:
         "it, and exact decoding gives the target's answer bit for bit; fastest: the order that is fastest for the "
         "number of tokens, so that near ties may fall differently.",
         "ORDER",
-        panel=ENGINE,
     )
     potentials: tuple[tuple[str, str], ...] = setting(
         (),
         lambda _, value: _pairs(value),
         "Potentials that requests may name: a mapping from names to callables, each given as module:function. "
         "Default: none.",
-        panel=ENGINE,
         has_flag=False,
     )
     potential_timeout: float = setting(
         10.0,
         above_zero(MAX_POTENTIAL_TIMEOUT),
         "Maximum seconds of one call of a potential; then its request fails.",
-        panel=ENGINE,
         has_flag=False,
     )
     max_queue: int | None = setting(
@@ -220,14 +197,12 @@ class EngineConfig:
         at_least(1),
         f"Maximum number of waiting requests; further ones are refused. Default: {MAX_QUEUE}.",
         "COUNT",
-        panel=ENGINE,
     )
     """In the library: no limit."""
     max_queue_pages: int | None = setting(
         None,
         at_least(1),
         "Maximum number of KV pages of both pools that waiting requests may need together. Default: no limit.",
-        panel=ENGINE,
         has_flag=False,
     )
     defensive_share: float = 0.05

@@ -41,7 +41,8 @@ class Setting:
     names: tuple[str, ...] = ()
     """Names of the option; default: the field's name."""
     panel: str = ""
-    """Heading under which `--help` and configuration files list the option."""
+    """Heading under which `--help` and configuration files list the option; empty: the `PANEL` of the class, if it has
+    one."""
     has_flag: bool = True
     """Whether the option is a flag of commands, not only a key of configuration files."""
     decodings: frozenset[Decoding] = ALL
