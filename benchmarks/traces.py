@@ -313,9 +313,7 @@ def replay_engine(
 ) -> Engine:
     """Return an engine that replays traces. `executor`: wraps the executor of its rounds."""
     context = max(len(trace.answer) for trace in library.traces) + PROMPT + 1
-    shape = ModelConfig(
-        "llama", VOCAB, HIDDEN, 1, 1, 1, HIDDEN, HIDDEN, context + 64, 1e-5, 1e4, None, False, False, False
-    )
+    shape = ModelConfig("llama", VOCAB, HIDDEN, 1, 1, 1, HIDDEN, HIDDEN, context + 64, 1e-5, 1e4, None, False)
     config = dataclasses.replace(
         config,
         max_context=context,

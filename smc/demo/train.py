@@ -50,8 +50,6 @@ TARGET_CONFIG = ModelConfig(
     rope_theta=10_000.0,
     rope_scaling=None,
     tied_embeddings=True,
-    qkv_bias=False,
-    qk_norm=False,
 )
 DRAFT_CONFIG = replace(TARGET_CONFIG, hidden_size=128, num_layers=2, num_heads=2, intermediate_size=256)
 OPTIMIZER = OptimizerSettings(warmup=200, weight_decay=0.1)

@@ -121,10 +121,6 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None
     tied_embeddings: bool
-    qkv_bias: bool
-    """Whether query, key and value projections have a bias (Qwen 2.5)."""
-    qk_norm: bool
-    """Whether query and key heads are RMS-normalised before rotation (Qwen 3)."""
     window: int | None = None
     """Number of positions that a token sees in layers with a window, itself included."""
     window_layers: tuple[int, ...] = ()
@@ -205,7 +201,7 @@ class ModelConfig:
         allowed = f"allowed on a GPU: {', '.join(map(str, GPU_HEAD_DIMS))}"
         if self.head_dim > GPU_HEAD_DIMS[-1]:
             raise ValueError(f"head_dim={self.head_dim}; {allowed}, and smaller ones, which are padded to these")
-        if self.qk_norm:  # its mean would be over the features of padding, too
+        if self.traits.qk_norm:  # its mean would be over the features of padding, too
             raise ValueError(
                 f"head_dim={self.head_dim} of {self.family}, which normalises queries and keys; {allowed} (others are "
                 "padded in families without such norms only)"
@@ -248,7 +244,7 @@ class ModelConfig:
             "rope_theta": self.rope_theta,
             "rope_scaling": _rope_to_hf(self.rope_scaling),
             "tie_word_embeddings": self.tied_embeddings,
-            "attention_bias": self.qkv_bias,
+            "attention_bias": family.qkv_bias,
             "hidden_act": "silu",
         }
 
@@ -294,21 +290,17 @@ def _from_dict(raw: dict[str, Any]) -> ModelConfig:
     max_context = raw["max_position_embeddings"]
     if isinstance(scaling, YarnRopeScaling):
         max_context = max(max_context, int(scaling.factor * scaling.original_context))
-    fields = {
-        "vocab_size": raw["vocab_size"],
-        "hidden_size": raw["hidden_size"],
-        "num_layers": raw["num_hidden_layers"],
-        "num_heads": num_heads,
-        "num_kv_heads": raw.get("num_key_value_heads") or num_heads,
+    sizes = raw | {
+        "num_key_value_heads": raw.get("num_key_value_heads") or num_heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        "intermediate_size": raw["intermediate_size"],
-        "max_context": max_context,
+        "max_position_embeddings": max_context,
+    }
+    fields = {
+        **{field: sizes[published] for field, published in SIZES.items()},
         "rms_eps": raw["rms_norm_eps"],
         "rope_theta": theta,
         "rope_scaling": scaling,
         "tied_embeddings": bool(raw.get("tie_word_embeddings", family.tied_embeddings)),
-        "qkv_bias": family.qkv_bias,
-        "qk_norm": family.qk_norm,
         **family.read(raw),
     }
     window = fields.get("window")

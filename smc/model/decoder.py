@@ -262,9 +262,9 @@ class Layer(nn.Module):
         self.residual_multiplier, self.norm_offset = config.residual_multiplier, traits.norm_offset
         norms = {name: make_norm(config, config.hidden_size) if name in traits.norms else None for name in NORMS}
         self.attn_norm, self.attn_out_norm = norms["attn_norm"], norms["attn_out_norm"]
-        self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=config.qkv_bias)
+        self.qkv = Linear(config.hidden_size, q_size + 2 * kv_size, bias=traits.qkv_bias)
         widths = (q_size, kv_size) if traits.whole_qk_norm else (config.head_dim, config.head_dim)
-        self.q_norm, self.k_norm = (make_norm(config, width) if config.qk_norm else None for width in widths)
+        self.q_norm, self.k_norm = (make_norm(config, width) if traits.qk_norm else None for width in widths)
         self.whole_widths = None
         """Numbers of query and key features, over all ranks, that are normalised as one row; None: norms apply to
         single heads, or there are none."""

@@ -255,7 +255,7 @@ def _scales(small: ModelConfig, large: ModelConfig) -> dict[str, float]:
     """Factors of the weights, by the names of `_AXES`. Weights without an entry are not scaled."""
     norm, heads = math.sqrt(small.hidden_size / large.hidden_size), math.sqrt(large.head_dim / small.head_dim)
     scales = dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"), norm)
-    if small.qk_norm:
+    if small.traits.qk_norm:
         # These norms cancel the scale of their inputs, except for eps. The weight of the query norm would take both
         # sqrt(h / H) and the softmax's sqrt(H / h), whose product is 1.
         query = key = heads * math.sqrt(large.rms_eps / small.rms_eps)

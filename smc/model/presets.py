@@ -6,88 +6,29 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from smc.model.config import Llama3RopeScaling, ModelConfig
+from smc.model.config import SIZES, Llama3RopeScaling, ModelConfig
 from smc.model.tokenizer import Tokenizer
 
 
-def _llama(hidden: int, layers: int, heads: int, head_dim: int, inner: int, tied: bool, factor: float) -> ModelConfig:
+def _shape(family: str, *sizes: int, tied: bool, **others: Any) -> ModelConfig:
+    """Return a shape. `sizes`: vocabulary, width, layers, query heads, key/value heads, features of a head, inner
+    features, context: those of `SIZES`."""
+    usual = {"rms_eps": 1e-6, "rope_theta": 1_000_000.0, "rope_scaling": None}
+    fields: dict[str, Any] = dict(zip(SIZES, sizes, strict=True)) | usual | others
+    return ModelConfig(family, tied_embeddings=tied, **fields)
+
+
+def _llama(*sizes: int, tied: bool, factor: float) -> ModelConfig:
     scaling = Llama3RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
-    return ModelConfig(
-        "llama",
-        128_256,
-        hidden,
-        layers,
-        heads,
-        8,
-        head_dim,
-        inner,
-        131_072,
-        1e-5,
-        500_000.0,
-        scaling,
-        tied,
-        qkv_bias=False,
-        qk_norm=False,
-    )
+    return _shape("llama", *sizes, tied=tied, rms_eps=1e-5, rope_theta=500_000.0, rope_scaling=scaling)
 
 
-def _qwen3(hidden: int, layers: int, heads: int, inner: int, tied: bool) -> ModelConfig:
-    return ModelConfig(
-        "qwen3",
-        151_936,
-        hidden,
-        layers,
-        heads,
-        8,
-        128,
-        inner,
-        40_960,
-        1e-6,
-        1_000_000.0,
-        None,
-        tied,
-        qkv_bias=False,
-        qk_norm=True,
-    )
-
-
-def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int) -> ModelConfig:
-    return ModelConfig(
-        "qwen2",
-        vocab,
-        hidden,
-        layers,
-        heads,
-        kv_heads,
-        head_dim,
-        inner,
-        32_768,
-        1e-6,
-        1_000_000.0,
-        None,
-        hidden < 4096,
-        qkv_bias=True,
-        qk_norm=False,
-    )
-
-
-def _gemma3(hidden: int, layers: int, inner: int) -> ModelConfig:
-    return ModelConfig(
+def _gemma3(*sizes: int) -> ModelConfig:
+    _, hidden, layers, *_ = sizes
+    return _shape(
         "gemma3_text",
-        262_144,
-        hidden,
-        layers,
-        4,
-        1,
-        256,
-        inner,
-        32_768,
-        1e-6,
-        1_000_000.0,
-        None,
-        tied_embeddings=True,
-        qkv_bias=False,
-        qk_norm=True,
+        *sizes,
+        tied=True,
         window=512,
         window_layers=tuple(layer for layer in range(layers) if (layer + 1) % 6),
         local_rope_theta=10_000.0,
@@ -96,44 +37,22 @@ def _gemma3(hidden: int, layers: int, inner: int) -> ModelConfig:
     )
 
 
+_QWEN3_30B_EXPERTS: dict[str, Any] = {"num_experts": 128, "experts_per_token": 8, "normalised_experts": True}
 PRESETS = {
-    "llama-1b": _llama(2048, 16, 32, 64, 8192, tied=True, factor=32.0),
-    "llama-3b": _llama(3072, 28, 24, 128, 8192, tied=True, factor=32.0),
-    "llama-8b": _llama(4096, 32, 32, 128, 14_336, tied=False, factor=8.0),
-    "llama-70b": _llama(8192, 80, 64, 128, 28_672, tied=False, factor=8.0),
-    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 64, 4864, 151_936),
-    "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 128, 8960, 151_936),
-    "qwen2.5-72b": _qwen2(8192, 80, 64, 8, 128, 29_568, 152_064),
-    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
-    "qwen3-8b": _qwen3(4096, 36, 32, 12_288, tied=False),
-    "qwen3-32b": _qwen3(5120, 64, 64, 25_600, tied=False),
-    "qwen3-30b-a3b": replace(
-        _qwen3(2048, 48, 32, 768, tied=False),
-        family="qwen3_moe",
-        num_kv_heads=4,
-        num_experts=128,
-        experts_per_token=8,
-        normalised_experts=True,
-    ),
-    "gemma3-270m": _gemma3(640, 18, 2048),
-    "gemma3-1b": _gemma3(1152, 26, 6912),
-    "olmo2-1b": ModelConfig(
-        "olmo2",
-        100_352,
-        2048,
-        16,
-        16,
-        16,
-        128,
-        8192,
-        4096,
-        1e-6,
-        500_000.0,
-        None,
-        tied_embeddings=False,
-        qkv_bias=False,
-        qk_norm=True,
-    ),
+    "llama-1b": _llama(128_256, 2048, 16, 32, 8, 64, 8192, 131_072, tied=True, factor=32.0),
+    "llama-3b": _llama(128_256, 3072, 28, 24, 8, 128, 8192, 131_072, tied=True, factor=32.0),
+    "llama-8b": _llama(128_256, 4096, 32, 32, 8, 128, 14_336, 131_072, tied=False, factor=8.0),
+    "llama-70b": _llama(128_256, 8192, 80, 64, 8, 128, 28_672, 131_072, tied=False, factor=8.0),
+    "qwen2.5-0.5b": _shape("qwen2", 151_936, 896, 24, 14, 2, 64, 4864, 32_768, tied=True),
+    "qwen2.5-1.5b": _shape("qwen2", 151_936, 1536, 28, 12, 2, 128, 8960, 32_768, tied=True),
+    "qwen2.5-72b": _shape("qwen2", 152_064, 8192, 80, 64, 8, 128, 29_568, 32_768, tied=False),
+    "qwen3-0.6b": _shape("qwen3", 151_936, 1024, 28, 16, 8, 128, 3072, 40_960, tied=True),
+    "qwen3-8b": _shape("qwen3", 151_936, 4096, 36, 32, 8, 128, 12_288, 40_960, tied=False),
+    "qwen3-32b": _shape("qwen3", 151_936, 5120, 64, 64, 8, 128, 25_600, 40_960, tied=False),
+    "qwen3-30b-a3b": _shape("qwen3_moe", 151_936, 2048, 48, 32, 4, 128, 768, 40_960, tied=False, **_QWEN3_30B_EXPERTS),
+    "gemma3-270m": _gemma3(262_144, 640, 18, 4, 1, 256, 2048, 32_768),
+    "gemma3-1b": _gemma3(262_144, 1152, 26, 4, 1, 256, 6912, 32_768),
+    "olmo2-1b": _shape("olmo2", 100_352, 2048, 16, 16, 16, 128, 8192, 4096, tied=False, rope_theta=500_000.0),
 }
 """Shapes of Llama 3.1, Llama 3.2, Qwen 2.5, Qwen 3, Gemma 3 and OLMo 2, from their published `config.json`."""
 

@@ -148,9 +148,9 @@ def _layer_slices(config: ModelConfig, split: Split, theirs: str, ours: str) -> 
         slices[f"{theirs}self_attn.{letter}_proj.weight"] = WeightSlice(
             f"{ours}qkv.weight", start, (rows, hidden), qkv, first if qkv else 0
         )
-        if config.qkv_bias:
+        if traits.qkv_bias:
             slices[f"{theirs}self_attn.{letter}_proj.bias"] = WeightSlice(f"{ours}qkv.bias", start, (rows,))
-    if config.qk_norm:
+    if traits.qk_norm:
         heads = {"q": query, "k": key} if traits.whole_qk_norm else dict.fromkeys("qk", Axis.whole(config.head_dim))
         for letter, axis in heads.items():
             slices[f"{theirs}self_attn.{letter}_norm.weight"] = WeightSlice(f"{ours}{letter}_norm.weight", 0, (axis,))

@@ -284,7 +284,7 @@ def test_long_rows_are_refused():
 @pytest.mark.parametrize("family", DENSE)
 def test_norms_of_heads_are_a_phase(family):
     given = constants(CONFIGS[family], GRID, BFLOAT16)
-    assert ("heads" in megakernel.phases(given)) == CONFIGS[family].qk_norm
+    assert ("heads" in megakernel.phases(given)) == CONFIGS[family].traits.qk_norm
 
 
 def test_products_before_norms_of_heads_are_divided_among_all_blocks():

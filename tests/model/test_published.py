@@ -64,7 +64,12 @@ def test_published_configurations_are_the_presets(tmp_path, name, shape):
     write_json(tmp_path / "config.json", CONFIGS[name])
     config, known = ModelConfig.from_hf(tmp_path), preset(shape)
     assert count_parameters(config) == count_parameters(known) and config.window is None
-    assert (config.rope_theta, config.rms_eps, config.tied_embeddings, config.qkv_bias) == (1e6, 1e-6, True, True)
+    assert (config.rope_theta, config.rms_eps, config.tied_embeddings, config.traits.qkv_bias) == (
+        1e6,
+        1e-6,
+        True,
+        True,
+    )
 
 
 @pytest.mark.slow

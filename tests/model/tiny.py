@@ -26,8 +26,8 @@ LLAMA3_SCALING = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_fa
 
 OF_FAMILY = {
     "llama": {"rope_scaling": LLAMA3_SCALING},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"head_dim": 16, "qk_norm": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
     "mistral": {"window": 11, "window_layers": (0, 1)},
     "phi3": {"window": 11, "window_layers": (1,)},
     "granite": {
@@ -36,10 +36,9 @@ OF_FAMILY = {
         "score_scale": 0.1,
         "logit_divisor": 2.0,
     },
-    "olmo2": {"qk_norm": True},
+    "olmo2": {},
     "smollm3": {"unrotated_layers": (1,)},
     "gemma3_text": {
-        "qk_norm": True,
         "window": 11,
         "window_layers": (0,),
         "local_rope_theta": 300.0,
@@ -47,7 +46,7 @@ OF_FAMILY = {
         "embedding_multiplier": 6.0,
         "logit_cap": 20.0,
     },
-    "qwen3_moe": {"qk_norm": True, "num_experts": 6, "experts_per_token": 3, "intermediate_size": 24},
+    "qwen3_moe": {"num_experts": 6, "experts_per_token": 3, "intermediate_size": 24},
     "mixtral": {"num_experts": 4, "experts_per_token": 2, "normalised_experts": True, "intermediate_size": 24},
 }
 """Settings that distinguish a family."""
@@ -68,8 +67,6 @@ def tiny_config(family: str = "llama", **changes) -> ModelConfig:
         "rope_theta": 10_000.0,
         "rope_scaling": None,
         "tied_embeddings": False,
-        "qkv_bias": False,
-        "qk_norm": False,
     }
     return ModelConfig(**(fields | OF_FAMILY[family] | changes))
 
