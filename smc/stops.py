@@ -111,26 +111,6 @@ class StopMachine:
         """Whether the tokens so far decide which tokens may follow."""
         return self.constraint is not None or bool(self.bad_words)
 
-    def after(
-        self, state_N: np.ndarray, tokens_N: np.ndarray, token_bytes: TokenBytes, *, early: bool = False
-    ) -> np.ndarray:
-        """Return the states after one token each, int64. A stop token leads to `DONE`; an unknown id leaves the state
-        as it is. `early`: the token cannot end the answer, unless it is one of `early_ids`; a string that is complete
-        with it is ignored, and matching starts again."""
-        state_N = np.where(np.isin(tokens_N, self.stop_ids), DONE, state_N).astype(np.int64)
-        if self.next_YP is not None:
-            known_N = (tokens_N >= 0) & (tokens_N < len(token_bytes.offset_V) - 1)
-            index_N = np.where(known_N, tokens_N, 0)
-            begin_N = token_bytes.offset_V[index_N]
-            size_N = np.where(known_N, token_bytes.offset_V[index_N + 1] - begin_N, 0)
-            for offset in range(size_N.max(initial=0)):
-                reading_N = np.flatnonzero(offset < size_N)
-                byte_N = token_bytes.data_P[begin_N[reading_N] + offset]
-                state_N[reading_N] = self.next_YP[state_N[reading_N], byte_N]
-        if not early:
-            return state_N
-        return np.where((state_N == DONE) & ~np.isin(tokens_N, self.early_ids), START, state_N)
-
 
 def byte_machine(strings: Sequence[bytes]) -> np.ndarray:
     """Next state, int16 [Y, 256]: `START` and `DONE`, then a state for every proper prefix of a string."""

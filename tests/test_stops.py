@@ -42,6 +42,15 @@ def over_bytes(machine: StopMachine, text: bytes) -> list[int]:
     return states
 
 
+def after(machine: StopMachine, state: int, token: int, tokens: list[bytes]) -> int:
+    """The machine's state after one more token."""
+    if token in machine.stop_ids:
+        return DONE
+    for byte in tokens[token] if machine.strings else b"":
+        state = int(machine.next_YP[state, byte])
+    return state
+
+
 def assert_found_in(stops: list[bytes], text: bytes) -> None:
     states = over_bytes(StopMachine.of((), stops), text)
     assert [state == DONE for state in states] == [
@@ -84,33 +93,33 @@ def test_one_string_as_long_as_can_be():
 @given(strings, texts, st.data())
 def test_tokens(stops, tokens, data):
     """Tokens of any size, also empty ones: a string may begin and end in the middle of a token."""
-    machine, token_bytes = StopMachine.of((), stops), TokenBytes.of(Letters(tokens))
-    state, text = np.array([START]), b""
+    machine, state, text = StopMachine.of((), stops), START, b""
     for token in data.draw(st.lists(st.integers(0, len(tokens) - 1), max_size=12)):
-        state, text = machine.after(state, np.array([token]), token_bytes), text + tokens[token]
-        assert (state[0] == DONE) == any(stop in text for stop in stops)
+        state, text = after(machine, state, token, tokens), text + tokens[token]
+        assert (state == DONE) == any(stop in text for stop in stops)
 
 
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from(UNICODE), min_size=1, max_size=3), st.lists(st.sampled_from(UNICODE), max_size=6))
 def test_characters_cut_by_tokens(stops, answer):
-    stops, text = [stop.encode() for stop in stops], "".join(answer).encode()
-    machine, token_bytes = StopMachine.of((), stops), TokenBytes.of(Letters([bytes([byte]) for byte in range(256)]))
-    state_N = np.array([START])
-    for end, byte in enumerate(text, start=1):
-        state_N = machine.after(state_N, np.array([byte]), token_bytes)
-        assert (state_N[0] == DONE) == any(stop in text[:end] for stop in stops)
+    assert_found_in([stop.encode() for stop in stops], "".join(answer).encode())
 
 
-def test_particles_are_followed_alike():
+def test_rows_are_followed_alike():
     """A stop token leads to DONE, with or without strings; DONE is final; ids outside the vocabulary change nothing."""
-    token_bytes = TokenBytes.of(Letters([b"a", b"", b"xab" + b"y" * LONG, b"b"]))
-    tokens_N, state_N = np.array([0, 1, 2, 3, 9, -1, 0]), np.array([START] * 6 + [DONE])
+    tokens = [b"a", b"", b"xab" + b"y" * LONG, b"b"]
+    tokens_A, state_A = torch.tensor([0, 1, 2, 3, 9, -1, 0]), torch.tensor([START] * 6 + [DONE])
     machine = StopMachine.of([3, 1, 3], [b"ab"])
     assert machine.stop_ids == (1, 3)
-    assert machine.after(state_N, tokens_N, token_bytes).tolist() == [2, DONE, DONE, DONE, START, START, DONE]
-    assert StopMachine.of([1], []).after(state_N, tokens_N, token_bytes).tolist() == [START, DONE, *[START] * 4, DONE]
-    assert state_N.tolist() == [START] * 6 + [DONE]
+    tables = StopTables.allocate(3, len(tokens), TokenBytes.of(Letters(tokens)), CPU)
+    tables.set(1, machine)
+    tables.set(2, StopMachine.of([1], []))
+    one_A = torch.ones(7, dtype=torch.int64)
+    with_strings, without = (
+        grow(tables, entry * one_A, state_A, tokens_A[:, None], one_A).text_A.tolist() for entry in (1, 2)
+    )
+    assert with_strings == [2, DONE, DONE, DONE, START, START, DONE]
+    assert without == [START, DONE, *[START] * 4, DONE]
 
 
 def test_equal_content_is_equal():
@@ -209,10 +218,10 @@ def test_growth(stops, tokens, k, seed):
         growth = grow(tables, entry_A, text_A, tokens_AK, room_A)
         assert counted(growth) == expected(answers, tokens, machines, entry_A, tokens_AK, room_A)
         for a in range(places):
-            state_N = text_A[a : a + 1].numpy()
-            for token_N in tokens_AK[a, : growth.count_A[a]].numpy()[:, None]:
-                state_N = machines[entry_A[a]].after(state_N, token_N, token_bytes)
-            assert growth.text_A[a] == state_N[0]
+            state = int(text_A[a])
+            for token in tokens_AK[a, : growth.count_A[a]].tolist():
+                state = after(machines[entry_A[a]], state, token, tokens)
+            assert growth.text_A[a] == state
         text_A, open_A = growth.text_A, open_A & ~growth.ends_A.numpy()
 
 

@@ -81,8 +81,9 @@ class StopRules:
         return len(data) - max(sizes, default=0)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether an answer of these tokens, at least one, has ended."""
-        if len(tokens) >= self.max_tokens or tokens[-1] in self.eos_ids or tokens[-1] in self.token_ids:
+        """Return whether an answer of these tokens, at least one, has ended with the last one."""
+        stop_ids = self.machine.early_ids if len(tokens) <= self.min_tokens else self._hidden
+        if len(tokens) >= self.max_tokens or tokens[-1] in stop_ids:
             return True
         data = self.visible_bytes(tokens)
         return self._first_stop(data, self._begin(tokens)) < len(data)

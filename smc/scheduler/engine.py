@@ -43,7 +43,6 @@ from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import LatencyModel
 from smc.scheduler.stats import EngineStats
 from smc.scheduler.tree_policy import DraftFallback, LatencyTreePolicy, TreeController
-from smc.stops import TokenBytes
 from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 NO_POTENTIALS: Mapping[str, Potential] = MappingProxyType({})
@@ -85,9 +84,7 @@ class Engine:
         self.slots = Slots(config.max_slots, context + config.block + 1, config.chains(tokenizer.size))
         self.memory = KVCacheManager(pages, prefix_cache=config.prefix_cache)
         self.forecast = PageForecast(config, self.slots, self.memory)
-        self.prefill = PrefillManager(
-            config, self.slots, self.memory, self.forecast, workers, executor, TokenBytes.of(tokenizer)
-        )
+        self.prefill = PrefillManager(config, self.slots, self.memory, self.forecast, workers, executor)
         self._preparation = Preparation(workers)
         self._turns = MaskTurns()
         rounds = {roles: self._round_scheduler(roles) for roles in RULES_OF_ROUNDS}

@@ -14,7 +14,7 @@ from smc.scheduler.planner import SlotBatch
 from smc.scheduler.prefill_batches import PrefillRequest, PromptRow
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots, Stream, row_of_batch
-from smc.stops import DONE, START, StopMachine, TokenBytes
+from smc.stops import START, StopMachine
 from smc.types import ModelRole
 
 
@@ -70,16 +70,15 @@ class Handoff:
         memory: KVCacheManager,
         executor: RoundExecutor,
         stops: StopEntries,
-        token_bytes: TokenBytes,
     ) -> None:
         self._config, self._slots, self._memory, self._executor = config, slots, memory, executor
-        self._stops, self._token_bytes = stops, token_bytes
+        self._stops = stops
 
     def first_tokens(self, job: PrefillRequest) -> None:
         """Write the first token of every particle to its slot. Waits for the draw."""
         assert job.first is not None, "scheduled with the last chunk"
         group, result = job.group, job.first.result()
-        n, stop_rules, slots = len(group.slots), group.stop_rules, self._slots
+        n, slots = len(group.slots), self._slots
         tokens_N, logp_N = result.drawn_RF[job.batch_index, :n], result.drawn_logp_RF[job.batch_index, :n]
         log_z = float(result.log_z_R[job.batch_index])
         if (why := job.first.failures().get(job.batch_index)) is not None:
@@ -90,14 +89,12 @@ class Handoff:
         # Slots without a particle repeat the first one, which has a particle.
         like_N = np.where(group.rules.alive(logw_N), np.arange(n), 0)
         tokens_N, logp_N = tokens_N[like_N], logp_N[like_N]
-        text_N = stop_rules.machine.after(
-            np.full(n, START), tokens_N, self._token_bytes, early=group.params.min_tokens > 0
-        )
+        # A model that fails may return any number.
+        ends = {} if group.error else {token: group.stop_rules.ends((token,)) for token in set(tokens_N.tolist())}
+        ended_N = np.array([ends.get(token, True) for token in tokens_N.tolist()])
         if result.raw_logp_RF.shape[1]:
             slots.raw_logp_SL[group.slots, 0] = result.raw_logp_RF[job.batch_index, :n][like_N]
-        slots.begin(
-            group.slots, tokens_N, logp_N, (text_N == DONE) | (group.params.max_tokens == 1) | (logw_N == -np.inf)
-        )
+        slots.begin(group.slots, tokens_N, logp_N, ended_N | (logw_N == -np.inf))
         slots.logw_S[group.slots] = logw_N
         commit_tokens(slots, SlotBatch([group]))
 

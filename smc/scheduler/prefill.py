@@ -24,7 +24,6 @@ from smc.scheduler.prefill_budget import LEAST, PrefillBudget
 from smc.scheduler.prefix_reuse import PrefixReuse
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
-from smc.stops import TokenBytes
 from smc.types import ModelRole
 
 Job = TypeVar("Job", bound=PrefillJob)
@@ -41,14 +40,13 @@ class PrefillManager:
         forecast: PageForecast,
         workers: Mapping[ModelRole, Worker],
         executor: RoundExecutor,
-        token_bytes: TokenBytes,
     ) -> None:
         self.config, self.slots, self.memory, self.workers = config, slots, memory, workers
         self.prefixes = PrefixReuse(config, slots, memory)
         self.stops = StopEntries(config.max_stops - 1)
         self.budget = PrefillBudget(config)
         self._forecast = forecast
-        self._handoff = Handoff(config, slots, memory, executor, self.stops, token_bytes)
+        self._handoff = Handoff(config, slots, memory, executor, self.stops)
         self._jobs: list[PrefillJob] = []
         """Jobs that hold pages, in the order of their admission."""
         self._come = 0

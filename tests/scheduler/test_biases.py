@@ -8,7 +8,6 @@ import random
 from collections import Counter
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from smc.api.request import FinishReason
 from smc.api.sampling_params import SamplingParams
 from smc.local_engine import local_engine
 from smc.scheduler.detokenizer import StopRules, TextStream
-from smc.stops import DONE, START, TokenBytes
+from smc.stops import DONE, START, StopTables, TokenBytes, grow
 from tests.scheduler.harness import FORMS, answers, config_id, processed, request, wide
 from tests.scheduler.pairs import LETTERS, letter_tokenizer, next_log_probs, tiny_pair, total_variation
 
@@ -214,19 +213,23 @@ def test_what_the_vocabulary_does_not_have_is_refused():
 
 
 def test_readers_of_stop_strings_agree():
-    """The stop machine that runs beside the models, the final text and the streamed text agree on where an answer ends,
-    for random strings and tokens."""
+    """The stop machine that runs beside the models, what the host expects, the final text and the streamed text agree
+    on where an answer ends, for random strings and tokens."""
     rng, tokenizer = random.Random(1), letter_tokenizer(4)
     token_bytes = TokenBytes.of(tokenizer)
     for _ in range(250):
         least, strings = rng.randint(0, 12), rng.sample(["ab", "ca", "a", "bcb", "abab"], rng.randint(1, 3))
         rules = StopRules(SamplingParams(min_tokens=least, stop=strings, max_tokens=20, ignore_eos=True), tokenizer)
-        tokens, state_1 = [], np.array([START])
-        while len(tokens) < 20 and state_1[0] != DONE:
+        tables = StopTables.allocate(2, tokenizer.size, token_bytes, torch.device("cpu"))
+        tables.set(1, rules.machine)
+        tokens, state_1, (one_1, room_1) = [], torch.tensor([START]), torch.tensor([[1], [20]])
+        while len(tokens) < 20 and state_1 != DONE:
+            early_1 = torch.tensor([least - len(tokens)])
             tokens.append(rng.randrange(4))
-            state_1 = rules.machine.after(state_1, np.array(tokens[-1:]), token_bytes, early=len(tokens) <= least)
-            assert rules.state(tokens) == state_1[0]
-        assert (rules.why(tokens)[0] is FinishReason.STOP_STRING) == (state_1[0] == DONE)
+            state_1 = grow(tables, one_1, state_1, torch.tensor([tokens[-1:]]), room_1, early_1).text_A
+            assert rules.state(tokens) == state_1
+            assert rules.ends(tokens) == (state_1 == DONE or len(tokens) == 20)
+        assert (rules.why(tokens)[0] is FinishReason.STOP_STRING) == (state_1 == DONE)
         stream, text, streamed = TextStream(rules), rules.text(tokens), ""
         size = rng.randint(1, 4)
         for first in range(0, len(tokens), size):
