@@ -124,10 +124,9 @@ def main() -> None:
             texts = write_texts(pair, given.texts, written_at)
         for text in texts:
             seed = sum(len(each["held"]) for each in found)
-            contexts = text.contexts(given.distance)
-            (drawn,) = draw_next(pair.target, [text], [contexts], given.k, temperature, seed, size)
+            drawn = draw_next(pair.target, text.contexts(given.distance), given.k, temperature, seed, size)
             for name, tree in trees.items():
-                held[name] += tree.held([text], [drawn], temperature)[0]
+                held[name] += tree.held(drawn, temperature)
             first = next(iter(held.values()))
             found.append(as_record(text, drawn, first[len(first) - len(drawn) :]))
         for line in lines_of(held):
@@ -157,7 +156,7 @@ def as_record(text: OwnText, drawn: Sequence[DrawnContinuation], held: Sequence[
     return {
         "tokens": text.tokens,
         "answer_from": text.answer_from,
-        "drawn": [[each.context, each.tokens, each.seed] for each in drawn],
+        "drawn": [[each.context.size, each.tokens, each.seed] for each in drawn],
         "held": list(held),
     }
 

@@ -13,12 +13,12 @@ conversations."""
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from smc.algorithm.coupling import FIRST_GREEDY_EXPONENT, coupled_logp
 from smc.calibration.latency import BRIEF, Effort, measure_latency
 from smc.distill.trainer import LOSSES, answer_states, chunk_size, parts_of
+from smc.draft_step import free_memory
 from smc.local_engine import ModelPair, local_engine
 from smc.memory.kv_cache import pool_for
 from smc.model.decoder import Decoder, RopeTable, attend_causally
@@ -50,6 +51,8 @@ GPU_EFFORT = Effort(4.0, 8, 3, 2, 8, 512)
 MOST_TEXT_TEMPERATURE = 0.75
 """Trees are grown in texts that were written at most at this temperature and not greedily, if there are any: text that
 a small model wrote at temperature 1 drifts to where both models are uncertain."""
+COMPARED = ("overlap", "kl", "same_likeliest", "chi2", "entropy")
+"""Fields of a `Measurement` that are means over answer tokens."""
 CARD, RECORD, PICTURE = "README.md", "distill.json", "distill.png"
 
 
@@ -61,17 +64,24 @@ class OwnText:
     answer_from: int
     """Index of the answer's first token."""
 
-    def contexts(self, distance: int) -> list[int]:
-        """Return the lengths of contexts, in tokens: they end within the answer, `distance` tokens apart."""
-        return list(range(self.answer_from + 1, len(self.tokens), distance))
+    def contexts(self, distance: int) -> list[Context]:
+        """Return contexts that end within the answer, `distance` tokens apart."""
+        return [Context(self, size) for size in range(self.answer_from + 1, len(self.tokens), distance)]
+
+
+class Context(NamedTuple):
+    """The beginning of a text."""
+
+    text: OwnText
+    size: int
+    """Number of its tokens."""
 
 
 @dataclass(frozen=True)
 class DrawnContinuation:
     """The tokens that the target draws after a context."""
 
-    context: int
-    """Number of tokens of the text that it continues."""
+    context: Context
     tokens: tuple[int, ...]
     seed: int
 
@@ -86,21 +96,19 @@ def target_noise(seed_U: np.ndarray, position_U: np.ndarray, vocab: int, device:
 class TextRows:
     """Rows that continue contexts of texts through a model. All U contexts have the same number of rows."""
 
-    def __init__(
-        self, model: Decoder, rope: RopeTable, texts: Sequence[OwnText], contexts: Sequence[Sequence[int]]
-    ) -> None:
-        """Run the model over the texts. `contexts`: lengths of the contexts of each text."""
-        self._model, self._rope, device = model, rope, model.embed.weight.device
-        text_U = [b for b, of_text in enumerate(contexts) for _ in of_text]
-        self._text_U = torch.tensor(text_U, device=device)
-        self._context_U = torch.tensor([each for of_text in contexts for each in of_text], device=device)
+    def __init__(self, model: Decoder, contexts: Sequence[Context], further: int) -> None:
+        """Run the model over the texts. `further`: number of tokens by which rows grow."""
+        device, texts = model.embed.weight.device, list(dict.fromkeys(each.text for each in contexts))
+        self._text_U = torch.tensor([texts.index(each.text) for each in contexts], device=device)
+        self._context_U = torch.tensor([each.size for each in contexts], device=device)
         self._text: list[tuple[Tensor, Tensor]] = []
         self._own: list[tuple[Tensor, Tensor] | None] = [None] * model.config.num_layers
         self._size = max(len(text.tokens) for text in texts)
+        self._model, self._rope = model, RopeTable(model.config, self._size + further, device)
         # Padded on the right, where no context reads.
         tokens_RL = torch.tensor([[*text.tokens, *[0] * (self._size - len(text.tokens))] for text in texts])
         positions_T = torch.arange(self._size, device=device).repeat(len(texts))
-        hidden_TE = model(tokens_RL.flatten().to(device), rope.at(positions_T), self._attend_causally)
+        hidden_TE = model(tokens_RL.flatten().to(device), self._rope.at(positions_T), self._attend_causally)
         self.hidden = hidden_TE[self._text_U * self._size + self._context_U - 1]
         """Hidden states [Y, E] of every row's last token; at first there is one row for each context."""
         self._depth = 0
@@ -137,21 +145,13 @@ class TextRows:
 
 @torch.no_grad()
 def draw_next(
-    target: Decoder,
-    texts: Sequence[OwnText],
-    contexts: Sequence[Sequence[int]],
-    block: int,
-    temperature: float,
-    seed: int,
-    vocab: int,
-) -> list[list[DrawnContinuation]]:
-    """Draw the target's next `block` tokens after the contexts of each text, as plain decoding does. Context c of all
-    contexts has the seed `seed` + c."""
-    device, flat = target.embed.weight.device, [each for of_text in contexts for each in of_text]
-    rope = RopeTable(target.config, max(len(text.tokens) for text in texts) + block, device)
-    rows, drawn = TextRows(target, rope, texts, contexts), []
-    seed_U, position_U = seed + np.arange(len(flat)), np.array(flat, dtype=np.int64)
-    own_U = torch.arange(len(flat), device=device)
+    target: Decoder, contexts: Sequence[Context], block: int, temperature: float, seed: int, vocab: int
+) -> list[DrawnContinuation]:
+    """Draw the target's next `block` tokens after each context, as plain decoding does. Context c has the seed `seed` +
+    c."""
+    rows, drawn, device = TextRows(target, contexts, block), [], target.embed.weight.device
+    seed_U, position_U = seed + np.arange(len(contexts)), np.array([each.size for each in contexts], dtype=np.int64)
+    own_U = torch.arange(len(contexts), device=device)
     for depth in range(block):
         logp_UV = torch.log_softmax(target.logits(rows.hidden)[:, :vocab] / (temperature or 1.0), -1)
         if temperature:
@@ -160,37 +160,26 @@ def draw_next(
         if depth + 1 < block:
             rows.step(own_U, drawn[-1])
     tokens_UK = torch.stack(drawn, 1).tolist()
-    found = (
-        DrawnContinuation(context, tuple(tokens), seed + c) for c, (context, tokens) in enumerate(zip(flat, tokens_UK))
-    )
-    return [[next(found) for _ in of_text] for of_text in contexts]
+    drawn_U = enumerate(zip(contexts, tokens_UK))
+    return [DrawnContinuation(context, tuple(tokens), seed + c) for c, (context, tokens) in drawn_U]
 
 
 class TreeDraft:
-    """Grows trees of `rows` rows after contexts of texts, scored as in coupled drafting."""
+    """Grows trees of `rows` rows after contexts, scored as in coupled drafting."""
 
     def __init__(self, draft: Decoder, vocab: int, rows: int, exponent: float) -> None:
         self._draft, self._vocab, self._rows, self._exponent = draft, vocab, rows, exponent
 
     @torch.no_grad()
-    def held(
-        self, texts: Sequence[OwnText], continuations: Sequence[Sequence[DrawnContinuation]], temperature: float
-    ) -> list[list[int]]:
-        """Return, for each continuation of each text, how many of its tokens the tree of its context holds."""
-        flat = [each for of_text in continuations for each in of_text]
-        device, count = self._draft.embed.weight.device, len(flat)
-        if not count:
-            return [[] for _ in texts]
-        contexts = [each.context for each in flat]
-        drawn_UK = torch.tensor([each.tokens for each in flat], device=device)
-        longest = max(len(text.tokens) for text in texts) + drawn_UK.shape[1]
-        tree = TextRows(
-            self._draft,
-            RopeTable(self._draft.config, longest, device),
-            texts,
-            [[each.context for each in of_text] for of_text in continuations],
-        )
-        seed_U, position_U = np.array([each.seed for each in flat]), np.array(contexts, dtype=np.int64)
+    def held(self, drawn: Sequence[DrawnContinuation], temperature: float) -> list[int]:
+        """Return, for each continuation, how many of its tokens the tree of its context holds."""
+        if not drawn:
+            return []
+        device, count = self._draft.embed.weight.device, len(drawn)
+        drawn_UK = torch.tensor([each.tokens for each in drawn], device=device)
+        tree = TextRows(self._draft, [each.context for each in drawn], drawn_UK.shape[1])
+        seed_U = np.array([each.seed for each in drawn])
+        position_U = np.array([each.context.size for each in drawn], dtype=np.int64)
         score_UF = torch.zeros(count, 1, device=device)
         is_drawn_UF = torch.ones(count, 1, dtype=torch.bool, device=device)
         held_U = torch.zeros(count, dtype=torch.int64, device=device)
@@ -205,8 +194,7 @@ class TreeDraft:
             first_U1 = torch.arange(count, device=device)[:, None] * before
             if depth + 1 < drawn_UK.shape[1]:
                 tree.step((first_U1 + parent_UF).flatten(), token_UF.flatten())
-        found = iter(held_U.tolist())
-        return [[next(found) for _ in of_text] for of_text in continuations]
+        return held_U.tolist()
 
     def _scores(self, hidden_YE: Tensor, score_UF: Tensor, noise_UV: Tensor | None, temperature: float) -> Tensor:
         """Return the log-probability [U, R, V], as the draft sees it, that the target draws a row's tokens and then
@@ -293,12 +281,12 @@ class HeldOut:
             (_first_answer(row) for row in (calm_Z if len(calm_Z) else rows_Z)), key=lambda text: len(text.tokens)
         )
         answer_tokens = sum(len(text.tokens) - text.answer_from for text in texts)
-        self._distance = max(1, answer_tokens // contexts)
-        with_contexts = [text for text in texts if text.contexts(self._distance)]
-        self._groups = [with_contexts[i : i + TEXTS] for i in range(0, len(with_contexts), TEXTS)]
-        """Texts of similar length, whose trees grow together."""
-        self._drawn: dict[float, list[list[list[DrawnContinuation]]]] = {}
-        """Continuations that the target draws after contexts, by temperature, group and text."""
+        distance = max(1, answer_tokens // contexts)
+        of_texts = [found for text in texts if (found := text.contexts(distance))]
+        self._groups = [list(chain(*of_texts[i : i + TEXTS])) for i in range(0, len(of_texts), TEXTS)]
+        """Contexts of texts of similar length, whose trees grow together."""
+        self._drawn: dict[float, list[list[DrawnContinuation]]] = {}
+        """Continuations that the target draws after contexts, by temperature and group."""
 
     def measure(
         self,
@@ -315,22 +303,13 @@ class HeldOut:
         for values_T5 in self._compare(target, draft, vocab):
             values_5 += values_T5.double().sum(0).cpu()
             positions += len(values_T5)
-        overlap, kl, same, chi2, entropy = (values_5 / max(1, positions)).tolist()
+        means = dict(zip(COMPARED, (values_5 / max(1, positions)).tolist(), strict=True))
         trees, contexts = self._trees(target, draft, vocab, latency)
-        return Measurement(
-            **when,
-            overlap=overlap,
-            kl=kl,
-            same_likeliest=same,
-            chi2=chi2,
-            entropy=entropy,
-            positions=positions,
-            contexts=contexts,
-            trees=trees,
-        )
+        return Measurement(**when, **means, positions=positions, contexts=contexts, trees=trees)
 
     @torch.no_grad()
     def _compare(self, target: Decoder, draft: Decoder, vocab: int) -> Iterator[Tensor]:
+        """Yield `COMPARED` at the answer tokens, [T, 5]."""
         device = target.embed.weight.device
         size = chunk_size(vocab, device.type)
         for tokens_RL, index_T in parts_of(self._rows_Z, device):
@@ -359,10 +338,9 @@ class HeldOut:
             trees = {rows: TreeDraft(draft, vocab, rows, exponent) for rows in ROWS}
             if temperature not in self._drawn:
                 self._drawn[temperature] = list(self._draws(target, temperature, vocab))
-            for texts, drawn in zip(self._groups, self._drawn[temperature]):
+            for drawn in self._drawn[temperature]:
                 for rows, tree in trees.items():
-                    for counts in tree.held(texts, drawn, temperature):
-                        held[temperature, rows] += counts
+                    held[temperature, rows] += tree.held(drawn, temperature)
         found = tuple(
             _tree_measurement(temperature, rows, np.array(counts), latency)
             for (temperature, rows), counts in held.items()
@@ -370,12 +348,11 @@ class HeldOut:
         )
         return found, max(map(len, held.values()), default=0)
 
-    def _draws(self, target: Decoder, temperature: float, vocab: int) -> Iterator[list[list[DrawnContinuation]]]:
+    def _draws(self, target: Decoder, temperature: float, vocab: int) -> Iterator[list[DrawnContinuation]]:
         seed = self._seed
-        for texts in self._groups:
-            contexts = [text.contexts(self._distance) for text in texts]
-            yield draw_next(target, texts, contexts, BLOCK, temperature, seed, vocab)
-            seed += sum(map(len, contexts))
+        for contexts in self._groups:
+            yield draw_next(target, contexts, BLOCK, temperature, seed, vocab)
+            seed += len(contexts)
 
 
 def _tree_measurement(
@@ -398,16 +375,14 @@ def _first_answer(row: np.void) -> OwnText:
 def pair_latency(pair: ModelPair) -> LatencyModel | None:
     """Measure how long steps and passes of this pair take on this machine. None if there is no memory for measuring, or
     if contexts are too short."""
-    slots, on_gpu = max(ROWS), pair.target.embed.weight.is_cuda
+    slots, device = max(ROWS), pair.target.embed.weight.device
     config = replace(CONFIG, max_slots=slots, pages=pool_for(slots * 640))
     try:
-        return measure_latency(local_engine(pair, config), GPU_EFFORT if on_gpu else BRIEF)
+        return measure_latency(local_engine(pair, config), GPU_EFFORT if device.type == "cuda" else BRIEF)
     except torch.OutOfMemoryError:
         return None
     finally:
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
+        free_memory(device)
 
 
 def write_card(directory: Path, record: dict[str, Any], history: Sequence[Measurement]) -> None:

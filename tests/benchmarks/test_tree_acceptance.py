@@ -6,6 +6,7 @@ from __future__ import annotations
 from benchmarks.load import problem_prompts
 from benchmarks.tree_acceptance import DrawnContinuation, TreeDraft, lines_of, write_answers
 from smc import demo
+from smc.distill.measure import Context
 from smc.local_engine import ModelPair
 from smc.model.loader import load_model
 from smc.model.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ def test_a_tree_of_the_target_itself_holds_its_answers():
     texts = write_answers(pair, problem_prompts(pair.tokenizer, 2, seed=0), 1.0, seed=3)
     tree = TreeDraft(target, pair.tokenizer.size, 2, 1.0)
     for number, text in enumerate(texts, 3):
-        contexts = range(text.answer_from, len(text.tokens) - 3)
-        drawn = [DrawnContinuation(c, text.tokens[c : c + 3], number) for c in contexts]
-        (held,) = tree.held([text], [drawn], 1.0)
+        sizes = range(text.answer_from, len(text.tokens) - 3)
+        drawn = [DrawnContinuation(Context(text, size), text.tokens[size : size + 3], number) for size in sizes]
+        held = tree.held(drawn, 1.0)
         assert held and set(held) == {3}

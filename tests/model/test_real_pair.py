@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from benchmarks.real_pair import build, find_wheel
-from benchmarks.tree_acceptance import DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.algorithm.coupling import FIRST_EXPONENT
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Request
 from smc.api.sampling_params import SamplingParams
+from smc.distill.measure import Context, DrawnContinuation, OwnText, TreeDraft, draw_next
 from smc.local_engine import ModelPair, local_engine
 from smc.model.decoder import RopeTable, hidden_states
 from smc.scheduler.detokenizer import StopRules, TextStream
@@ -169,8 +169,9 @@ def test_streams_have_no_broken_characters(pair):
 
 def from_record(record: dict) -> tuple[OwnText, list[DrawnContinuation], list[int]]:
     """Invert `benchmarks.tree_acceptance.as_record`."""
-    drawn = [DrawnContinuation(context, tuple(tokens), seed) for context, tokens, seed in record["drawn"]]
-    return OwnText(tuple(record["tokens"]), record["answer_from"]), drawn, record["held"]
+    text = OwnText(tuple(record["tokens"]), record["answer_from"])
+    drawn = [DrawnContinuation(Context(text, size), tuple(tokens), seed) for size, tokens, seed in record["drawn"]]
+    return text, drawn, record["held"]
 
 
 @pytest.mark.parametrize("temperature", HELD)
@@ -182,14 +183,13 @@ def test_trees_hold_as_many_tokens_as_recorded(pair, temperature):
         HELD[temperature], abs=0.01
     )
     tree, again, before = TreeDraft(pair.draft, pair.tokenizer.size, rows=8, exponent=1.0), [], []
-    for text, drawn, held in texts[:8]:
-        again += tree.held([text], [drawn[::4]], temperature)[0]
+    for _, drawn, held in texts[:8]:
+        again += tree.held(drawn[::4], temperature)
         before += held[::4]
     assert sum(one != other for one, other in zip(again, before)) <= 1  # near-ties may fall either way
-    text, drawn, _ = texts[0]
-    few = drawn[:2]
+    few = texts[0][1][:2]
     contexts = [each.context for each in few]
-    assert draw_next(pair.target, [text], [contexts], 5, temperature, few[0].seed, pair.tokenizer.size) == [few]
+    assert draw_next(pair.target, contexts, 5, temperature, few[0].seed, pair.tokenizer.size) == few
 
 
 @pytest.mark.xfail(
@@ -205,9 +205,10 @@ def test_the_engine_confirms_what_the_tree_holds(pair):
         params = SamplingParams(
             method="exact", particles=8, temperature=0.7, seed=each.seed, max_tokens=7, ignore_eos=True
         )
-        request = Request("r", text.tokens[: each.context], params)
+        request = Request("r", text.tokens[: each.context.size], params)
         first, confirmed, *more = [output.tokens for output in engine.run([request]) if output.tokens]
         answer = sum(more, (*first, *confirmed))
-        after = DrawnContinuation(each.context + len(first), answer[len(first) :][:5], each.seed)
-        ((held,),) = tree.held([OwnText((*request.prompt, *first), each.context)], [[after]], 0.7)
+        begun = OwnText((*request.prompt, *first), each.context.size)
+        context = Context(begun, len(begun.tokens))
+        (held,) = tree.held([DrawnContinuation(context, answer[len(first) :][:5], each.seed)], 0.7)
         assert len(first) == 1 and len(confirmed) == held + 1
