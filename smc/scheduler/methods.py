@@ -14,11 +14,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from smc.algorithm.resampling import log_mean_weight, normalise
-from smc.algorithm.selection import final_weights
+from smc.algorithm.expansion import CandidateTokens, SourceRows, expand
+from smc.algorithm.resampling import Bounds, Spans, log_mean_weight, normalise
+from smc.algorithm.selection import final_weights, select
 from smc.api.engine_config import EngineConfig
+from smc.api.limits import SCHEME_NAMES
 from smc.api.sampling_params import SamplingParams
-from smc.scheduler.slots import Checkpoint, RandomKeys, ShrunkCheckpoint, expand_rows, select_rows
+from smc.philox import RoundKeys
+from smc.scheduler.slots import Checkpoint, ShrunkCheckpoint
 from smc.scheduler.speculation import Acceptance, Miss
 from smc.scheduler.stats import EngineStats, RequestCounters
 from smc.types import Decoding, ModelRole
@@ -302,9 +305,24 @@ class DecodingRules(ABC):
         """Remove from a checkpoint what the request must not continue from."""
         return
 
-    def shrink(self, checkpoint: Checkpoint, rows: int, params: SamplingParams, keys: RandomKeys) -> ShrunkCheckpoint:
-        """Reduce a saved population to `rows` particles, by the unbiased choice that rounds use."""
-        return select_rows(checkpoint, rows, params.resampling, keys)
+    def shrink(self, checkpoint: Checkpoint, rows: int, params: SamplingParams, keys_G: RoundKeys) -> ShrunkCheckpoint:
+        """Reduce a saved population to `rows` particles, by the unbiased choice that rounds use: here that of
+        `smc.algorithm.selection` among independent particles."""
+        assert params.resampling is not None, "the resampling scheme of independent particles is filled in"
+        n = len(checkpoint)
+        first_G, size_G, next_count_G = (torch.tensor([value], dtype=torch.int32) for value in (0, n, rows))
+        chosen = select(
+            torch.from_numpy(checkpoint["logw_S"])[:, None],
+            torch.ones(n, dtype=torch.bool),
+            Bounds(Spans(first_G, size_G), size_G, next_count_G),
+            torch.zeros(1, dtype=torch.float64),
+            torch.tensor([SCHEME_NAMES.index(params.resampling)], dtype=torch.int32),
+            *keys_G,
+        )
+        alive_N = chosen.particles.alive_A.numpy()
+        ancestor_N = chosen.particles.ancestor_A.numpy()[alive_N]
+        kept = checkpoint.take(ancestor_N, chosen.particles.logw_A.numpy()[alive_N])
+        return ShrunkCheckpoint(kept, np.flatnonzero(alive_N), float(chosen.statistics.log_z_G[0]))
 
 
 class DraftTargetRules(DecodingRules):
@@ -379,8 +397,14 @@ class Competing(DraftTargetRules):
     def drafting(self, open_A: np.ndarray, any_open_A: np.ndarray) -> np.ndarray:
         return any_open_A
 
-    def shrink(self, checkpoint: Checkpoint, rows: int, params: SamplingParams, keys: RandomKeys) -> ShrunkCheckpoint:
-        return expand_rows(checkpoint, rows, self.decoding, keys)
+    def shrink(self, checkpoint: Checkpoint, rows: int, params: SamplingParams, keys_G: RoundKeys) -> ShrunkCheckpoint:
+        logw_N = torch.from_numpy(checkpoint["logw_S"])
+        n, one_G = len(logw_N), torch.ones(1, dtype=torch.int64)
+        sources, kept = (Spans(one_G * 0, one_G * size) for size in (n, rows))
+        source = SourceRows(CandidateTokens.whole(logw_N), logw_N, torch.ones(n, dtype=torch.bool), sources)
+        chosen = expand(source, kept, one_G * rows, one_G * int(self.decoding), keys_G, 0, rows)
+        parent_X, mass_X = (values_X[chosen.alive_X].numpy() for values_X in (chosen.parent_X, chosen.mass_X))
+        return ShrunkCheckpoint(checkpoint.take(parent_X, mass_X), np.arange(rows), 0.0)
 
 
 class Distinct(Competing, Independent):

@@ -37,6 +37,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from smc.algorithm.coupling import ExponentFit
 from smc.api.engine_config import EngineConfig
@@ -44,15 +45,18 @@ from smc.api.request import CONTINUED, Request, Times
 from smc.api.sampling_params import SamplingParams
 from smc.executor.logit_changes import biased_tokens
 from smc.executor.messages import ModelLost, Pending
+from smc.philox import RoundKeys
 from smc.scheduler.detokenizer import StopRules, TextStream
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules, rules_of
-from smc.scheduler.slots import Checkpoint, RandomKeys, RoundPages, Slots, Stream
+from smc.scheduler.slots import Checkpoint, RoundPages, Slots, Stream
 from smc.scheduler.speculation import Acceptance
 from smc.scheduler.stats import RequestCounters
 from smc.types import ModelRole
 
 MEMORY = 0.97
 """Factor by which the counts of a request's earlier rounds in its `acceptance` decay with each round."""
+SHRINK_ROUND = 1 << 30
+"""First round number for the random numbers of choices between rounds, so that they differ from those of rounds."""
 
 
 class RequestState(Enum):
@@ -292,8 +296,8 @@ class SequenceGroup:
         """While preempted, reduce the saved particles to `rows` by an unbiased choice."""
         assert self.state is RequestState.PREEMPTED, "a request that is preempted"
         assert self.checkpoint is not None, "a preempted request has a checkpoint"
-        keys = RandomKeys(self.seed, self.counters.preemptions)
-        self.checkpoint, kept_N, log_z = self.rules.shrink(self.checkpoint, rows, self.params, keys)
+        keys_G = RoundKeys(torch.tensor([self.seed]), torch.tensor([SHRINK_ROUND + self.counters.preemptions]))
+        self.checkpoint, kept_N, log_z = self.rules.shrink(self.checkpoint, rows, self.params, keys_G)
         self.particles = self.particles[kept_N]
         self.count = len(self.particles)
         self.most_rows = rows

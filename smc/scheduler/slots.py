@@ -20,24 +20,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from smc.algorithm.expansion import CandidateTokens, SourceRows, expand
-from smc.algorithm.resampling import Bounds, Spans
-from smc.algorithm.selection import select
-from smc.api.limits import SCHEME_NAMES
 from smc.memory.pages import PageAllocator
-from smc.philox import RoundKeys
 from smc.round.tensors import Lineage
-from smc.types import Decoding, ModelRole
+from smc.types import ModelRole
 
 SAVED = (
     *("tokens_SL", "logp_SL", "raw_logp_SL", "logq_SL", "length_S", "block_S"),
     *("logw_S", "logphi_S", "weighed_S", "ended_S"),
 )
 """Arrays of `Slots` that a checkpoint copies."""
-SHRINK_ROUND = 1 << 30
-"""First round number for the random numbers of choices between rounds, so that they differ from those of rounds."""
 
 
 class Stream(NamedTuple):
@@ -214,23 +206,12 @@ class Checkpoint:
     def of_tokens(tokens_L: Sequence[int], logp_L: Sequence[float]) -> Checkpoint:
         """Return one row with these confirmed tokens, at least one, of which the last has not been run. `logp_L`: their
         log-probabilities; empty if they are not needed."""
-        size = len(tokens_L)
-        logp_SL = np.full((1, size), np.nan, dtype=np.float32)
-        logp_SL[0, : len(logp_L)] = logp_L
-        return Checkpoint(
-            {
-                "tokens_SL": np.array([tokens_L], dtype=np.int32),
-                "logp_SL": logp_SL,
-                "raw_logp_SL": logp_SL,
-                "logq_SL": np.zeros((1, size), dtype=np.float32),
-                "length_S": np.array([size], dtype=np.int32),
-                "block_S": np.array([size - 1], dtype=np.int32),
-                "logw_S": np.zeros(1),
-                "logphi_S": np.zeros(1),
-                "weighed_S": np.zeros(1, dtype=np.int32),
-                "ended_S": np.zeros(1, dtype=bool),
-            }
-        )
+        size, reported = len(tokens_L), slice(len(logp_L))
+        slots = Slots(1, size)
+        slots.tokens_SL[0] = tokens_L
+        slots.logp_SL[0, reported] = slots.raw_logp_SL[0, reported] = logp_L
+        slots.length_S[0], slots.block_S[0] = size, size - 1
+        return Checkpoint.of(slots, np.zeros(1, dtype=np.int32))
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name]
@@ -251,6 +232,10 @@ class Checkpoint:
             self._pages[key] = count()
         return self._pages[key]
 
+    def take(self, index_N: np.ndarray, logw_N: np.ndarray) -> Checkpoint:
+        """Return the rows with these indices and other weights."""
+        return Checkpoint({name: values[index_N] for name, values in self.arrays.items()} | {"logw_S": logw_N})
+
     def restore(self, slots: Slots, slots_N: np.ndarray) -> None:
         """Write the rows to slots. Further slots repeat the first row and hold no particle."""
         row_N = row_of_batch(len(self), len(slots_N))
@@ -270,54 +255,9 @@ def row_of_batch(rows: int, size: int) -> np.ndarray:
     return np.where(index_N < rows, index_N, 0)
 
 
-class RandomKeys(NamedTuple):
-    """Keys of the random numbers of a choice between rounds."""
-
-    seed: int
-    choice: int
-    """Number of the choice within its request."""
-
-
 class ShrunkCheckpoint(NamedTuple):
     checkpoint: Checkpoint
     kept_N: np.ndarray
     """Indices of the particles that stay."""
     log_z: float
     """Increment of the request's log Z-hat."""
-
-
-def expand_rows(checkpoint: Checkpoint, rows: int, kind: Decoding, keys: RandomKeys) -> ShrunkCheckpoint:
-    """Keep `rows` particles of a population drawn without replacement: `smc.algorithm.expansion`."""
-    logw_N = torch.from_numpy(checkpoint["logw_S"])
-    n, one_G = len(logw_N), torch.ones(1, dtype=torch.int64)
-    keys_G = RoundKeys(torch.tensor([keys.seed]), one_G * (SHRINK_ROUND + keys.choice))
-    sources, kept = (Spans(one_G * 0, one_G * size) for size in (n, rows))
-    there_N = torch.ones(n, dtype=torch.bool)
-    source = SourceRows(CandidateTokens.whole(logw_N), logw_N, there_N, sources)
-    chosen = expand(source, kept, one_G * rows, one_G * int(kind), keys_G, 0, rows)
-    parent_X = chosen.parent_X[chosen.alive_X].numpy()
-    arrays = {name: values[parent_X] for name, values in checkpoint.arrays.items()}
-    arrays["logw_S"] = chosen.mass_X[chosen.alive_X].numpy()
-    return ShrunkCheckpoint(Checkpoint(arrays), np.arange(rows), 0.0)
-
-
-def select_rows(checkpoint: Checkpoint, rows: int, scheme: str | None, keys: RandomKeys) -> ShrunkCheckpoint:
-    """Keep `rows` of independent particles: `smc.algorithm.selection`."""
-    assert scheme is not None, "the resampling scheme of independent particles is filled in"
-    n = len(checkpoint)
-    first_G, size_G, next_count_G = (torch.tensor([value], dtype=torch.int32) for value in (0, n, rows))
-    bounds = Bounds(Spans(first_G, size_G), size_G, next_count_G)
-    chosen = select(
-        torch.from_numpy(checkpoint["logw_S"])[:, None],
-        torch.ones(n, dtype=torch.bool),
-        bounds,
-        torch.zeros(1, dtype=torch.float64),
-        torch.tensor([SCHEME_NAMES.index(scheme)], dtype=torch.int32),
-        torch.tensor([keys.seed]),
-        torch.tensor([SHRINK_ROUND + keys.choice]),
-    )
-    alive_N = chosen.particles.alive_A.numpy()
-    ancestor_N = chosen.particles.ancestor_A.numpy()[alive_N]
-    arrays = {name: values[ancestor_N] for name, values in checkpoint.arrays.items()}
-    arrays["logw_S"] = chosen.particles.logw_A.numpy()[alive_N]
-    return ShrunkCheckpoint(Checkpoint(arrays), np.flatnonzero(alive_N), float(chosen.statistics.log_z_G[0]))
