@@ -350,8 +350,9 @@ class Engine:
     def _only_cached(self) -> dict[ModelRole, int]:
         """Return the numbers of pages that only the prefix caches hold, counted again after `COUNTED_SECONDS` while
         requests hold others."""
-        if not self.registry.admitted or self._clock() >= self._count_again:
-            self._count_again = self._clock() + COUNTED_SECONDS
+        now = time.monotonic()
+        if not self.registry.admitted or now >= self._count_again:
+            self._count_again = now + COUNTED_SECONDS
             used: dict[ModelRole, set[bytes]] = {role: set() for role in self.memory.caches}
             for group in self.registry.admitted if used else ():
                 for stream in group.streams:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -167,10 +166,10 @@ def test_what_was_not_used_for_longest_makes_room(config):
     assert_empty(engine)
 
 
-def test_blocks_of_running_prompts_are_not_counted_as_cached():
+def test_blocks_of_running_prompts_are_not_counted_as_cached(monkeypatch):
     """Otherwise a pool full of long prompts seems to be nearly free."""
-    seconds = itertools.count()
-    engine = local_engine(pair(), EngineConfig(block=2), clock=lambda: float(next(seconds)))
+    monkeypatch.setattr("smc.scheduler.engine.COUNTED_SECONDS", 0.0)
+    engine = local_engine(pair(), EngineConfig(block=2))
     one(engine, request([1, 2] * 40, "before", method="target", seed=1, max_tokens=2))
     before = engine.take_stats()
     assert before.pages_used == before.pages_cached == {"draft": 0, "target": 80}
