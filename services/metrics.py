@@ -209,7 +209,7 @@ class WorkerGroupMetrics(Families):
         )
         self.pages_cached = self._gauge(
             "smc_kv_pages_cached",
-            "KV pages that only the prefix cache holds, counted once a second.",
+            "KV pages that only the prefix cache holds, besides those of prompts that are being run.",
             group=GROUPS,
         )
         self.pages_free = self._gauge("smc_kv_pages_free", "KV pages that are free.", group=GROUPS)

@@ -164,7 +164,7 @@ class RemoteWorker:
             self._asked += 1
             self._numbers[constraint] = self._asked
             self.send(Compile(constraint))
-            # The worker forgets those first that it has not used for longest, whichever these are.
+            # The worker keeps `MOST_KEPT`, and those that run longest of all; so it may forget others before this does.
             while len(self._numbers) > MOST_KEPT // 2:
                 self._numbers.popitem(last=False)
         self._numbers.move_to_end(constraint)

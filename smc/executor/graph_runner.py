@@ -272,7 +272,7 @@ class GraphRunner(StageRunner):
         except Exception:
             # After an error of the stage, to end the recording may raise another one, which says nothing more.
             if failed is not None:
-                raise failed from None
+                raise failed from failed.__cause__
             raise
         self._first = self._first or graph
         kept.graphs[name] = (graph, outputs)

@@ -70,9 +70,6 @@ class PrefixCache:
         """Number of references that had been released when the last search of the whole cache found no block to drop.
         Until another one is released, there is none: whatever is cached meanwhile is held by a request."""
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._pages
-
     @property
     def entries(self) -> int:
         return len(self._pages)
@@ -354,12 +351,6 @@ class KVCacheManager:
         if role in self.caches:
             cache = self.caches[role]
             cache.keep(keys[: len(pages) // cache.block], pages)
-
-    def only_cached(self, role: ModelRole, used: Iterable[bytes]) -> int:
-        """Return the number of pages that only the cache holds. `used`: distinct keys of the blocks of all prompts that
-        requests hold pages of, cached or not."""
-        cache = self.caches[role]
-        return (cache.entries - sum(key in cache for key in used)) * cache.block
 
     def forget(self, keys: list[bytes]) -> None:
         """Drop these blocks from both caches."""

@@ -10,7 +10,6 @@ the results of earlier ones. The engine talks to two workers, which run prompts,
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from smc.scheduler.planner import DraftSize
 from smc.scheduler.potential_calls import PotentialCalls
 from smc.scheduler.preemption import Preemption
 from smc.scheduler.prefill import PrefillManager
+from smc.scheduler.prefix_reuse import HeldBlocks
 from smc.scheduler.preparation import Preparation
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.results import ResultReporter
@@ -50,9 +50,6 @@ NO_POTENTIALS: Mapping[str, Potential] = MappingProxyType({})
 COMPANY = 8
 """Requests in rounds from which a step does not wait for the first tokens of its prompts. Waiting would stop the host,
 and with it all of them; a step later costs a new request a round."""
-
-COUNTED_SECONDS = 1.0
-"""Seconds between two counts of what only the prefix cache holds: one of 64 prompts of 32,000 tokens takes 10 ms."""
 
 
 class Engine:
@@ -102,8 +99,7 @@ class Engine:
         )
         self._clock = clock
         self._numbers = itertools.count()
-        self._cached: dict[ModelRole, int] = {}
-        self._count_again = -math.inf
+        self._held_blocks = HeldBlocks()
 
     def _round_scheduler(self, roles: tuple[ModelRole, ...]) -> RoundScheduler:
         config, is_pair = self.config, roles == BOTH_MODELS
@@ -338,7 +334,8 @@ class Engine:
         stats.pages_total = dict(memory.capacity)
         stats.numerics = {role: worker.numerics for role, worker in self.workers.items()}
         stats.pages_used = {role: memory.held(role) for role in memory.capacity}
-        stats.pages_cached = self._only_cached()
+        running = [group for group in self.registry.admitted if group.is_running]
+        stats.pages_cached = self._held_blocks.only_cached(running, memory)
         counts = {role: cache.take_counts() for role, cache in memory.caches.items()}
         stats.prefix_queries = {role: queried for role, (queried, _) in counts.items()}
         stats.prefix_hits = {role: hits for role, (_, hits) in counts.items()}
@@ -346,19 +343,6 @@ class Engine:
         if not self.registry.groups:
             stats.pages_leaked = memory.leaked()
         return stats
-
-    def _only_cached(self) -> dict[ModelRole, int]:
-        """Return the numbers of pages that only the prefix caches hold, counted again after `COUNTED_SECONDS` while
-        requests hold others."""
-        now = time.monotonic()
-        if not self.registry.admitted or now >= self._count_again:
-            self._count_again = now + COUNTED_SECONDS
-            used: dict[ModelRole, set[bytes]] = {role: set() for role in self.memory.caches}
-            for group in self.registry.admitted if used else ():
-                for stream in group.streams:
-                    used[stream.role].update(group.keys.get("negative" if stream.unconditional else "prompt", ()))
-            self._cached = {role: self.memory.only_cached(role, keys) for role, keys in used.items()}
-        return dict(self._cached)
 
     def rounds_of(self, decoding: Decoding) -> RoundScheduler:
         """Return the scheduler of the rounds of requests that are decoded in this way, for timing."""

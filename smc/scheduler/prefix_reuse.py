@@ -3,7 +3,8 @@ caches hold, and caches sequences for later requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,6 +17,36 @@ from smc.scheduler.prefill_batches import PrefillJob, PrefillRequest, PromptRow
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import Slots, Stream
 from smc.types import ModelRole, Numerics
+
+
+class HeldBlocks:
+    """Counts the cached blocks of running requests' prompts. What the prefix caches hold beside them, nobody uses."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[ModelRole, bytes]] = Counter()
+        """Number of requests that hold a block, by model and key."""
+        self._blocks = dict.fromkeys(ModelRole, 0)
+        """Number of different blocks that requests hold."""
+        self._streams: dict[SequenceGroup, tuple[Stream, ...]] = {}
+
+    def only_cached(self, running: Iterable[SequenceGroup], memory: KVCacheManager) -> dict[ModelRole, int]:
+        """Return the number of pages that only the cache of each model holds. `running`: the requests whose prompts
+        have run; those that were among them at the last call cost nothing."""
+        now = {group: group.streams for group in running}
+        for group in [group for group, streams in self._streams.items() if now.get(group) != streams]:
+            self._count(group, self._streams.pop(group), -1)
+        for group in now.keys() - self._streams.keys():
+            self._count(group, now[group], 1)
+        self._streams = now
+        return {role: max(0, cache.entries - self._blocks[role]) * cache.block for role, cache in memory.caches.items()}
+
+    def _count(self, group: SequenceGroup, streams: tuple[Stream, ...], sign: int) -> None:
+        for stream in streams:
+            for key in group.keys.get("negative" if stream.unconditional else "prompt", ()):
+                held = self._requests.pop((stream.role, key), 0)
+                if held + sign:
+                    self._requests[stream.role, key] = held + sign
+                self._blocks[stream.role] += (held + sign > 0) - (held > 0)
 
 
 class PrefixReuse:

@@ -93,7 +93,7 @@ class EngineStats:
     pages_used: dict[ModelRole, int] = field(default_factory=dict)
     """Pages that requests, the prefix cache or both hold."""
     pages_cached: dict[ModelRole, int] = field(default_factory=dict)
-    """Pages that only the prefix cache holds, as they were at most a second ago."""
+    """Pages that only the prefix cache holds. Blocks of a prompt that is still being run count, too."""
     pages_total: dict[ModelRole, int] = field(default_factory=dict)
     numerics: dict[ModelRole, Numerics] = field(default_factory=dict)
     """What the bits of each model's results depend on."""

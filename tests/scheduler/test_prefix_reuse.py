@@ -166,9 +166,8 @@ def test_what_was_not_used_for_longest_makes_room(config):
     assert_empty(engine)
 
 
-def test_blocks_of_running_prompts_are_not_counted_as_cached(monkeypatch):
+def test_blocks_of_running_prompts_are_not_counted_as_cached():
     """Otherwise a pool full of long prompts seems to be nearly free."""
-    monkeypatch.setattr("smc.scheduler.engine.COUNTED_SECONDS", 0.0)
     engine = local_engine(pair(), EngineConfig(block=2))
     one(engine, request([1, 2] * 40, "before", method="target", seed=1, max_tokens=2))
     before = engine.take_stats()
