@@ -42,6 +42,7 @@ from smc.round.plan import Contexts, RoundPlan, SequenceHandoff
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS
 from smc.scheduler.planner import DraftSize, bucket
+from smc.scheduler.round_overhead import busy_seconds
 from smc.scheduler.speculation import PARTS, LatencyCurve, LatencyModel, ModelLatency
 from smc.stops import START
 from smc.types import Decoding, ModelRole
@@ -311,7 +312,8 @@ def _pages(request_N1: np.ndarray, length: int, capacity: int) -> np.ndarray:
 
 
 def _overhead(engine: Engine, effort: Effort) -> float:
-    """Measure the seconds of a round in which neither model runs a pass: the median over rounds of one request."""
+    """Measure the seconds of a round in which neither model runs a pass: the lower quartile over rounds of one request,
+    because other work on the host can only make it longer."""
     config, rounds = engine.config, engine.rounds_of(Decoding.WALK)
     # The first round is the only one in flight, so it does not show the work that runs beside a round; it is left out.
     rounds_needed = 1 + effort.untimed + effort.repeats
@@ -328,19 +330,13 @@ def _overhead(engine: Engine, effort: Effort) -> float:
         whole = time.perf_counter() - begin
         if rounds.last is not None and rounds.last is not read:
             read = rounds.last
-            found.append(max(0.0, whole - _busy(read.spans())))
+            found.append(max(0.0, whole - busy_seconds(read.spans())))
     engine.abort("timing")
     engine.step()
     engine.check_books()
     engine.forget()
-    return statistics.median(found[1 + effort.untimed :] or found)
-
-
-def _busy(spans: dict[str, tuple[int, int]]) -> float:
-    """Return the seconds in which at least one model ran its pass, or the draft drafted again."""
-    begins, ends = spans.get("redraft", (0, 0))
-    (begin, end), (other, last) = sorted(spans[role] for role in ModelRole)
-    return 1e-9 * (ends - begins + end - begin + max(0, last - max(end, other)))
+    timed = sorted(found[1 + effort.untimed :] or found)
+    return timed[len(timed) // 4]
 
 
 def cache_directory() -> Path:

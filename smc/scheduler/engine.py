@@ -38,6 +38,7 @@ from smc.scheduler.prefix_reuse import HeldBlocks
 from smc.scheduler.preparation import Preparation
 from smc.scheduler.queue import RequestRegistry
 from smc.scheduler.results import ResultReporter
+from smc.scheduler.round_overhead import RoundOverhead
 from smc.scheduler.sequence_group import RequestState, SequenceGroup
 from smc.scheduler.slots import Slots
 from smc.scheduler.speculation import LatencyModel
@@ -77,7 +78,7 @@ class Engine:
         self._constraints = constraints
         self.workers, self.executor = workers, executor
         self.latency: LatencyModel | None = None
-        """Times of steps and passes on the engine's devices; None: not measured."""
+        """Times of steps and passes on the engine's devices, corrected by its rounds; None: not measured."""
         self.slots = Slots(config.max_slots, context + config.block + 1, config.chains(tokenizer.size))
         self.memory = KVCacheManager(pages, prefix_cache=config.prefix_cache)
         self.forecast = PageForecast(config, self.slots, self.memory)
@@ -99,7 +100,7 @@ class Engine:
         )
         self._clock = clock
         self._numbers = itertools.count()
-        self._held_blocks = HeldBlocks()
+        self._held_blocks, self._overhead = HeldBlocks(), RoundOverhead()
 
     def _round_scheduler(self, roles: tuple[ModelRole, ...]) -> RoundScheduler:
         config, is_pair = self.config, roles == BOTH_MODELS
@@ -181,8 +182,10 @@ class Engine:
         self.forecast.follow(self.registry.admitted)
         self._preparation.follow(self.registry.queue, beside=bool(self.registry.admitted))
         self._admit()
-        self._schedule_prefill()
+        beside_prompts = self._schedule_prefill()
         rounds = self._run_decode_step()
+        if self.latency is not None:
+            self.latency = self._overhead.corrected(self.latency, rounds, beside_prompts=beside_prompts)
         self._process_results(rounds)
         return self.results.take()
 
@@ -206,15 +209,16 @@ class Engine:
             if not self.registry.admit(group, self._clock()):
                 break
 
-    def _schedule_prefill(self) -> None:
-        """Schedule a chunk of prompts, after the pending changes of running requests."""
+    def _schedule_prefill(self) -> bool:
+        """Schedule a chunk of prompts, after the pending changes of running requests. Return whether there was
+        one."""
         admitted, queue = self.registry.admitted, self.registry.queue
         first = queue.first
         waiting = queue.groups if first is not None and self.prefill.lacks_slots(first) else ()
         self.trees.follow(admitted, waiting, self.latency)
         for group in admitted:
             self.prefill.grant(group)
-        self.prefill.schedule(self.registry.num_running)
+        return self.prefill.schedule(self.registry.num_running)
 
     def _run_decode_step(self) -> list[Pending[RoundReports]]:
         """Launch rounds of all running requests. Return the rounds whose results were read."""

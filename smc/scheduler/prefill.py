@@ -91,8 +91,9 @@ class PrefillManager:
             return False
         return self.memory.admits(self._forecast.of(job.group)) and self.prefixes.has_room(job)
 
-    def schedule(self, running: int) -> None:
-        """Schedule a chunk of the pending sequences at each model. `running`: number of requests in rounds."""
+    def schedule(self, running: int) -> bool:
+        """Schedule a chunk of the pending sequences at each model. `running`: number of requests in rounds. Return
+        whether there was one."""
         self.budget.begin_step(self._come)
         self._come = 0
         jobs = self._unblocked()
@@ -105,9 +106,11 @@ class PrefillManager:
             chunk = self.budget.most(running, len(jobs), tokens)
             steps = {role: prefill_step(jobs, self.workers[role], role, chunk) for role in ModelRole}
             self.budget.spend(steps, beside=running > 0)
-        elif not self._jobs:
+            return any(steps.values())
+        if not self._jobs:
             # The first tokens of the last prompt have been read, so there is hardly anything left to wait for.
             self.budget.rest()
+        return False
 
     def _unblocked(self) -> list[PrefillJob]:
         """Jobs that may run now: all that have not been scheduled, except those that begin with tokens that an earlier
