@@ -3,9 +3,11 @@ be imported before any kernel: a kernel reads the setting when it is defined."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -35,6 +37,7 @@ _REDUCTIONS = {
 _pointer_types: dict[torch.dtype, core.dtype] = {}
 _np_dtypes: dict[str, np.dtype] = {}
 _block_types: dict[tuple, dict] = {}
+_kernels: dict[interpreter.InterpretedFunction, tuple[set[str], set[str], dict[str, object]]] = {}
 _replacements: dict[interpreter.InterpretedFunction, Callable | None] = {}
 
 
@@ -159,8 +162,36 @@ def _as_tensor(self, x, check_type=True):
     return interpreter_operators.constant(value, self.to_tensor_type(value))
 
 
+def _run(self, *arguments, grid, warmup, **named):
+    """Run the programs of a launch. The interpreter would inspect the kernel's signature three times, and copy the
+    memory of all tensors from and to a GPU."""
+    if warmup:
+        return
+    if self not in _kernels:
+        constants = interpreter.GridExecutor(self.fn, self.arg_names, grid).constexprs
+        parameters = inspect.signature(self.fn).parameters.values()
+        defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+        _kernels[self] = set(self.arg_names), set(constants), defaults
+    names, constants, defaults = _kernels[self]
+    assert len(arguments) <= len(names), f"{self.fn.__name__} has {len(names)} parameters"
+    given = defaults | dict(zip(self.arg_names, arguments))
+    given |= {name: value for name, value in named.items() if name in names}
+    given = {name: value if name in constants else _as_argument(value) for name, value in given.items()}
+    sizes = (*(grid(given) if callable(grid) else grid), 1, 1)[:3]
+    kernel, builder = self.rewrite(), interpreter.interpreter_builder
+    builder.set_grid_dim(*sizes)
+    try:
+        for place in product(*map(range, sizes)):
+            builder.set_grid_idx(*place)
+            kernel(**given)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
+
+
 def _as_argument(value):
-    """Cache the pointer types of arguments; the interpreter derives one for each argument of each call."""
+    """Cache numbers and the types of pointers; the interpreter derives a type for each argument of each launch."""
+    if type(value) is int and -(2**31) <= value < 2**31:
+        return interpreter_operators.constant(value, tl.int32)
     if type(value) is not torch.Tensor:
         return _argument(value)
     if value.dtype not in _pointer_types:
@@ -227,7 +258,7 @@ def _uses_the_language() -> tuple:
 
 _BUILTIN = core.builtin(_uses_the_language).__code__
 interpreter._patch_attr, interpreter._implicit_cvt = _patch_member, _as_argument
-interpreter.InterpretedFunction.__call__ = _called
+interpreter.InterpretedFunction.__call__, interpreter.InterpretedFunction.run = _called, _run
 # It measures every array that it makes against its type.
 interpreter.TensorHandle.__post_init__ = lambda self: None
 TritonSemantic.to_tensor = _as_tensor

@@ -99,6 +99,9 @@ def _binary(of: Callable, types: dict, made: core.dtype | None = None) -> Callab
             if type(left) is not Tensor or left.dtype.name not in types:
                 return slow(left, right, **options)
             dtype = left.dtype
+            if type(right) is Tensor and right.type is left.type:
+                values = of(left.handle.data, right.handle.data)
+                return tensor(values, made, left.type is not dtype) if made else _like(left, values)
             block = left.type is not dtype
             if type(right) is Tensor:
                 values, block = right.handle.data, block or right.type is not right.dtype
@@ -106,6 +109,8 @@ def _binary(of: Callable, types: dict, made: core.dtype | None = None) -> Callab
                     dtype = types.get((dtype.name, right.dtype.name))
             else:
                 values = _number(right, dtype) if dtype is not tl.int1 or made else None
+                if values is not None and not made:
+                    return _like(left, of(left.handle.data, values))
             if dtype is None or values is None:
                 return slow(left, right, **options)
             return tensor(of(left.handle.data, values), made or dtype, block)
@@ -145,6 +150,15 @@ def tensor(values: np.ndarray, dtype: core.dtype, block: bool) -> core.tensor:
         of = known, core.block_type(known, list(sizes)) if block else known, *shaped(sizes)
         made.dtype, made.type, made.shape, made.numel = _types[key] = of
     handle.data, handle.dtype, handle.attr, made.handle = values, made.dtype, {}, handle
+    return made
+
+
+def _like(of: core.tensor, values: np.ndarray) -> core.tensor:
+    """A tensor of `values`, which have the type and the shape of another one: in half the time of `tensor`."""
+    handle, made = _new(TensorHandle), _new(Tensor)
+    handle.data, handle.attr, made.handle = values, {}, handle
+    handle.dtype = made.dtype = of.dtype
+    made.type, made.shape, made.numel = of.type, of.shape, of.numel
     return made
 
 

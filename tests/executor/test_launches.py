@@ -84,7 +84,8 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch) -> Launches:
     found = Launches()
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", found.beside(interpreter.GridExecutor.__call__, "kernel"))
+    launch = interpreter.InterpretedFunction.run
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", found.beside(launch, "kernel"))
     for name in ("__call__", "logits"):
         monkeypatch.setattr(TritonForward, name, found.beside(getattr(TritonForward, name)))
     for name in ("draft", "remap"):
