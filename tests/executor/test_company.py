@@ -79,8 +79,8 @@ def lose_draft(engine: Engine, steps: int) -> None:
 class Ways:
     """Ways to an answer."""
 
-    def __init__(self, made: ModelPair, config: EngineConfig, one: Request) -> None:
-        self._made, self._config, self.one = made, config, one
+    def __init__(self, made: ModelPair, config: EngineConfig, one: Request, expected: Answer) -> None:
+        self._made, self._config, self.one, self._expected = made, config, one, expected
 
     def engine(self, **changes: object) -> Engine:
         return local_engine(self._made, replace(self._config, **changes))
@@ -89,7 +89,12 @@ class Ways:
         return answers(self.engine(), [self.one])["0"]
 
     def in_company(self) -> Answer:
-        return answers(self.engine(), [*ALSO[:3], self.one, *ALSO[3:]])["0"]
+        """In the kernels, all requests whose way this is with this engine are also in each other's company."""
+        key = repr(self._config)
+        ones = {repr(one): replace(one, request_id=repr(one)) for one in (self.one, *TOGETHER.get(key, ()))}
+        if ones.keys() - IN_COMPANY.get(key, {}).keys():
+            IN_COMPANY[key] = answers(self.engine(), [*ALSO[:3], *ones.values(), *ALSO[3:]])
+        return IN_COMPANY[key][repr(self.one)]
 
     def beside_another(self) -> Answer:
         return answers(self.engine(), [ALSO[2], self.one])["0"]
@@ -99,8 +104,8 @@ class Ways:
 
     def after_a_cached_prefix(self) -> Answer:
         engine = self.engine()
-        answers_to_it = [output.answer for output in engine.run([replace(self.one, request_id="before")])]
-        assert answers_to_it[-1] is not None
+        before = replace(self.one, request_id="before", params=replace(self.one.params, max_tokens=1))
+        assert list(engine.run([before]))[-1].answer is not None
         found = [output.answer for output in engine.run([self.one])][-1]
         assert found is not None and found.cached_tokens > 0
         return found
@@ -117,9 +122,8 @@ class Ways:
         return found
 
     def resumed(self) -> Answer:
-        whole = self.alone()
-        assert whole.logprobs is not None
-        there = {"confirmed": whole.tokens[:5], "confirmed_logprobs": whole.logprobs[:5]}
+        assert self._expected.logprobs is not None
+        there = {"confirmed": self._expected.tokens[:5], "confirmed_logprobs": self._expected.logprobs[:5]}
         return answers(self.engine(), [replace(self.one, **there)])["0"]
 
 
@@ -147,18 +151,19 @@ def cases(
     quick: Collection[tuple[str, Callable]],
     slow: Collection[tuple[str, Callable]] | None = None,
 ) -> list:
-    """Return parameters `first`, a way, and whether kernels run. With kernels, which take ten times as long, only what
-    is `quick` or `slow` runs (None: all others are slow), and one process runs all ways to an answer."""
+    """Return parameters `first`, a configuration and more, a way, and whether kernels run. With kernels, which take ten
+    times as long, only what is `quick` or `slow` runs (None: all others are slow), and one process runs all ways of a
+    configuration."""
 
-    def marks(name: str, way: Callable) -> list:
-        group = pytest.mark.xdist_group(f"{name} alone, in kernels")
+    def marks(name: str, config: EngineConfig, way: Callable) -> list:
+        group = pytest.mark.xdist_group(f"{config.form} {config.block} {config.branches} in kernels")
         return [group] if (name, way) in quick else [group, pytest.mark.slow]
 
     return [
         pytest.param(
             *values, way, kernels,
             id=f"{name}-{way.__name__}-{'kernels' if kernels else 'torch'}",
-            marks=marks(name, way) if kernels else [],
+            marks=marks(name, values[0], way) if kernels else [],
         )
         for (name, values), way, kernels in product(first.items(), ways, (False, True))
         if not kernels or slow is None or (name, way) in {*quick, *slow}
@@ -189,13 +194,15 @@ def asked(method: str, **law: object) -> Request:
 
 ALONE: dict[str, Answer] = {}
 """Answers to requests alone, which several ways are compared with."""
+IN_COMPANY: dict[str, dict[str, Answer]] = {}
+"""Answers in company, by configuration and request."""
 
 
 def alone(made: ModelPair, config: EngineConfig, one: Request) -> Answer:
     """Return the answer to a request alone. Kernels are those that run with numerics=invariant."""
     key = repr((config, one))
     if key not in ALONE:
-        ALONE[key] = Ways(made, config, one).alone()
+        ALONE[key] = answers(local_engine(made, config), [one])["0"]
     return ALONE[key]
 
 
@@ -203,7 +210,7 @@ def assert_the_target_s(way: Callable[[Ways], Answer], made: ModelPair, config: 
     """Assert that an exact answer is that of the target alone; with numerics=invariant bit for bit. Returns it."""
     particles = law.pop("particles")
     expected = alone(made, config, asked("target", **law))
-    found = way(Ways(made, config, asked("exact", particles=particles, **law)))
+    found = way(Ways(made, config, asked("exact", particles=particles, **law), expected))
     assert found.tokens == expected.tokens and len(expected.tokens) == law["max_tokens"]
     if config.numerics == "invariant":
         assert found.statistics.numerics == "invariant"
@@ -213,8 +220,9 @@ def assert_the_target_s(way: Callable[[Ways], Answer], made: ModelPair, config: 
 
 def assert_as_alone(way: Callable[[Ways], Answer], made: ModelPair, config: EngineConfig, **law: object) -> Answer:
     """Assert that an SMC answer is that of the request alone, as `assert_the_target_s`."""
-    ways = Ways(made, config, request(PROMPT, "0", **(FEW | law)))
-    expected, found = alone(made, config, ways.one), way(ways)
+    one = asked("smc", **(FEW | law))
+    expected = alone(made, config, one)
+    found = way(Ways(made, config, one, expected))
     assert found.tokens == expected.tokens
     assert found.statistics.log_z == pytest.approx(expected.statistics.log_z, abs=0.1)
     if config.numerics == "invariant":
@@ -232,6 +240,18 @@ LAWS = {
     "distinct": (LOOKAHEAD, {"population": "distinct", "ignore_eos": True}),
     "given a constraint": (LOCKSTEP, {"constraint": {"regex": "[ab]{4}c[abc]{5,}"}, "constraint_scope": "answer"}),
 }
+TOGETHER = {
+    repr(in_order(LOCKSTEP, True)): [
+        asked("exact", **LAW, particles=SHAPES[0][1]),
+        asked("exact", **(LAW | CHANGES["all changes"] | {"seed": NEAR_TIES["all changes"]}), particles=SHAPES[0][1]),
+        asked("smc", **(FEW | LAWS["independent"][1])),
+    ],
+    repr(in_order(LOOKAHEAD, True)): [
+        asked("exact", **LAW, particles=SHAPES[1][1]),
+        asked("smc", **(FEW | LAWS["distinct"][1])),
+    ],
+}
+"""What `Ways.in_company` is asked for in the kernels, by configuration."""
 
 
 @pytest.mark.parametrize(
@@ -295,8 +315,8 @@ def test_exact_with_changed_logits(config, particles, name, way, kernels, engine
 def test_each_change_of_logits_changes_the_answer():
     """Exact answers that ignored it would not be the target's."""
     made, one = in_bfloat16(), dict(LAW, method="target")
-    plain = Ways(made, LOCKSTEP, asked(**one)).alone().tokens
-    found = {name: Ways(made, LOCKSTEP, asked(**(one | change))).alone().tokens for name, change in CHANGES.items()}
+    plain = alone(made, LOCKSTEP, asked(**one)).tokens
+    found = {name: alone(made, LOCKSTEP, asked(**(one | change))).tokens for name, change in CHANGES.items()}
     assert len({plain, *found.values()}) == 1 + len(CHANGES), found
 
 
