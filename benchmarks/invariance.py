@@ -122,7 +122,7 @@ class Subject:
             model = random_model(config, dtype=dtype, device=device)
         vocab, width = model.config.vocab_size, given.context + 16
         # Room for the most sequences with a few positions each, and for several copies of the sequence.
-        pages = 8 * width + max(given.sequences) * (OWN + 8) + max(rows * queries for rows, queries in TREES)
+        pages = 8 * width + max(given.sequences) * (OWN + 8) + max(rows * queries for rows, queries in given.trees)
         worker = ModelWorker(
             ModelRole.TARGET, model, width=width, pages=pages, vocab_size=vocab,
             token_bytes=TokenBytes.of(NoText(vocab)), numerics=Numerics(given.numerics),
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None, model: Decoder | None = None) -> lis
             if "operations" in given.parts:
                 found += _printed("Operations", _operations(subject, given.rows, given.prompts))
             if "passes" in given.parts:
-                found += _printed("Logits of one position", _passes(subject, given.sequences))
+                found += _printed("Logits of one position", _passes(subject, given.sequences, given.trees))
     table: dict[str, dict[str, int | None]] = {}
     for name, column, differ in found:
         table.setdefault(name, {})[column] = differ
@@ -176,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     def numbers(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(",")))
 
+    def pairs(text: str) -> list[tuple[int, int]]:
+        return [(int(rows), int(tokens)) for rows, tokens in (one.split("x") for one in text.split(","))]
+
     parser.add_argument("model", nargs="?", default="qwen3-8b/4" if gpu else "small")
     parser.add_argument("--layers", type=int, help="layers of a shape; default: all")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16" if gpu else "float32")
@@ -185,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=numbers, default=ROWS, help="numbers of rows of operations")
     parser.add_argument("--prompts", type=numbers, default=PROMPTS, help="numbers of tokens of prompts in operations")
     parser.add_argument("--sequences", type=numbers, default=SEQUENCES, help="numbers of sequences of plain passes")
+    parser.add_argument("--trees", type=pairs, default=TREES, metavar="RxT,...", help="rows of trees x tokens of a row")
     parser.add_argument("--numerics", choices=tuple(Numerics), default=Numerics.INVARIANT)
     parser.add_argument("--ranks", type=int, default=2, help="ranks of sums; default: %(default)s")
     parser.add_argument("--kernels", action="store_true", help="on a CPU: run the kernels, in Triton's interpreter")
@@ -496,7 +500,7 @@ class Placed:
         return forward.logits(forward(tokens_T, rows))[at].float()
 
 
-def _passes(subject: Subject, sequences: Sequence[int]) -> Iterator[Finding]:
+def _passes(subject: Subject, sequences: Sequence[int], trees: Sequence[tuple[int, int]]) -> Iterator[Finding]:
     one, length = Placed(subject), subject.context
     one.fill(one.own, [length])
     held = one.stored(one.own)
@@ -515,7 +519,7 @@ def _passes(subject: Subject, sequences: Sequence[int]) -> Iterator[Finding]:
     for count in (2, 8, 64):
         yield Finding("plain, one prefix, rows", str(count), differ(one.logits_of(count, 1, grouped=True)))
     for contexts in Contexts:
-        for count, queries in TREES:
+        for count, queries in trees:
             made = one.logits_of(count, queries, grouped=True, contexts=contexts)
             yield Finding(f"tree, {contexts.name.lower()}, rows", f"{count}x{queries}", differ(made))
     elsewhere = one.others[-length:]

@@ -94,7 +94,8 @@ SHAPE = {
 
 def differences(family: str, parts: str, least: int) -> list:
     """Return what differs between rows alone and among others. `least`: minimum number of comparisons."""
-    sizes = ["--rows", "1,17,65", "--prompts", "1,65", "--sequences", "1,3,20", "--context", "40"]
+    sizes = ["--rows", "1,17,65", "--prompts", "1,65", "--sequences", "1,3,20", "--trees", "1x5,8x5,27x5"]
+    sizes += ["--context", "40"]
     options = ["--device", "cpu", "--kernels", "--dtype", "bfloat16", "--parts", parts, *sizes]
     found = invariance(options, random_decoder(tiny_config(family, **SHAPE)))
     assert len(found) >= least
