@@ -176,7 +176,7 @@ def test_rounds_that_draft_again_are_those_of_the_reference(beside, monkeypatch)
 @pytest.mark.parametrize("form", one_of("lockstep", "lookahead"))
 def test_rounds_that_run_common_tokens_once_are_those_of_the_reference(form, monkeypatch):
     """With few and with many nodes, after short and after long prompts."""
-    config, nodes = EngineConfig(form=form, block=3), []
+    config, nodes = replace(LOCKSTEP if form == "lockstep" else LOOKAHEAD, block=3), []
 
     class InTurn(LatencyTreePolicy):
         def draft_size(self, trees, batch_size, *_given):
@@ -187,7 +187,7 @@ def test_rounds_that_run_common_tokens_once_are_those_of_the_reference(form, mon
     law = {"method": "exact", "max_tokens": 8, "ignore_eos": True, "logprobs": True}
     monkeypatch.setattr("smc.round.plan.SHORT", 20)
     for size in (3, 30):
-        asked = [request([i % 3] * (size + i), str(i), particles=4 - i, seed=i, **law) for i in range(2)]
+        asked = [request([i % 3] * (size + i), str(i), particles=3 - i, seed=i, **law) for i in range(2)]
         with monkeypatch.context() as patch:
             expected = answers(local_engine(pair("llama"), config, trees=InTurn(config)), asked)
             patch.setattr("smc.local_engine.ops_for", lambda _device: KERNELS)
