@@ -29,7 +29,8 @@ def test_zero_has_no_sign(value, form, text):
     assert number(value, form) == text
 
 
-def test_the_demo_explains_its_words_before_it_uses_them(smcserve):
+def test_the_demo_explains_its_words_before_it_uses_them(smcserve, monkeypatch):
+    monkeypatch.setattr("services.cli.demo.MAX_ANSWER", 8)
     out = smcserve("demo", "--problems", 0).out
     words, _, rest = out.partition("Question 1 of 3")
     for word in ("N: ", "K: ", "F: ", "exact: ", "distinct: ", "lockstep: ", "look-ahead: "):

@@ -44,7 +44,7 @@ def test_what_needs_no_service_loads_no_library_of_services():
         ["bench", "--concurrency", "1", "--rounds", "1"],
         ["generate", "--max-tokens", "1", "a"],
         ["check"],
-        ["eval", "--problems", "1", "--only", "draft"],
+        ["eval", "--problems", "1", "--speed-problems", "0", "--only", "draft"],
     ]
     script = (
         "import sys\nfrom services.cli.main import run\n"

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from services.cli.main import main; main()"]
+COMMAND = [
+    *(sys.executable, "-c"),
+    "import services.cli.demo; services.cli.demo.MAX_ANSWER = 16; from services.cli.main import main; main()",
+]
+"""`smcserve`, with short answers of the demo."""
 WIDE = "; ".join(
     (
         "from rich.table import Table",
