@@ -42,7 +42,7 @@ def answers(pair: ModelPair, config: EngineConfig) -> tuple[dict[str, tuple[int,
         Request(
             f"{name} {i}",
             prompt,
-            SamplingParams(seed=i, max_tokens=20, constraint=Constraint.of({"regex": "[0-9 +=]{1,30}"}), **params),
+            SamplingParams(seed=i, max_tokens=9, constraint=Constraint.of({"regex": "[0-9 +=]{1,30}"}), **params),
         )
         for name, params in METHODS.items()
         for i in range(2)

@@ -146,7 +146,7 @@ def test_a_worker_that_replaces_another_is_asked_again(pair):
     assert any(o.answer is not None for _ in range(50) for o in engine.step())
 
 
-LONG = Constraint.of({"regex": "[0-9]{200}"})
+LONG = Constraint.of({"regex": "[0-9]{60}"})
 
 
 def test_a_new_draft_compiles_before_requests_return_to_it(pair):
@@ -155,11 +155,11 @@ def test_a_new_draft_compiles_before_requests_return_to_it(pair):
     target.done = draft.done = 99
     names = [str(n) for n in range(4)]
     for name in names[:3]:
-        engine.submit(asked(pair, name, constraint=LONG, max_tokens=300, particles=4))
+        engine.submit(asked(pair, name, constraint=LONG, max_tokens=90, particles=4))
     while engine.num_running < 2:
         engine.step()
     assert engine.num_queued == 1 and not engine.detach_draft()
-    engine.submit(asked(pair, names[3], constraint=LONG, max_tokens=300, particles=4))
+    engine.submit(asked(pair, names[3], constraint=LONG, max_tokens=90, particles=4))
     engine.workers[ModelRole.DRAFT] = again = Slow(draft._worker)
     engine.attach_draft(engine.memory.capacity[ModelRole.DRAFT])
     groups = [engine.registry.groups[name] for name in names]
@@ -180,8 +180,8 @@ def test_a_return_that_waits_can_be_cancelled(pair):
     """By the end of the request, or by the loss of this draft, too."""
     engine, target, draft = slow_engine(pair)
     target.done = draft.done = 99
-    engine.submit(asked(pair, "ends", constraint=LONG, max_tokens=300, particles=4))
-    engine.submit(asked(pair, "stays", constraint=LONG, max_tokens=300, particles=4))
+    engine.submit(asked(pair, "ends", constraint=LONG, max_tokens=90, particles=4))
+    engine.submit(asked(pair, "stays", constraint=LONG, max_tokens=90, particles=4))
     while engine.num_running < 2:
         engine.step()
     engine.detach_draft()
