@@ -23,9 +23,9 @@ from tests.coordinator.harness import coordinator
 from tests.recorded_answers import expect_short_answers
 
 KINDS = [
-    {"method": "smc", "particles": 6, "max_tokens": 11},
-    {"method": "exact", "particles": 4, "max_tokens": 11, "guidance_scale": 1.6},
-    {"method": "exact", "particles": 3, "max_tokens": 11, "constraint": {"regex": "[0-9 +=]{3,}"}},
+    {"method": "smc", "particles": 6, "max_tokens": 9},
+    {"method": "exact", "particles": 4, "max_tokens": 9, "guidance_scale": 1.6},
+    {"method": "exact", "particles": 3, "max_tokens": 9, "constraint": {"regex": "[0-9 +=]{3,}"}},
     {
         "method": "smc",
         "particles": 3,
@@ -33,11 +33,11 @@ KINDS = [
         "constraint": {"choice": ["yes", "no"]},
         "constraint_scope": "answer",
     },
-    {"method": "smc", "particles": 4, "max_tokens": 11, "ess_threshold": 1.0, "resampling": "residual"},
-    {"method": "exact", "verification": "rejection", "particles": 3, "max_tokens": 11, "temperature": 1.5},
-    {"method": "target", "max_tokens": 11, "logprobs": True, "top_logprobs": 3},
-    {"method": "draft", "max_tokens": 11},
-    {"method": "smc", "particles": 3, "max_tokens": 14, "alpha": 1.2, "top_p": 0.9},
+    {"method": "smc", "particles": 4, "max_tokens": 9, "ess_threshold": 1.0, "resampling": "residual"},
+    {"method": "exact", "verification": "rejection", "particles": 3, "max_tokens": 9, "temperature": 1.5},
+    {"method": "target", "max_tokens": 9, "logprobs": True, "top_logprobs": 3},
+    {"method": "draft", "max_tokens": 9},
+    {"method": "smc", "particles": 3, "max_tokens": 11, "alpha": 1.2, "top_p": 0.9},
 ]
 ASKED = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(seed=i, **params)) for i, params in enumerate(KINDS)]
 FORMS = {"lookahead": {"block": 4, "branches": 2, "micro_batches": 2}, "lockstep": {"form": "lockstep", "block": 4}}
@@ -76,7 +76,7 @@ def test_over_every_link_after_misses(link, draft_tp, target_tp):
     """Where the draft drafts again after a miss, exact answers are those of the target, in the rounds of an engine in
     this process."""
     config = EngineConfig(block=4, branches=2, drafting="always", redrafting="always")
-    law = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.2}
+    law = {"max_tokens": 15, "ignore_eos": True, "temperature": 1.2}
     exact, plain = (
         [
             Request(f"{method} {i}", tuple(range(5, 9 + i)), SamplingParams(method=method, seed=i, **law, **rows))

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,11 +17,12 @@ from services.launch.worker_group import rank_spec
 from services.link.connect import Rendezvous
 from services.workers import draft_part, process
 from smc.api.engine_config import EngineConfig
+from smc.api.request import Request
 from smc.model.parallel import WHOLE, Shard
 from smc.scheduler.engine import Engine
 from smc.types import ModelRole
 from tests.coordinator.harness import coordinator
-from tests.coordinator.test_same_answers import FORMS, answers_here, answers_of
+from tests.coordinator.test_same_answers import ASKED, FORMS, answers_here, answers_of
 from tests.pairwise import one_of
 
 Times = Callable[[bool], float | None]
@@ -48,12 +49,12 @@ def chosen(monkeypatch):
 
     monkeypatch.setattr(process, "load_rank", load)
 
-    def run(seconds: Times | None = None, **settings):
+    def run(seconds: Times | None = None, asked: Sequence[Request] = ASKED, **settings):
         if seconds is not None:
             monkeypatch.setattr(draft_part, "draft_step_seconds", lambda engine, _: seconds(is_divided(engine)))
         given = {"placement": "shared", "target_tp": 2, "link": "nccl", **settings}
         with coordinator(SHARED, **given) as (made, spec):
-            answers = asyncio.run(answers_of(made.address, spec.rendezvous.secret))
+            answers = asyncio.run(answers_of(made.address, spec.rendezvous.secret, asked))
             found = int(spec.rendezvous.store().get(spec.rendezvous.draft_degree))
         return found, loaded, {one.request_id: one for one in answers}
 
@@ -77,7 +78,7 @@ def test_the_faster_part_is_loaded_with_the_same_answers(chosen, whole, divided,
 
 def test_real_times_are_logged(chosen, caplog):
     with caplog.at_level(logging.INFO, logger=draft_part.logger.name):
-        found, loaded, _ = chosen(link="grpc")
+        found, loaded, _ = chosen(asked=ASKED[:1], link="grpc")
     (said,) = [record.getMessage() for record in caplog.records if record.name == draft_part.logger.name]
     assert found in (1, 2) and loaded == [found, found]
     name = {1: "whole", 2: "divided"}[found]
@@ -97,7 +98,7 @@ def test_ranks_with_different_times_choose_alike(chosen):
         with guard:
             return 4.0 if is_divided else next(turn)
 
-    found, loaded, _ = chosen(seconds)
+    found, loaded, _ = chosen(seconds, ASKED[:1])
     assert found == 2 and loaded == [2, 2]
 
 
