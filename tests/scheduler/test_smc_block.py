@@ -30,13 +30,13 @@ def pair():
     return tiny_pair(8, scale=1.0, draft_seed=5, max_context=160)
 
 
-def asked(way: str, count: int = 4) -> list[Request]:
-    given = {"max_tokens": 30, "ignore_eos": True, "logprobs": True, **WAYS[way]}
+def asked(way: str, count: int = 4, max_tokens: int = 30) -> list[Request]:
+    given = {"max_tokens": max_tokens, "ignore_eos": True, "logprobs": True, **WAYS[way]}
     return [request([2, 1, i], f"{way} {i}", particles=3 + i % 2, seed=i, **given) for i in range(count)]
 
 
-def walks(count: int = 3) -> list[Request]:
-    given = {"method": "exact", "max_tokens": 24, "ignore_eos": True, "temperature": 0.4}
+def walks(count: int = 3, max_tokens: int = 24) -> list[Request]:
+    given = {"method": "exact", "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.4}
     return [request([1, i], f"walk {i}", particles=4, seed=i, **given) for i in range(count)]
 
 
@@ -64,10 +64,10 @@ def test_answers_are_those_of_an_engine_with_that_k(config, way, padded, monkeyp
 def test_company_with_longer_blocks_changes_nothing(config, drafting):
     """Walks begin alone, with blocks of 8 tokens in flight; the others join them."""
     config = replace(config, drafting=drafting)
-    ways = [one for way in WAYS for one in asked(way, 2)]
-    alone = {one.request_id: answers(local_engine(pair(), config), [one])[one.request_id] for one in ways + walks()}
+    ways, first = [one for way in WAYS for one in asked(way, 2, 20)], walks(max_tokens=16)
+    alone = {one.request_id: answers(local_engine(pair(), config), [one])[one.request_id] for one in ways + first}
     engine, found = local_engine(pair(), config), {}
-    for one in (*walks(), None, None, *ways):
+    for one in (*first, None, None, *ways):
         if one is not None:
             engine.submit(one)
         outputs = engine.step()
