@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import host_rounds
 from benchmarks.host_rounds import main
 from benchmarks.traces import save
 from tests.benchmarks.test_policy import library
@@ -15,10 +16,11 @@ LATENCY = Path(__file__).parents[2] / "benchmarks/latencies/h200_8b_0.5b.json"
 
 
 @pytest.mark.slow
-def test_the_slower_of_host_and_gpu_limits(tmp_path, capsys):
+def test_the_slower_of_host_and_gpu_limits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(host_rounds, "FIRST_STEPS", 20)
     save(library(), tmp_path / "traces.npz")
     files = ["--traces", str(tmp_path / "traces.npz"), "--latency", str(LATENCY)]
-    fast, slow = main([*files, "--host", "0.01", "50", "--requests", "4", "--steps", "60", "--slots", "8"])
+    fast, slow = main([*files, "--host", "0.01", "50", "--requests", "4", "--steps", "40", "--slots", "8"])
     # A round of the GPU takes about 9 ms, prompts 6.4 ms for each pass.
     assert fast.host_seconds < 0.05 * fast.seconds
     assert 0.006 < (fast.seconds - 0.0064 * fast.passes) / fast.steps < 0.012
