@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -47,9 +48,7 @@ class AcceptanceCurve:
 
     def tokens(self, setting: TreeShape, *, lookahead: bool) -> float:
         """Return the expected tokens of a round in the long run."""
-        rows_11 = np.array([[setting.particles]])
-        found = tokens_a_round([self.rates], rows_11, setting.branches, setting.block, lookahead)
-        return float(found.tokens[0, 0, -1, 0])
+        return _tokens(self, setting, lookahead)
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,14 @@ class TreeShape:
     particles: int
     branches: int
     block: int
+
+
+@lru_cache(maxsize=4096)
+def _tokens(acceptance: AcceptanceCurve, setting: TreeShape, lookahead: bool) -> float:
+    """`AcceptanceCurve.tokens`. Kept, since every division of the GPUs tries the same settings."""
+    rows_11 = np.array([[setting.particles]])
+    found = tokens_a_round([acceptance.rates], rows_11, setting.branches, setting.block, lookahead)
+    return float(found.tokens[0, 0, -1, 0])
 
 
 @dataclass(frozen=True)
