@@ -50,7 +50,7 @@ def plain_of(requests: list[Request]) -> list[Request]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_rounds_confirm_more_tokens_and_answers_stay(temperature, padded):
-    asked = exact(9, temperature=temperature, logprobs=True)
+    asked = exact(9, temperature=temperature, logprobs=True, max_tokens=24)
     plain = answers(local_engine(bad_draft(), NEVER), plain_of(asked))
     rounds = {}
     for config in (NEVER, ALWAYS):
@@ -113,9 +113,9 @@ def test_a_small_pool_and_options_change_nothing(padded):
     asked = [
         replace(one, request_id=f"{number} {i}", prompt=tuple(rng.randrange(7) for _ in range(3 + i)))
         for number, given in enumerate(options)
-        for i, one in enumerate(exact(3, **given))
+        for i, one in enumerate(exact(3, max_tokens=24, **given))
     ]
     plain = answers(local_engine(bad_draft(), NEVER), plain_of(asked))
-    engine = local_engine(bad_draft(), replace(ALWAYS, pages=400, max_slots=24, micro_batches=2))
+    engine = local_engine(bad_draft(), replace(ALWAYS, pages=300, max_slots=24, micro_batches=2))
     found = answers(engine, asked)
     assert {name: one.tokens for name, one in found.items()} == {name: one.tokens for name, one in plain.items()}
