@@ -70,7 +70,7 @@ class Recording(CpuBackend):
 def run_bench(smcserve, tmp_path, monkeypatch):
     """Run `smcserve bench` as on two GPUs, with all engines from this backend. Returns its output and its lines."""
     for module, name, value in (
-        (speed, "WARM_UP", 2), (prompts, "WARM_UP", 2), (prompts, "REPEATS", 1), (prompts, "BESIDE_ROUNDS", 8),
+        (speed, "WARM_UP", 1), (prompts, "WARM_UP", 1), (prompts, "REPEATS", 1), (prompts, "BESIDE_ROUNDS", 8),
         (prompts, "BESIDE_TOKENS", 8),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
@@ -83,7 +83,7 @@ def run_bench(smcserve, tmp_path, monkeypatch):
 
         monkeypatch.setattr(bench, "_backend", backends)
         path = tmp_path / "bench.json"
-        sizes = ("--context", 12, "-n", 2, "-k", 2, "-f", 2, "-c", 1, "--rounds", 2)
+        sizes = ("--context", 12, "-n", 2, "-k", 2, "-f", 2, "-c", 1, "--rounds", 1)
         ran = smcserve("bench", "--device", "cuda", *sizes, "--json", path, *options)
         assert ran.code == 0
         return ran.out, json.loads(path.read_text())
