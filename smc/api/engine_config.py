@@ -300,6 +300,19 @@ class EngineConfig:
         is_chosen = self.lookahead and self.redrafting == self.drafting == "adaptive"
         return tuple(level for level in (self.block - 1, (self.block - 1) // 2) if level and is_chosen)
 
+    @property
+    def draft_sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """Tuples (steps, branches, redrafted): how much rounds of exact decoding may draft where the latency model
+        chooses it. The first is the whole block on all branches; each of the others differs from it in one number,
+        because rounds of each are compiled and recorded by themselves, before the first request."""
+        whole = self.block, self.branches, self.redrafted
+        return (
+            whole,
+            *((self.block, branches, self.redrafted) for branches in self.branch_levels[1:]),
+            *((steps, self.branches, self.redrafted) for steps in self.block_levels[1:]),
+            *((self.block, self.branches, again) for again in self.redraft_levels if again != self.redrafted),
+        )
+
     def chains(self, vocab: int) -> int:
         """Return `max_chains`, or its default for a vocabulary of this size."""
         most = self.max_chains

@@ -25,7 +25,7 @@ from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow, fixed_steps, rules_of
-from smc.scheduler.planner import NODE_SHARES, DraftSize, bucket, room
+from smc.scheduler.planner import NODE_SHARES, DraftSize, bucket, coarse_bucket, room
 from smc.types import BOTH_MODELS, Decoding, ModelRole
 
 logger = logging.getLogger(__name__)
@@ -35,10 +35,6 @@ REPEATS = 2
 TRUNCATED_SIZES = {BOTH_MODELS: (8,), Decoding.TARGET.roles: (1, 8)}
 """Sizes of dummy rounds with truncated distributions. These compile all kernels; capturing another size later costs one
 round."""
-
-SHALLOW_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sizes of dummy rounds that draft fewer tokens than a block has, or fewer branches, or run common tokens once.
-Capturing another size later costs one round."""
 DECODINGS = (
     frozenset({Decoding.WALK}),
     frozenset({Decoding.DISTINCT}),
@@ -106,9 +102,9 @@ def warm_up_plans(
         whole, *_ = shapes[0]
         for (shape, steps, share, again), batch_size, processors in product(shapes, sizes, truncated):
             is_chosen = steps != shapes[0][1] or share or (again and not config.redrafted)
-            if is_chosen and (processors or batch_size not in SHALLOW_SIZES):
+            if is_chosen and (processors or not is_coarse(batch_size, config)):
                 continue
-            if shape.branches < whole.branches and not processors and batch_size not in SHALLOW_SIZES:
+            if shape.branches < whole.branches and not processors and not is_coarse(batch_size, config):
                 continue
             if share and (batch_size == 1 or (steps and batch_size not in few)):
                 # A single row has nothing in common with others. Fewer tokens in one size compile all kernels.
@@ -147,15 +143,20 @@ def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[
         return [(shape, fixed_steps(config, decodings), 0.0, 0)]
     if config.drafting != "adaptive":
         return [(shape, None, 0.0, again)]
-    shapes = [replace(shape, branches=branches) for branches in config.branch_levels]
     levels, shares = config.block_levels[1:], () if config.verified == PATHS else NODE_SHARES
     return [
-        *((each, None, 0.0, again) for each in shapes),
-        *((shape, steps, 0.0, again) for steps in levels),
-        *((shape, None, 0.0, more) for more in config.redraft_levels if more != again),
+        *(
+            (replace(shape, branches=branches), None if steps == config.block else steps, 0.0, more)
+            for steps, branches, more in config.draft_sizes
+        ),
         *((shape, None, share, again) for share in shares),
         *((shape, steps, share, again) for steps in levels for share in shares[:1]),
     ]
+
+
+def is_coarse(batch_size: int, config: EngineConfig) -> bool:
+    """Whether rounds that draft less than a whole block have this size."""
+    return batch_size == coarse_bucket(batch_size, config.max_slots)
 
 
 def queries_of(config: EngineConfig, shape: PagesPerRow, steps: int | None) -> int:
@@ -180,7 +181,7 @@ def padding_plan(
 ) -> RoundPlan[np.ndarray]:
     """Return the plan of a round whose rows are all padding. `queries`: tokens of a block that the target runs; by
     default all. `size`: how much is drafted, by default a block on all branches of the shape."""
-    _, steps, nodes, redrafted = size or DraftSize(shape.branches, None)
+    size = size or DraftSize(shape.branches, None)
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
     one = np.ones(batch_size, dtype=np.float32)
     distribution = DistributionSpec.plain(batch_size).canonical()
@@ -209,8 +210,8 @@ def padding_plan(
         branch_pages_XB=np.zeros((batch_size * shape.branches, shape.branch), dtype=np.int32),
     )
     columns = 1 + max(shape.target, shape.begin + shape.branch)
-    kind = RoundKind(contexts, decodings, steps, nodes=nodes, redrafted=redrafted)
-    pages_AB = np.zeros((batch_size, shape.branch), dtype=np.int32) if redrafted else None
+    kind = RoundKind(contexts, decodings, size.steps, nodes=size.nodes, redrafted=size.redrafted)
+    pages_AB = np.zeros((batch_size, shape.branch), dtype=np.int32) if size.redrafted else None
     return RoundPlan(kind, columns, arrays, distribution, distribution, redraft_pages_AB=pages_AB).sized()
 
 

@@ -124,11 +124,13 @@ class DraftSize(NamedTuple):
     """Maximum number of different tokens that the target runs; 0: it runs every row by itself."""
     redrafted: int = 0
     """R: tokens that are drafted again for requests whose last round was a miss."""
+    batch_size: int | None = None
+    """Number of batch indices, padding included; None: `bucket` of the rows."""
 
 
 DecideSize = Callable[[Sequence[SequenceGroup], int, int], DraftSize]
 """Decides how much is drafted in a round. Arguments: the requests, all with an adaptive tree; the number of rows; the
-tokens of context. Results are at most the config's F and K."""
+tokens of context. The result is one of `EngineConfig.draft_sizes`."""
 
 
 class RoundPlanner:
@@ -155,7 +157,11 @@ class RoundPlanner:
         groups, config, params = batch.groups, self.config, batch.params
         if self._decide and all(g.adaptive for g in groups):
             context = int(self._shared(batch).sum())
-            chosen = self._decide(groups, bucket(len(batch.slot_A)), context)
+            chosen = self._decide(groups, len(batch.slot_A), context)
+            if chosen.steps is not None and self.rules.ahead(config):
+                # Blocks of the last round may be longer. Rounds that verify more than they draft are not recorded.
+                level = config.level_of(max(chosen.steps, self._needed(groups)))
+                chosen = chosen._replace(steps=None if level == config.block else level)
         else:
             steps = fixed_steps(config, {g.rules.decoding for g in groups})
             chosen = DraftSize(self.shape.branches, steps, redrafted=config.redrafted)
@@ -173,7 +179,7 @@ class RoundPlanner:
 
     def plan(self, batch: SlotBatch, pages: list[RoundPages], chosen: DraftSize) -> RoundPlan[np.ndarray]:
         """`chosen`: from `size`. If it drafts again, `pages` has pages for that."""
-        size, columns = bucket(len(batch.slot_A)), self._columns(batch, pages)
+        size, columns = chosen.batch_size or bucket(len(batch.slot_A)), self._columns(batch, pages)
         shared_G, row_A = self._shared(batch), padded(batch.group_A, size, 0)
         arrays = self._arrays(batch, pages, chosen, size, shared_G)
         width = arrays.target_pages_AQ.shape[1] or None
@@ -294,8 +300,11 @@ class RoundPlanner:
             return most if steps is None else min(most, config.scored(steps))
         if steps is None and not (self._decide and all(g.adaptive for g in groups)):
             return most
-        needed = max(group.drafted if group.in_flight else self._pending(group) for group in groups)
-        return config.level_of(max(needed, steps or config.block, size.redrafted + 1))
+        return config.level_of(max(self._needed(groups), steps or config.block, size.redrafted + 1))
+
+    def _needed(self, groups: Sequence[SequenceGroup]) -> int:
+        """Tokens of the longest block that a round of look-ahead verifies."""
+        return max(group.drafted if group.in_flight else self._pending(group) for group in groups)
 
     def _pending(self, group: SequenceGroup) -> int:
         """Maximum number of tokens of a row that the target has not run. No round of the request is in flight."""
@@ -413,3 +422,11 @@ def bucket(count: int) -> int:
     """Round up to one of few sizes, four for each doubling: at most a quarter larger."""
     step = 1 << max(0, (count - 1).bit_length() - 3)
     return -(-count // step) * step
+
+
+def coarse_bucket(count: int, most: int) -> int:
+    """Round up to one of fewer sizes, two for each doubling from 8 to 64, else one: at most `bucket(most)`. For rounds
+    that draft less than a whole block on all branches, of which there are many kinds."""
+    power = 1 << (count - 1).bit_length()
+    between = 3 * power // 4
+    return min(between if 8 < power <= 64 and count <= between else power, bucket(most))

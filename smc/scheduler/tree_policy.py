@@ -9,7 +9,6 @@ F and R are numbers of rows."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import numpy as np
 
 from smc.api.engine_config import PATHS, EngineConfig
 from smc.scheduler.methods import TARGET_ALONE, DecodingRules, fixed_steps
-from smc.scheduler.planner import DraftSize, bucket, node_room
+from smc.scheduler.planner import DraftSize, bucket, coarse_bucket, node_room
 from smc.scheduler.prefill import PrefillManager
 from smc.scheduler.preparation import Preparation
 from smc.scheduler.queue import RequestRegistry
@@ -142,14 +141,14 @@ class LatencyTreePolicy:
         return alone[: len(trees)] if drafts and SURE * speed_alone > speed else None
 
     def draft_size(
-        self, trees: Iterable[TreeRequest], batch_size: int, context: int, latency: LatencyModel | None
+        self, trees: Iterable[TreeRequest], rows: int, context: int, latency: LatencyModel | None
     ) -> DraftSize:
-        """Return how much is drafted in a round of these requests. `batch_size`: rows of the round; `context`: tokens
-        of their contexts together. Called for every round; `trees` is iterable so that it costs nothing if it is not
+        """Return how much is drafted in a round of these requests. `rows`: those of the round; `context`: tokens of
+        their contexts together. Called for every round; `trees` is iterable so that it costs nothing if it is not
         used."""
         if latency is None:
             return DraftSize(self._config.branches, None, redrafted=self._config.redrafted)
-        size = self._forecast(latency).size(list(trees), batch_size, context)
+        size = self._forecast(latency).size(list(trees), rows, context)
         return size._replace(steps=None if size.steps == self._config.block else size.steps)
 
     def _forecast(self, latency: LatencyModel) -> ThroughputForecast:
@@ -183,17 +182,17 @@ class CurveTable:
 class ThroughputForecast:
     """Forecasts how long rounds take and how many tokens they bring.
 
-    Every forecast is for the best number of drafted tokens, of branches, and of tokens that are drafted again after a
-    miss, among the levels of the config."""
+    Every forecast is for the best of the config's `draft_sizes`: drafted tokens, branches, and tokens that are drafted
+    again after a miss."""
 
     def __init__(self, config: EngineConfig, latency: LatencyModel) -> None:
         self._config, self._latency = config, latency
         self._branches = config.branch_levels
         self._again = config.redraft_levels if config.redrafted else (0, *config.redraft_levels)
         self._draft, self._target = CurveTable(latency.draft.curve), CurveTable(latency.target.curve)
-        levels = itertools.product(config.block_levels, enumerate(self._branches), enumerate(self._again))
         self._sizes = self._sizes_of(
-            (y, steps - 1, w, branches, steps, more) for steps, (y, branches), (w, more) in levels
+            (self._branches.index(branches), steps - 1, self._again.index(again), branches, steps, again)
+            for steps, branches, again in config.draft_sizes
         )
         self._whole = self._whole_of(config.block)
 
@@ -228,8 +227,7 @@ class ThroughputForecast:
         confirmed, missed = self._confirmed(drafted, rows_G[drafted_G][:, None])
         sizes = self._sizes if groups else self._whole_of(self._steps_beside(beside))
         tokens_Y, again_Y = tokens + confirmed.sum(0)[0][sizes.at], _any(missed[:, 0])[sizes.at]
-        rows_R, batch_R = np.array([rows_of_pair]), np.array([bucket(rows_of_pair)])
-        seconds_YR = self._seconds(sizes, rows_R, batch_R, groups, context, by_itself, again_Y)
+        seconds_YR = self._seconds(sizes, np.array([rows_of_pair]), groups, context, by_itself, again_Y)
         return float((tokens_Y / seconds_YR[:, 0]).max())
 
     def _confirmed(self, trees: Sequence[TreeRequest], rows_GF: np.ndarray) -> Confirmed:
@@ -267,7 +265,6 @@ class ThroughputForecast:
         seconds_YR = self._seconds(
             sizes,
             rows_R,
-            np.array([bucket(rows) for rows in rows_R.tolist()]),
             0 if beside.pair else count,
             sum(tree.context for tree in trees) + beside.pair_context,
             self._by_itself(beside.target, beside.target_context),
@@ -284,54 +281,59 @@ class ThroughputForecast:
         """Seconds of the target's passes over sequences that it decodes alone, one pass for each token of a block."""
         return self._config.block * self._latency.alone.at(bucket(sequences), context) if sequences else 0.0
 
-    def size(self, trees: Sequence[TreeRequest], batch_size: int, context: int) -> DraftSize:
+    def size(self, trees: Sequence[TreeRequest], rows: int, context: int) -> DraftSize:
         """Return how much a round of these requests drafts and verifies: what brings most tokens per second."""
-        rows_G1 = np.array([[max(1, tree.rows)] for tree in trees])
-        confirmed, missed = self._confirmed(trees, rows_G1)
-        sizes, rows = self._sizes, int(rows_G1.sum())
+        config, sizes = self._config, self._sizes
+        confirmed, missed = self._confirmed(trees, np.array([[max(1, tree.rows)] for tree in trees]))
         tokens_Y, again_Y = confirmed.sum(0)[0][sizes.at], _any(missed[:, 0])[sizes.at]
-        rows_R, batch_R = np.array([rows]), np.array([batch_size])
-        seconds_YR = self._seconds(sizes, rows_R, batch_R, len(trees), context, 0.0, again_Y)
+        seconds_YR = self._seconds(sizes, np.array([rows]), len(trees), context, 0.0, again_Y)
         best = int((tokens_Y / seconds_YR[:, 0]).argmax())
         branches, steps, more = (int(numbers_Y[best]) for numbers_Y in sizes[1:])
+        batch_size = coarse_bucket(rows, config.max_slots) if best else bucket(rows)
         nodes = 0
-        if self._config.verified != PATHS:
-            nodes = int(node_room(rows, len(trees), self._config.scored(steps), batch_size))
-        return DraftSize(branches, steps, nodes, more)
+        if config.verified != PATHS:
+            nodes = int(node_room(rows, len(trees), config.scored(steps), batch_size))
+        return DraftSize(branches, steps, nodes, more, batch_size)
 
     def seconds_of_round(self, rows: int) -> float:
         """Return the seconds of a round of this many rows that drafts a whole block with all branches."""
-        rows_R = np.array([rows])
-        return float(self._seconds(self._whole, rows_R, rows_R, 0, 0, 0.0, np.zeros(1))[0, 0])
+        return float(self._seconds(self._whole, np.array([rows]), 0, 0, 0.0, np.zeros(1))[0, 0])
 
     def _seconds(
         self,
         sizes: RoundSizes,
         rows_R: np.ndarray,
-        batch_R: np.ndarray,
         groups: int,
         context: int,
         by_itself: float,
         again_Y: np.ndarray,
     ) -> np.ndarray:
-        """Return the seconds [Y, R] of a round of the pair. `rows`: rows of its trees; `batch`: rows, padding included;
-        `groups`: number of its trees, 0 if some rows belong to other methods; `context`: tokens of their contexts
-        together; `by_itself`: seconds for which the target decodes other sequences in the same step; `again`:
-        probability that some request drafts again, for which the target waits."""
+        """Return the seconds [Y, R] of a round of the pair. `rows`: rows of its trees; `groups`: number of its trees, 0
+        if some rows belong to other methods; `context`: tokens of their contexts together; `by_itself`: seconds for
+        which the target decodes other sequences in the same step; `again`: probability that some request drafts again,
+        for which the target waits."""
         config, latency = self._config, self._latency
         branches_Y1, steps_Y1, redrafted_Y1, again_Y1 = (each[:, None] for each in (*sizes[1:], again_Y))
-        step_R, scored_Y1 = self._draft.at(batch_R), config.scored(steps_Y1)
-        draft_YR = step_R + (steps_Y1 - 1) * self._draft.at(batch_R * branches_Y1)
+        batch_YR, scored_Y1 = self._batch_sizes(rows_R, len(steps_Y1)), config.scored(steps_Y1)
+        step_YR = self._draft.at(batch_YR)
+        draft_YR = step_YR + (steps_Y1 - 1) * self._draft.at(batch_YR * branches_Y1)
         draft_YR += steps_Y1 * latency.draft.read * context
-        nodes_YR = batch_R * scored_Y1
+        nodes_YR = batch_YR * scored_Y1
         if groups and config.verified != PATHS:
-            room_YR = node_room(rows_R, groups, scored_Y1, batch_R)
+            room_YR = node_room(rows_R, groups, scored_Y1, batch_YR)
             nodes_YR = np.where(room_YR > 0, room_YR, nodes_YR)
         target_YR = self._target.at(nodes_YR) + (latency.target.read * context + by_itself)
-        waits_YR = again_Y1 * (step_R + latency.draft.read * context) + latency.redraft_overhead
+        waits_YR = again_Y1 * (step_YR + latency.draft.read * context) + latency.redraft_overhead
         # Passes over the target's own sequences overlap with the draft's steps in look-ahead only.
         overlapping_YR = np.maximum(draft_YR, target_YR) if config.lookahead else draft_YR + target_YR
         return overlapping_YR + redrafted_Y1 * waits_YR + latency.round_overhead
+
+    def _batch_sizes(self, rows_R: np.ndarray, sizes: int) -> np.ndarray:
+        """Return the batch indices [Y, R] of rounds of these rows, padding included. The first size is a whole
+        block."""
+        most, rows = self._config.max_slots, rows_R.tolist()
+        coarse_R = [coarse_bucket(each, most) for each in rows]
+        return np.array([[bucket(each) for each in rows], *[coarse_R] * (sizes - 1)])
 
 
 def _from_zero(added_YZ: np.ndarray) -> np.ndarray:
@@ -489,17 +491,17 @@ class TreeController:
                 self._change(group, wanted)
 
     def draft_size(
-        self, groups: Sequence[SequenceGroup], batch_size: int, context: int, latency: LatencyModel | None
+        self, groups: Sequence[SequenceGroup], rows: int, context: int, latency: LatencyModel | None
     ) -> DraftSize:
         """Return how much is drafted in a round of these requests: see `LatencyTreePolicy.draft_size`. The more
         requests there are, the longer the choice takes and the longer it stays."""
         rows_G = [group.tree_rows for group in groups]
-        key = (batch_size, sum(rows_G)) if len(groups) > AT_ONCE else (batch_size, *zip((g.id for g in groups), rows_G))
+        key = (rows, sum(rows_G)) if len(groups) > AT_ONCE else (rows, *zip((g.id for g in groups), rows_G))
         known, left, size = self._sizes.pop(key, (None, 0, None))
         if size is None or known is not latency or not left:
             left, size = (
                 len(groups) // AT_ONCE,
-                self._policy.draft_size(self._trees(groups), batch_size, context, latency),
+                self._policy.draft_size(self._trees(groups), rows, context, latency),
             )
         else:
             left -= 1

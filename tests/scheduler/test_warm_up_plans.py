@@ -9,6 +9,9 @@ from itertools import product
 
 import pytest
 
+from benchmarks.load import ClosedLoop
+from benchmarks.policy import TreeSize, config_of
+from benchmarks.traces import replay_engine, replayed_request
 from smc.api.engine_config import NODES, PATHS, EngineConfig
 from smc.arrays import map_tensors
 from smc.calibration.warm_up import REPEATS, warm_up_plans
@@ -17,6 +20,7 @@ from smc.executor.graph_runner import MOST_KEYS
 from smc.local_engine import local_engine
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from smc.types import Decoding
+from tests.benchmarks.test_policy import LATENCY, library
 from tests.pairwise import one_of
 from tests.scheduler.harness import answers, request
 from tests.scheduler.pairs import tiny_pair
@@ -109,7 +113,7 @@ def test_rounds_with_nodes_are_warmed_up_where_the_target_runs_nodes(config):
 
 
 def test_fewer_branches_are_warmed_up_at_few_sizes():
-    """Their kernels are compiled, also for truncated distributions; other sizes are captured when they are needed."""
+    """Their kernels are compiled, also for truncated distributions; rounds of other sizes are padded."""
     config, sizes = EngineConfig(block=5, branches=8, max_slots=24), defaultdict(set)
     for plan in warm_up_plans(config, 512):
         kind = plan.kind
@@ -117,10 +121,29 @@ def test_fewer_branches_are_warmed_up_at_few_sizes():
             sizes[kind.branches, bool(kind.draft_processors & Processors.TRUNCATION)].add(kind.batch_size)
     whole = {*range(1, 9), 10, 12, 14, 16, 20, 24}
     assert sizes == {
-        (branches, truncated): {8} if truncated else whole if branches == 8 else {1, 2, 4, 8, 16}
+        (branches, truncated): {8} if truncated else whole if branches == 8 else {1, 2, 4, 8, 12, 16, 24}
         for branches in (8, 4, 2, 1)
         for truncated in (False, True)
     }
+
+
+@pytest.mark.parametrize(
+    ("form", "requests"), one_of(("lookahead", 4), ("lockstep", 16), ("lookahead", 1), ("lockstep", 1))
+)
+def test_rounds_of_chosen_sizes_meet_no_new_kind(form, requests):
+    """A new kind is compiled and recorded in the middle of answers: a service whose trees a latency model chose spent
+    17% of its first seconds on that."""
+    size = TreeSize(8, 8, 4 if form == "lookahead" else 1)
+    config = replace(config_of(form, size, "adaptive"), max_slots=64)
+    engine, asked = replay_engine(library(), config), []
+    engine.latency = LATENCY
+    run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
+    loop = ClosedLoop(engine, (replayed_request(library(), n, 8) for n in range(2 * requests)), requests)
+    while loop.running:
+        loop.step()
+    by_key = {plan.kind: plan for plan in warm_up_plans(engine.config, engine.context)}
+    assert len({plan.kind for plan in asked}) > 2
+    assert all(plan.kind in by_key and layout(plan) == layout(by_key[plan.kind]) for plan in asked)
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=["look-ahead", "lockstep"])
