@@ -330,7 +330,7 @@ def _overhead(engine: Engine, effort: Effort) -> float:
         whole = time.perf_counter() - begin
         if rounds.last is not None and rounds.last is not read:
             read = rounds.last
-            found.append(max(0.0, whole - busy_seconds(read.spans())))
+            found.append(max(0.0, whole - busy_seconds([read.spans()], together=config.lookahead)))
     engine.abort("timing")
     engine.step()
     engine.check_books()

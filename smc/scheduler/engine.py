@@ -77,8 +77,7 @@ class Engine:
         self.config, self.tokenizer, self.context = config, tokenizer, context
         self._constraints = constraints
         self.workers, self.executor = workers, executor
-        self.latency: LatencyModel | None = None
-        """Times of steps and passes on the engine's devices, corrected by its rounds; None: not measured."""
+        self._overhead = RoundOverhead(lookahead=config.lookahead)
         self.slots = Slots(config.max_slots, context + config.block + 1, config.chains(tokenizer.size))
         self.memory = KVCacheManager(pages, prefix_cache=config.prefix_cache)
         self.forecast = PageForecast(config, self.slots, self.memory)
@@ -100,7 +99,7 @@ class Engine:
         )
         self._clock = clock
         self._numbers = itertools.count()
-        self._held_blocks, self._overhead = HeldBlocks(), RoundOverhead()
+        self._held_blocks = HeldBlocks()
 
     def _round_scheduler(self, roles: tuple[ModelRole, ...]) -> RoundScheduler:
         config, is_pair = self.config, roles == BOTH_MODELS
@@ -119,6 +118,15 @@ class Engine:
             turns=self._turns,
             decide=decide if is_pair else None,
         )
+
+    @property
+    def latency(self) -> LatencyModel | None:
+        """Times of steps and passes on the engine's devices, corrected by its rounds; None: not measured."""
+        return self._overhead.latency
+
+    @latency.setter
+    def latency(self, measured: LatencyModel | None) -> None:
+        self._overhead.begin(measured)
 
     @property
     def idle(self) -> bool:
@@ -184,8 +192,7 @@ class Engine:
         self._admit()
         beside_prompts = self._schedule_prefill()
         rounds = self._run_decode_step()
-        if self.latency is not None:
-            self.latency = self._overhead.corrected(self.latency, rounds, beside_prompts=beside_prompts)
+        self._overhead.follow(rounds, beside_prompts=beside_prompts)
         self._process_results(rounds)
         return self.results.take()
 

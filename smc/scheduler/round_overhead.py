@@ -1,6 +1,8 @@
-"""How long rounds of the draft-target pair take besides the models' work, as they show it. The latency model has a
-measurement of it from the start, when other work on the host may have disturbed it: too high, it would keep the engine
-from drafting. So it is lowered to what rounds show."""
+"""How long rounds of the draft-target pair take besides the models' work.
+
+What a latency model says of it was measured when the engine started, maybe beside other work on the host. Too high, it
+would keep the engine from drafting, and rounds that could show it would never come. So it counts as 0 until rounds have
+shown it, and never as more than what they show."""
 
 from __future__ import annotations
 
@@ -17,54 +19,79 @@ from smc.types import ModelRole
 Spans = Mapping[str, tuple[int, int]]
 """Begin and end of each piece of a round's work, in nanoseconds: see `Pending.spans`."""
 SAMPLES = 32
-"""Rounds whose median is compared with the latency model."""
+"""Steps whose median is compared with the latency model."""
 NOTABLE = 0.05
-"""Share of a round by which they must take less than the latency model says."""
+"""Share of a step by which it must take less than the latency model says."""
 logger = logging.getLogger(__name__)
 
 
 class RoundOverhead:
-    """Corrects the overhead of a latency model."""
+    """Corrects the overhead of an engine's latency model."""
 
-    def __init__(self) -> None:
-        self._before: Spans | None = None
-        """Work of the last step's round, if there was one of the pair and nothing else."""
+    def __init__(self, *, lookahead: bool) -> None:
+        """`lookahead`: the form of rounds."""
+        self._lookahead = lookahead
+        self.latency: LatencyModel | None = None
+        """The latency model with its present overhead; None: there is none."""
+        self._measured: float | None = None
+        """The overhead that was measured, until rounds have shown it; None: they have."""
+        self._before: tuple[int, int] | None = None
+        """Number of rounds of the step before, all of the pair and without prompts, and when the last of them ended."""
         self._samples: list[tuple[float, float]] = []
-        """Seconds of a round, and those of them in which no model worked."""
+        """Seconds of a step, and those of them in which the models had nothing to do."""
 
-    def corrected(
-        self, latency: LatencyModel, rounds: Sequence[Pending[RoundReports]], *, beside_prompts: bool
-    ) -> LatencyModel:
-        """Return the latency model after a step that has read `rounds`. `beside_prompts`: it has scheduled prompts,
-        which run between rounds."""
+    def begin(self, measured: LatencyModel | None) -> None:
+        """Use a latency model that has been measured, or none."""
+        self._measured, self._samples = None if measured is None else measured.round_overhead, []
+        self.latency = None if measured is None else replace(measured, round_overhead=0.0)
+
+    def follow(self, rounds: Sequence[Pending[RoundReports]], *, beside_prompts: bool) -> None:
+        """Called after each step with the rounds that it has read. `beside_prompts`: it has scheduled prompts, which
+        run between rounds."""
+        if self.latency is None or not self._sample(rounds, beside_prompts) or len(self._samples) < SAMPLES:
+            return
+        seconds, shown = map(statistics.median, zip(*self._samples))
+        self._samples, measured, self._measured = [], self._measured, None
+        before = self.latency.round_overhead if measured is None else measured
+        is_lower = before - shown > NOTABLE * seconds
+        if is_lower:
+            logger.info(
+                "rounds take %.2f ms besides the models' work, not the %.2f ms that were measured before",
+                1e3 * shown,
+                1e3 * before,
+            )
+        if is_lower or measured is not None:
+            self.latency = replace(self.latency, round_overhead=shown if is_lower else before)
+
+    def _sample(self, rounds: Sequence[Pending[RoundReports]], beside_prompts: bool) -> bool:
+        """Take a sample of this step, and return True, if it and the one before had as many rounds of the pair and
+        nothing else."""
         before, self._before = self._before, None
-        if len(rounds) != 1 or beside_prompts:
-            return latency
-        spans = rounds[0].spans()
-        if not all(role in spans for role in ModelRole):
-            return latency
-        self._before = spans
-        if before is None:
-            return latency
-        whole = 1e-9 * (spans[ModelRole.TARGET][1] - before[ModelRole.TARGET][1])
-        self._samples.append((whole, max(0.0, whole - busy_seconds(spans))))
-        if len(self._samples) < SAMPLES:
-            return latency
-        seconds, overhead = map(statistics.median, zip(*self._samples))
-        self._samples.clear()
-        if latency.round_overhead - overhead <= NOTABLE * seconds:
-            return latency
-        logger.info(
-            "rounds take %.2f ms besides the models' work, not the %.2f ms that were measured before",
-            1e3 * overhead,
-            1e3 * latency.round_overhead,
-        )
-        return replace(latency, round_overhead=overhead)
+        if not rounds or beside_prompts:
+            return False
+        spans = [one.spans() for one in rounds]
+        if not all(role in each for each in spans for role in ModelRole):
+            return False
+        # Clocks of two hosts may drift apart, so times of both models are not compared.
+        last = max(each[ModelRole.TARGET][1] for each in spans)
+        self._before = len(rounds), last
+        if before is None or before[0] != len(rounds):
+            return False
+        whole = 1e-9 * (last - before[1])
+        idle = whole - busy_seconds(spans, together=self._lookahead or len(rounds) > 1)
+        if idle < -NOTABLE * whole:  # work of another step lies between these two
+            return False
+        self._samples.append((whole, max(0.0, idle)))
+        return True
 
 
-def busy_seconds(spans: Spans) -> float:
-    """Return the seconds of a round of the pair in which at least one model ran its pass, or the draft drafted
-    again."""
-    begins, ends = spans.get("redraft", (0, 0))
-    (begin, end), (other, last) = sorted(spans[role] for role in ModelRole)
-    return 1e-9 * (ends - begins + end - begin + max(0, last - max(end, other)))
+def busy_seconds(rounds: Sequence[Spans], *, together: bool) -> float:
+    """Return the seconds for which rounds of the pair keep the models busy. `together`: the models work at the same
+    time."""
+    work = [sum(_length(spans, role) for spans in rounds) for role in ModelRole]
+    return sum(_length(spans, "redraft") for spans in rounds) + (max(work) if together else sum(work))
+
+
+def _length(spans: Spans, name: str) -> float:
+    begin, end = spans.get(name, (0, 0))
+    return 1e-9 * (end - begin)
