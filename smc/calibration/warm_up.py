@@ -100,11 +100,13 @@ def warm_up_plans(
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
         shapes = _shapes(config, decodings)
         whole, *_ = shapes[0]
-        for (shape, steps, share, again), batch_size, processors in product(shapes, sizes, truncated):
+        for (shape, steps, share, again, is_change), batch_size, processors in product(shapes, sizes, truncated):
             is_chosen = steps != shapes[0][1] or share or (again and not config.redrafted)
             if is_chosen and (processors or not is_coarse(batch_size, config)):
                 continue
             if shape.branches < whole.branches and not processors and not is_coarse(batch_size, config):
+                continue
+            if is_change and batch_size > ROWS:
                 continue
             if share and (batch_size == 1 or (steps and batch_size not in few)):
                 # A single row has nothing in common with others. Fewer tokens in one size compile all kernels.
@@ -114,7 +116,7 @@ def warm_up_plans(
             ):
                 continue
             given = (decodings, shape, batch_size, config.max_slots, contexts)
-            queries = queries_of(config, shape, steps)
+            queries = shape.target if is_change else queries_of(config, shape, steps)
             nodes = int(share * batch_size * queries)
             size = DraftSize(shape.branches, steps, nodes, again)
             queries = max(queries, again + 1) if again else queries
@@ -133,24 +135,28 @@ def _roles(decodings: frozenset[Decoding]) -> tuple[ModelRole, ...]:
     return next(iter(decodings)).roles
 
 
-def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[tuple[PagesPerRow, int | None, float, int]]:
+def _shapes(
+    config: EngineConfig, decodings: frozenset[Decoding]
+) -> list[tuple[PagesPerRow, int | None, float, int, bool]]:
     """Return tuples (shape, steps, share of the tokens that run as nodes, 0: all run by themselves; tokens that are
-    drafted again). The first is the shape of the config, with all tokens of a block (None: K steps). Where the latency
-    model chooses trees, shapes with fewer branches a row, rounds with fewer tokens, rounds that draft again and, unless
-    the target runs paths, rounds with nodes follow."""
+    drafted again; whether whole blocks are verified, of which the round before has drafted more). The first is the
+    shape of the config, with all tokens of a block (None: K steps). Where the latency model chooses trees, shapes with
+    fewer branches a row, rounds with fewer tokens, rounds that draft again and, unless the target runs paths, rounds
+    with nodes follow."""
     shape, again = RULES_OF_ROUNDS[_roles(decodings)].shape(config), config.redrafted
     if decodings != {Decoding.WALK}:
-        return [(shape, fixed_steps(config, decodings), 0.0, 0)]
+        return [(shape, fixed_steps(config, decodings), 0.0, 0, False)]
     if config.drafting != "adaptive":
-        return [(shape, None, 0.0, again)]
+        return [(shape, None, 0.0, again, False)]
     levels, shares = config.block_levels[1:], () if config.verified == PATHS else NODE_SHARES
     return [
         *(
-            (replace(shape, branches=branches), None if steps == config.block else steps, 0.0, more)
+            (replace(shape, branches=branches), None if steps == config.block else steps, 0.0, more, False)
             for steps, branches, more in config.draft_sizes
         ),
-        *((shape, None, share, again) for share in shares),
-        *((shape, steps, share, again) for steps in levels for share in shares[:1]),
+        *((shape, steps, 0.0, again, True) for steps in levels if config.lookahead and not again),
+        *((shape, None, share, again, False) for share in shares),
+        *((shape, steps, share, again, False) for steps in levels for share in shares[:1]),
     ]
 
 

@@ -31,8 +31,9 @@ Failures = Mapping[int, str]
 """Why constraints cannot be followed any further, by group of a round or by row of prompts."""
 NO_FAILURES: Failures = MappingProxyType({})
 Made = TypeVar("Made")
-MOST_KEYS = 768
-"""Maximum number of kinds of rounds whose recordings are kept: more than a warm-up makes with K = 12 and 256 slots."""
+MOST_KEYS = 1_280
+"""Maximum number of kinds of rounds whose recordings are kept: more than a warm-up makes with K = 32, F = 32 and 512
+slots."""
 MOST_BYTES = 3 << 30
 """Maximum device memory of recordings, in bytes."""
 

@@ -36,7 +36,7 @@ from smc.round.plan import RoundKind
 from smc.round.tensors import Lineage, ObservedDraws, RedraftReport, RoundResult
 from smc.scheduler.mask_turns import MaskTurns
 from smc.scheduler.methods import DecodingRules, RoundFacts, TreeFacts
-from smc.scheduler.planner import DecideSize, DraftSize, RoundPlanner, SlotBatch
+from smc.scheduler.planner import DecideSize, DraftSize, RoundPlanner, SlotBatch, without_redrafting
 from smc.scheduler.sequence_group import SequenceGroup
 from smc.scheduler.slots import REDRAFTED, RoundPages, Slots, Stream
 from smc.scheduler.speculation import Acceptance, DraftExponents
@@ -203,7 +203,7 @@ class RoundScheduler:
         try:
             given_B = self.memory.allocate({draft: sum(each_G)}, {draft: self.memory.next_round[draft]})[draft]
         except OutOfPages:
-            return size._replace(redrafted=0)
+            return without_redrafting(size)
         for given, own_B in zip(pages, np.split(given_B, np.cumsum(each_G)[:-1])):
             if len(own_B):
                 given[REDRAFTED] = own_B

@@ -128,6 +128,17 @@ class DraftSize(NamedTuple):
     """Number of batch indices, padding included; None: `bucket` of the rows."""
 
 
+def without_redrafting(size: DraftSize) -> DraftSize:
+    """Return the size without tokens that are drafted again."""
+    is_whole = size.redrafted and size.steps is None
+    return size._replace(redrafted=0, batch_size=None if is_whole else size.batch_size)
+
+
+def batch_size_of(size: DraftSize, batch: SlotBatch) -> int:
+    """Return the number of batch indices of a round, padding included."""
+    return size.batch_size or bucket(len(batch.slot_A))
+
+
 DecideSize = Callable[[Sequence[SequenceGroup], int, int], DraftSize]
 """Decides how much is drafted in a round. Arguments: the requests, all with an adaptive tree; the number of rows; the
 tokens of context. The result is one of `EngineConfig.draft_sizes`."""
@@ -158,16 +169,17 @@ class RoundPlanner:
         if self._decide and all(g.adaptive for g in groups):
             context = int(self._shared(batch).sum())
             chosen = self._decide(groups, len(batch.slot_A), context)
-            if chosen.steps is not None and self.rules.ahead(config):
-                # Blocks of the last round may be longer. Rounds that verify more than they draft are not recorded.
-                level = config.level_of(max(chosen.steps, self._needed(groups)))
-                chosen = chosen._replace(steps=None if level == config.block else level)
+            if chosen.nodes:
+                queries = self._queries(groups, chosen)
+                chosen = chosen._replace(
+                    nodes=int(node_room(len(batch.slot_A), len(groups), queries, batch_size_of(chosen, batch)))
+                )
         else:
             steps = fixed_steps(config, {g.rules.decoding for g in groups})
             chosen = DraftSize(self.shape.branches, steps, redrafted=config.redrafted)
         may_redraft = self.rules.ahead(config) and any(g.rules.redrafts for g in groups)
         if not may_redraft or any(p.guided or p.masked for p in params):
-            return chosen._replace(redrafted=0)
+            return without_redrafting(chosen)
         return chosen
 
     def _shared(self, batch: SlotBatch) -> np.ndarray:
@@ -179,7 +191,7 @@ class RoundPlanner:
 
     def plan(self, batch: SlotBatch, pages: list[RoundPages], chosen: DraftSize) -> RoundPlan[np.ndarray]:
         """`chosen`: from `size`. If it drafts again, `pages` has pages for that."""
-        size, columns = chosen.batch_size or bucket(len(batch.slot_A)), self._columns(batch, pages)
+        size, columns = batch_size_of(chosen, batch), self._columns(batch, pages)
         shared_G, row_A = self._shared(batch), padded(batch.group_A, size, 0)
         arrays = self._arrays(batch, pages, chosen, size, shared_G)
         width = arrays.target_pages_AQ.shape[1] or None
@@ -293,18 +305,17 @@ class RoundPlanner:
         return pages_AB
 
     def _queries(self, groups: Sequence[SequenceGroup], size: DraftSize) -> int:
-        """Tokens of a block that the target runs. In look-ahead blocks were drafted in earlier rounds; those that are
-        shorter than the rows of this one are padded, which leaves fewer kinds of rounds."""
+        """Tokens of a block that the target runs. In look-ahead blocks were drafted in earlier rounds. Those that are
+        shorter than the rows of this one are padded, and where one is longer all have K tokens: this leaves fewer kinds
+        of rounds."""
         config, most, steps = self.config, self.shape.target, size.steps
         if not self.rules.ahead(config):
             return most if steps is None else min(most, config.scored(steps))
         if steps is None and not (self._decide and all(g.adaptive for g in groups)):
             return most
-        return config.level_of(max(self._needed(groups), steps or config.block, size.redrafted + 1))
-
-    def _needed(self, groups: Sequence[SequenceGroup]) -> int:
-        """Tokens of the longest block that a round of look-ahead verifies."""
-        return max(group.drafted if group.in_flight else self._pending(group) for group in groups)
+        needed = max(group.drafted if group.in_flight else self._pending(group) for group in groups)
+        own = config.level_of(max(steps or config.block, size.redrafted + 1))
+        return own if needed <= own else most
 
     def _pending(self, group: SequenceGroup) -> int:
         """Maximum number of tokens of a row that the target has not run. No round of the request is in flight."""

@@ -496,7 +496,9 @@ class TreeController:
         """Return how much is drafted in a round of these requests: see `LatencyTreePolicy.draft_size`. The more
         requests there are, the longer the choice takes and the longer it stays."""
         rows_G = [group.tree_rows for group in groups]
-        key = (rows, sum(rows_G)) if len(groups) > AT_ONCE else (rows, *zip((g.id for g in groups), rows_G))
+        key = (
+            (len(groups), rows, sum(rows_G)) if len(groups) > AT_ONCE else (rows, *zip((g.id for g in groups), rows_G))
+        )
         known, left, size = self._sizes.pop(key, (None, 0, None))
         if size is None or known is not latency or not left:
             left, size = (
