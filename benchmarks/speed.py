@@ -18,8 +18,7 @@ from benchmarks.load import ClosedLoop, Load, Waves, repeated, sized_config
 from benchmarks.rounds import decoding_name
 from smc.api.sampling_params import Method, SamplingParams
 from smc.calibration.compile_ahead import compile_ahead
-from smc.calibration.warm_up import DECODINGS, warm_up, warm_up_plans, warm_up_prompts
-from smc.distributions import NO_PROCESSORS
+from smc.calibration.warm_up import DECODINGS, UsualSampling, warm_up, warm_up_plans, warm_up_prompts
 from smc.executor.worker import ModelWorker
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import rules_of
@@ -186,7 +185,7 @@ class ModeTimer:
         with self._backend.engine(mode, config) as engine:
             if latency is not None:
                 engine.latency = latency
-                _warm_up(engine)
+                _warm_up(engine, UsualSampling.of(loads[0].distribution))
             for load, own, ours in zip(loads, params, requests):
                 loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(ours), load.requests)
                 while engine.num_running < load.requests:
@@ -309,7 +308,7 @@ def unattended(work: list[dict[str, tuple[int, int]]]) -> float:
     return 1e-9 * idle
 
 
-def _warm_up(engine: Engine) -> None:
+def _warm_up(engine: Engine, usual: UsualSampling) -> None:
     """Warm up as a service does, since a latency model chooses trees of all sizes."""
     here = {role: worker for role, worker in engine.workers.items() if isinstance(worker, ModelWorker)}
     if here:  # models in processes of their own are not asked
@@ -321,6 +320,7 @@ def _warm_up(engine: Engine) -> None:
             engine.config,
             engine.context,
             [decodings for decodings in DECODINGS if Decoding.DISTINCT not in decodings],
-            [NO_PROCESSORS],
+            [usual.truncation],
+            usual,
         ),
     )

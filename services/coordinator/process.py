@@ -19,7 +19,14 @@ from services.link.remote_worker import RemoteModel, RemotePair, RemoteWorker, W
 from services.link.store import GroupStore
 from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import Effort, measure_latency
-from smc.calibration.warm_up import first_request, rare_requests, warm_up, warm_up_plans, warm_up_prompts
+from smc.calibration.warm_up import (
+    UsualSampling,
+    first_request,
+    rare_requests,
+    warm_up,
+    warm_up_plans,
+    warm_up_prompts,
+)
 from smc.executor.messages import ModelLost
 from smc.model.source import ModelSource
 from smc.scheduler.engine import Engine
@@ -55,6 +62,8 @@ class CoordinatorSpec:
     """Seconds between two heartbeats while idle. A worker ends if it receives nothing for too long."""
     warm_up: bool
     """Run all kinds of rounds before serving, so that no request waits for kernels to be compiled."""
+    sampling: UsualSampling
+    """That of requests which leave it out."""
     timing: Effort | None
     """How thoroughly the latency model is timed before serving; None: not at all."""
     trace: Path | None
@@ -208,7 +217,7 @@ class RemoteEngine:
     def _run_dummy_rounds(self) -> None:
         begin = time.monotonic()
         config, context = self._spec.engine, self._spec.context
-        plans = list(warm_up_plans(config, context))
+        plans = list(warm_up_plans(config, context, usual=self._spec.sampling))
         report = progress_reporter(self._store, self._spec.rendezvous.warmed)
         warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size), report)
         # Last, because what was recorded first is released first.

@@ -24,6 +24,7 @@ from services.link.connect import Rendezvous
 from services.link.store import GroupStore, StoreServer
 from services.workers.spec import ModelSpec, RankSpec
 from smc.calibration.latency import BRIEF, THOROUGH
+from smc.calibration.warm_up import UsualSampling
 from smc.model.parallel import WHOLE, Shard
 from smc.types import ModelRole
 
@@ -92,6 +93,7 @@ def coordinator_spec(
         timeout=config.link_timeout,
         heartbeat=config.heartbeat,
         warm_up=warm_up and compiles,
+        sampling=UsualSampling.of(pair.sampling),
         timing=(THOROUGH if compiles else BRIEF) if times else None,
         trace=config.trace.absolute() if config.trace else None,
         outlives_draft=config.outlives_draft,

@@ -7,10 +7,10 @@ A dummy round has only padding rows, which read and write the dummy page."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.distributions import NO_PROCESSORS, TRUNCATIONS, DistributionSpec, Processors
 from smc.executor.forward import PROMPT_ROW, PROMPT_SIZES
 from smc.executor.messages import Pending, PromptBatch
-from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundArrays, RoundKind, RoundPlan
+from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
 from smc.scheduler.methods import RULES_OF_ROUNDS, PagesPerRow, fixed_steps, rules_of
@@ -87,14 +87,34 @@ distributions, and for the models' logits and for float32, to which logits with 
 all combinations."""
 
 
+class UsualSampling(NamedTuple):
+    """What rounds of requests have that leave out all sampling settings."""
+
+    truncation: Processors = NO_PROCESSORS
+    """One of `TRUNCATIONS`."""
+    penalised: bool = False
+
+    @staticmethod
+    def of(defaults: Mapping[str, Any]) -> UsualSampling:
+        """`defaults`: of `SamplingParams`, by name."""
+        params = SamplingParams(**defaults)
+        spec = DistributionSpec.of_settings([params], [params.temperature]).canonical()
+        return UsualSampling(spec.active & Processors.TRUNCATION, params.penalised)
+
+
+AS_IT_IS = UsualSampling()
+"""The model's own distribution."""
+
+
 def warm_up_plans(
     config: EngineConfig,
     context: int,
     wanted: Sequence[frozenset[Decoding]] = DECODINGS,
     truncated: Sequence[Processors] = TRUNCATIONS,
+    usual: UsualSampling = AS_IT_IS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
     """Yield plans of dummy rounds, to be launched in this order: for all rounds to which default settings lead, or for
-    fewer."""
+    fewer. Rounds with another truncation than the usual one, which is among `truncated`, have few sizes."""
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for decodings, contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
@@ -102,16 +122,17 @@ def warm_up_plans(
         whole, *_ = shapes[0]
         for (shape, steps, share, again, is_change), batch_size, processors in product(shapes, sizes, truncated):
             is_chosen = steps != shapes[0][1] or share or (again and not config.redrafted)
-            if is_chosen and (processors or not is_coarse(batch_size, config)):
+            is_usual = processors == usual.truncation
+            if is_chosen and not (is_usual and is_coarse(batch_size, config)):
                 continue
-            if shape.branches < whole.branches and not processors and not is_coarse(batch_size, config):
+            if shape.branches < whole.branches and is_usual and not is_coarse(batch_size, config):
                 continue
             if is_change and batch_size > ROWS:
                 continue
             if share and (batch_size == 1 or (steps and batch_size not in few)):
                 # A single row has nothing in common with others. Fewer tokens in one size compile all kernels.
                 continue
-            if (processors and batch_size not in few) or contexts not in _contexts(
+            if (not is_usual and batch_size not in few) or contexts not in _contexts(
                 config.width(context), decodings, batch_size
             ):
                 continue
@@ -120,7 +141,8 @@ def warm_up_plans(
             nodes = int(share * batch_size * queries)
             size = DraftSize(shape.branches, steps, nodes, again)
             queries = max(queries, again + 1) if again else queries
-            plan = padding_plan(*given, processors=processors, queries=queries, size=size)
+            penalised = is_usual and usual.penalised
+            plan = padding_plan(*given, processors=processors, queries=queries, size=size, penalised=penalised)
             yield from [plan] * REPEATS
 
 
@@ -184,9 +206,11 @@ def padding_plan(
     processors: Processors = NO_PROCESSORS,
     queries: int | None = None,
     size: DraftSize | None = None,
+    penalised: bool = False,
 ) -> RoundPlan[np.ndarray]:
     """Return the plan of a round whose rows are all padding. `queries`: tokens of a block that the target runs; by
-    default all. `size`: how much is drafted, by default a block on all branches of the shape."""
+    default all. `size`: how much is drafted, by default a block on all branches of the shape. `penalised`: the round
+    has penalties, which are neutral."""
     size = size or DraftSize(shape.branches, None)
     whole, wide = np.zeros(batch_size, dtype=np.int32), np.zeros(batch_size, dtype=np.int64)
     one = np.ones(batch_size, dtype=np.float32)
@@ -218,7 +242,11 @@ def padding_plan(
     columns = 1 + max(shape.target, shape.begin + shape.branch)
     kind = RoundKind(contexts, decodings, size.steps, nodes=size.nodes, redrafted=size.redrafted)
     pages_AB = np.zeros((batch_size, shape.branch), dtype=np.int32) if size.redrafted else None
-    return RoundPlan(kind, columns, arrays, distribution, distribution, redraft_pages_AB=pages_AB).sized()
+    none = np.zeros(batch_size, dtype=np.float32)
+    penalties: Penalties[np.ndarray] | None = Penalties(none, none, one, wide) if penalised else None
+    return RoundPlan(
+        kind, columns, arrays, distribution, distribution, penalties=penalties, redraft_pages_AB=pages_AB
+    ).sized()
 
 
 def warm_up_prompts(engine: Engine) -> None:

@@ -11,12 +11,16 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from services.launch.config import WorkerGroupConfig
+from services.launch.worker_group import coordinator_spec
+from services.link.connect import Rendezvous
 from services.openai.requests import Served, understood
 from services.pb import generation_pb2 as pb
 from services.protobuf.generation import to_sampling
 from services.vllm import to_params
 from smc import demo
 from smc.api.sampling_params import SamplingParams, with_defaults
+from smc.calibration.warm_up import UsualSampling
+from smc.distributions import Processors
 from smc.model.check import check_pair
 from smc.model.config import sampling_defaults
 
@@ -63,6 +67,14 @@ def test_every_front_end_applies_defaults(target):
     assert (asked.temperature, asked.top_p) == (1.0, 0.9)
     asked = to_sampling(pb.GenerateRequest(sampling=pb.SamplingParams(top_p=1.0)), pair.sampling)
     assert (asked.temperature, asked.top_p) == (0.6, 1.0)
+
+
+def test_the_warm_up_runs_rounds_of_requests_that_leave_it_out(target):
+    config = WorkerGroupConfig(target=target)
+    rendezvous = Rendezvous("127.0.0.1", 1, 1, "secret", config.link, config.start_timeout)
+    assert coordinator_spec(config, config.serving_pair(), rendezvous).sampling == (Processors.TOP_P, False)
+    assert UsualSampling.of({"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}) == (Processors.TRUNCATION, True)
+    assert UsualSampling.of({"temperature": 0.7}) == UsualSampling()
 
 
 def test_a_default_that_contradicts_what_is_given_is_left_out():

@@ -14,7 +14,7 @@ from benchmarks.policy import TreeSize, config_of
 from benchmarks.traces import replay_engine, replayed_request
 from smc.api.engine_config import NODES, PATHS, EngineConfig
 from smc.arrays import map_tensors
-from smc.calibration.warm_up import REPEATS, warm_up_plans
+from smc.calibration.warm_up import REPEATS, UsualSampling, warm_up_plans
 from smc.distributions import Processors
 from smc.executor.graph_runner import MOST_KEYS
 from smc.executor.round_executor import RoundExecutor
@@ -58,6 +58,27 @@ def test_usual_requests_meet_no_new_kind_of_round(config):
     by_key = {plan.kind: plan for plan in warmed_up}
     assert len(warmed_up) == REPEATS * len(by_key)
     assert asked and all(layout(plan) == layout(by_key[plan.kind]) for plan in asked)
+
+
+@pytest.mark.parametrize("config", one_of(*FORMS[::-1]), ids=["lockstep", "look-ahead"])
+@pytest.mark.parametrize("sampling", one_of({"top_k": 3, "top_p": 0.9, "repetition_penalty": 1.1}, {"min_p": 0.1}))
+def test_requests_with_the_checkpoint_s_sampling_meet_no_new_kind(config, sampling):
+    """Most checkpoints bring sampling settings of their own, which requests leave out."""
+    engine, asked = local_engine(tiny_pair(max_context=512), config), []
+    run, engine.executor.round = engine.executor.round, lambda plan: (asked.append(plan), run(plan))[1]
+    for sizes in ((1, 5, 2, 9), (8,)):
+        requests = [
+            request([i % 3] * (9 + i), str(i), "exact", particles=n, max_tokens=11, seed=i, ignore_eos=True, **sampling)
+            for i, n in enumerate(sizes)
+        ]
+        plain = request([1, 2, 0], "plain", method="target", max_tokens=11, ignore_eos=True, **sampling)
+        list(engine.run([*requests, plain]))
+    plans = list(warm_up_plans(config, engine.context, usual=UsualSampling.of(sampling)))
+    by_key = {plan.kind: plan for plan in plans}
+    assert asked and all(layout(plan) == layout(by_key[plan.kind]) for plan in asked)
+    assert len(by_key) == len({plan.kind for plan in warm_up_plans(config, engine.context)})
+    for plan in [plan for plan in plans if plan.kind.penalised][:: 20 * REPEATS]:
+        run(plan).result()
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS[::-1]), ids=["lockstep", "look-ahead"])
