@@ -312,8 +312,8 @@ def _pages(request_N1: np.ndarray, length: int, capacity: int) -> np.ndarray:
 
 
 def _overhead(engine: Engine, effort: Effort) -> float:
-    """Measure the seconds of a round in which neither model runs a pass: the lower quartile over rounds of one request,
-    because other work on the host can only make it longer."""
+    """Measure the seconds of a round besides the models' work (`busy_seconds`): the lower quartile over rounds of one
+    request, because other work on the host can only make it longer."""
     config, rounds = engine.config, engine.rounds_of(Decoding.WALK)
     # The first round is the only one in flight, so it does not show the work that runs beside a round; it is left out.
     rounds_needed = 1 + effort.untimed + effort.repeats

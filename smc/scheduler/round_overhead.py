@@ -2,7 +2,8 @@
 
 What a latency model says of it was measured when the engine started, maybe beside other work on the host. Too high, it
 would keep the engine from drafting, and rounds that could show it would never come. So it counts as 0 until rounds have
-shown it, and never as more than what they show."""
+shown it, and from then on as no more than what was measured or they show; and again as 0 after a long time without
+rounds of both models."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ Spans = Mapping[str, tuple[int, int]]
 SAMPLES = 32
 """Steps whose median is compared with the latency model."""
 NOTABLE = 0.05
-"""Share of a step by which it must take less than the latency model says."""
+"""Share of a step by which later steps must take less than was shown before."""
+PATIENCE = 8 * SAMPLES
+"""Steps with rounds of the pair, most of them beside other work, after which what was measured counts."""
+RETRY = 2_000
+"""Steps with rounds of one model alone after which the overhead counts as 0 again."""
 logger = logging.getLogger(__name__)
 
 
@@ -38,21 +43,59 @@ class RoundOverhead:
         self._before: tuple[int, int] | None = None
         """Number of rounds of the step before, all of the pair and without prompts, and when the last of them ended."""
         self._samples: list[tuple[float, float]] = []
-        """Seconds of a step, and those of them in which the models had nothing to do."""
+        """Seconds of a step, and those of them in which the models had nothing to do. Times of steps are those of the
+        host, so that single ones may be below 0."""
+        self._of_pair, self._alone = 0, 0
+        """Steps with rounds of the pair since `begin`, and steps without any since the last one."""
 
     def begin(self, measured: LatencyModel | None) -> None:
         """Use a latency model that has been measured, or none."""
         self._measured, self._samples = None if measured is None else measured.round_overhead, []
+        self._of_pair = self._alone = 0
         self.latency = None if measured is None else replace(measured, round_overhead=0.0)
 
     def follow(self, rounds: Sequence[Pending[RoundReports]], *, beside_prompts: bool) -> None:
         """Called after each step with the rounds that it has read. `beside_prompts`: it has scheduled prompts, which
         run between rounds."""
-        if self.latency is None or not self._sample(rounds, beside_prompts) or len(self._samples) < SAMPLES:
+        if self.latency is None or not rounds:
+            self._before = None
             return
+        spans = [one.spans() for one in rounds]
+        are_of_pair = [all(role in each for role in ModelRole) for each in spans]
+        if any(are_of_pair):
+            self._of_pair, self._alone = self._of_pair + 1, 0
+        else:
+            self._alone += 1
+        if self._alone >= RETRY:
+            self.begin(replace(self.latency, round_overhead=self._measured or self.latency.round_overhead))
+        self._sample(spans if all(are_of_pair) and not beside_prompts else [])
+        if len(self._samples) == SAMPLES:
+            self._compare(self.latency)
+        elif self._measured is not None and self._of_pair >= PATIENCE:
+            self.latency, self._measured = replace(self.latency, round_overhead=self._measured), None
+
+    def _sample(self, spans: Sequence[Spans]) -> None:
+        """Take a sample of a step that has read these rounds of the pair and nothing else, if the one before had as
+        many."""
+        before, self._before = self._before, None
+        if not spans:
+            return
+        # Clocks of two hosts may drift apart, so times of both models are not compared.
+        last = max(each[ModelRole.TARGET][1] for each in spans)
+        self._before = len(spans), last
+        if before is None or before[0] != len(spans):
+            return
+        whole = 1e-9 * (last - before[1])
+        idle = whole - busy_seconds(spans, together=self._lookahead)
+        if idle > -whole / 2:  # otherwise work of another step lies between these two
+            self._samples.append((whole, idle))
+
+    def _compare(self, latency: LatencyModel) -> None:
+        """Compare the samples with the latency model."""
         seconds, shown = map(statistics.median, zip(*self._samples))
-        self._samples, measured, self._measured = [], self._measured, None
-        before = self.latency.round_overhead if measured is None else measured
+        measured, shown = self._measured, max(0.0, shown)
+        self._samples, self._measured, self._of_pair = [], None, 0
+        before = latency.round_overhead if measured is None else measured
         is_lower = before - shown > NOTABLE * seconds
         if is_lower:
             logger.info(
@@ -61,35 +104,19 @@ class RoundOverhead:
                 1e3 * before,
             )
         if is_lower or measured is not None:
-            self.latency = replace(self.latency, round_overhead=shown if is_lower else before)
-
-    def _sample(self, rounds: Sequence[Pending[RoundReports]], beside_prompts: bool) -> bool:
-        """Take a sample of this step, and return True, if it and the one before had as many rounds of the pair and
-        nothing else."""
-        before, self._before = self._before, None
-        if not rounds or beside_prompts:
-            return False
-        spans = [one.spans() for one in rounds]
-        if not all(role in each for each in spans for role in ModelRole):
-            return False
-        # Clocks of two hosts may drift apart, so times of both models are not compared.
-        last = max(each[ModelRole.TARGET][1] for each in spans)
-        self._before = len(rounds), last
-        if before is None or before[0] != len(rounds):
-            return False
-        whole = 1e-9 * (last - before[1])
-        idle = whole - busy_seconds(spans, together=self._lookahead or len(rounds) > 1)
-        if idle < -NOTABLE * whole:  # work of another step lies between these two
-            return False
-        self._samples.append((whole, max(0.0, idle)))
-        return True
+            self.latency = replace(latency, round_overhead=min(before, shown))
 
 
 def busy_seconds(rounds: Sequence[Spans], *, together: bool) -> float:
-    """Return the seconds for which rounds of the pair keep the models busy. `together`: the models work at the same
-    time."""
-    work = [sum(_length(spans, role) for spans in rounds) for role in ModelRole]
-    return sum(_length(spans, "redraft") for spans in rounds) + (max(work) if together else sum(work))
+    """Return the seconds for which the rounds of a step, all of the pair, keep the models busy. `together`: both models
+    work on a round at the same time. Several rounds are those of micro-batches: one is drafted while another is
+    scored."""
+    draft, target, again = (
+        sum(_length(spans, name) for spans in rounds) for name in (ModelRole.DRAFT, ModelRole.TARGET, "redraft")
+    )
+    if len(rounds) > 1:
+        return max(again + draft, target)
+    return again + (max(draft, target) if together else draft + target)
 
 
 def _length(spans: Spans, name: str) -> float:

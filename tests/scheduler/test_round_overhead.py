@@ -10,7 +10,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.calibration.latency import Effort, measure_latency
 from smc.local_engine import local_engine
-from smc.scheduler.round_overhead import SAMPLES, RoundOverhead
+from smc.scheduler.round_overhead import PATIENCE, RETRY, SAMPLES, RoundOverhead
 from smc.scheduler.speculation import LatencyCurve, LatencyModel, ModelLatency
 from smc.types import Decoding
 from tests.pairwise import one_of
@@ -63,6 +63,22 @@ def test_it_counts_as_nothing_until_rounds_have_shown_it():
     assert after(pair_rounds(SAMPLES, 6 * MS)) == [0.0] * SAMPLES
     # Never as more than was measured: a host that is slower than its GPUs is not counted.
     assert after(pair_rounds(3 * SAMPLES, 14 * MS))[-1] == 5e-3
+    # Nor as more than is shown, even if that is little beside long rounds.
+    assert after(pair_rounds(SAMPLES + 1, 9 * MS))[-1] == pytest.approx(4e-3)
+
+
+def test_it_counts_as_nothing_again_after_a_long_time_without_the_draft():
+    """The rounds that have shown it may have been disturbed, too, and nothing is shown while nothing is drafted."""
+    alone = [[Read({"target": (0, MS)})]] * RETRY
+    found = after([*pair_rounds(SAMPLES + 1, 10 * MS), *alone, *pair_rounds(SAMPLES + 1, 6 * MS)])
+    assert found[SAMPLES] == 5e-3 == found[SAMPLES + RETRY - 1]
+    assert found[SAMPLES + RETRY] == 0 and found[-1] == pytest.approx(1e-3)
+
+
+def test_what_was_measured_counts_if_rounds_never_show_it():
+    """A request that the target decodes alone runs beside all of them."""
+    beside = [[*one, Read({"target": (0, MS)})] for one in pair_rounds(PATIENCE, 6 * MS)]
+    assert after(beside) == [0.0] * (PATIENCE - 1) + [5e-3]
 
 
 @pytest.mark.parametrize("drift", [0, 40 * MS, -40 * MS])
@@ -90,13 +106,13 @@ def test_it_falls_further_with_what_later_rounds_show():
 def test_steps_with_other_work_show_nothing():
     """Prompts and rounds of the target alone take their time between two rounds, a step without rounds has no end, and
     the round of another micro-batch may lie beside this one."""
-    quick = pair_rounds(4 * SAMPLES, 6 * MS)
+    quick = pair_rounds(3 * SAMPLES, 6 * MS)
     for steps, prompts in (
         (quick, True),
         ([[Read({"target": (0, MS)})]] * len(quick), False),
         ([each for one in quick for each in (one, [])], False),
         ([each for one, two in zip(quick, pair_rounds(len(quick), 6 * MS, at_once=2)) for each in (one, two)], False),
-        (pair_rounds(4 * SAMPLES, 3 * MS), False),
+        (pair_rounds(3 * SAMPLES, 3 * MS), False),
     ):
         assert set(after(steps, beside_prompts=prompts)) == {0.0}
 
