@@ -185,7 +185,7 @@ class ModeTimer:
         with self._backend.engine(mode, config) as engine:
             if latency is not None:
                 engine.latency = latency
-                _warm_up(engine, UsualSampling.of(loads[0].distribution))
+                _warm_up(engine, UsualSampling.of(loads[0].distribution, config, engine.tokenizer.size))
             for load, own, ours in zip(loads, params, requests):
                 loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(ours), load.requests)
                 while engine.num_running < load.requests:

@@ -93,7 +93,7 @@ def coordinator_spec(
         timeout=config.link_timeout,
         heartbeat=config.heartbeat,
         warm_up=warm_up and compiles,
-        sampling=UsualSampling.of(pair.sampling),
+        sampling=UsualSampling.of(pair.sampling, pair.engine, pair.tokenizer.size),
         timing=(THOROUGH if compiles else BRIEF) if times else None,
         trace=config.trace.absolute() if config.trace else None,
         outlives_draft=config.outlives_draft,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -48,6 +49,9 @@ ROWS = 8
 ROUNDS = 4
 """Minimum number of rounds of each warm-up request: the first compiles, the second is captured, and one is always
 launched ahead."""
+PENALTY_BYTES, MOST_PENALTIES = 27, 5 << 29
+"""Bytes that penalties take for each logit of a round, and those that dummy rounds may take: half of what is reserved
+for rounds beside the pages."""
 RequestKind = dict[str, Any]
 """Sampling parameters of a request that differ from the defaults."""
 DISTINCT: RequestKind = {"method": "smc", "population": "distinct"}
@@ -92,14 +96,17 @@ class UsualSampling(NamedTuple):
 
     truncation: Processors = NO_PROCESSORS
     """One of `TRUNCATIONS`."""
-    penalised: bool = False
+    penalised_rows: int = 0
+    """Maximum number of rows of dummy rounds with penalties; 0: requests have none."""
 
     @staticmethod
-    def of(defaults: Mapping[str, Any]) -> UsualSampling:
+    def of(defaults: Mapping[str, Any], config: EngineConfig, vocab: int) -> UsualSampling:
         """`defaults`: of `SamplingParams`, by name."""
         params = SamplingParams(**defaults)
         spec = DistributionSpec.of_settings([params], [params.temperature]).canonical()
-        return UsualSampling(spec.active & Processors.TRUNCATION, params.penalised)
+        row_bytes = PENALTY_BYTES * vocab * (config.target_tokens + config.branches)
+        rows = max(1, MOST_PENALTIES // row_bytes) if params.penalised else 0
+        return UsualSampling(spec.active & Processors.TRUNCATION, rows)
 
 
 AS_IT_IS = UsualSampling()
@@ -114,7 +121,8 @@ def warm_up_plans(
     usual: UsualSampling = AS_IT_IS,
 ) -> Iterator[RoundPlan[np.ndarray]]:
     """Yield plans of dummy rounds, to be launched in this order: for all rounds to which default settings lead, or for
-    fewer. Rounds with another truncation than the usual one, which is among `truncated`, have few sizes."""
+    fewer. Rounds with another truncation than the usual one, which is among `truncated`, or without usual penalties
+    have few sizes. Rounds that verify whole blocks of the round before have no nodes."""
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for decodings, contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
@@ -141,9 +149,13 @@ def warm_up_plans(
             nodes = int(share * batch_size * queries)
             size = DraftSize(shape.branches, steps, nodes, again)
             queries = max(queries, again + 1) if again else queries
-            penalised = is_usual and usual.penalised
-            plan = padding_plan(*given, processors=processors, queries=queries, size=size, penalised=penalised)
-            yield from [plan] * REPEATS
+            plan = partial(padding_plan, *given, processors=processors, queries=queries, size=size)
+            if is_usual and usual.penalised_rows:
+                if batch_size <= usual.penalised_rows:
+                    yield from [plan(penalised=True)] * REPEATS
+                if is_chosen or batch_size not in few:
+                    continue
+            yield from [plan()] * REPEATS
 
 
 def _contexts(width: int, decodings: frozenset[Decoding], batch_size: int) -> set[Contexts]:

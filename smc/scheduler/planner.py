@@ -134,11 +134,6 @@ def without_redrafting(size: DraftSize) -> DraftSize:
     return size._replace(redrafted=0, batch_size=None if is_whole else size.batch_size)
 
 
-def batch_size_of(size: DraftSize, batch: SlotBatch) -> int:
-    """Return the number of batch indices of a round, padding included."""
-    return size.batch_size or bucket(len(batch.slot_A))
-
-
 DecideSize = Callable[[Sequence[SequenceGroup], int, int], DraftSize]
 """Decides how much is drafted in a round. Arguments: the requests, all with an adaptive tree; the number of rows; the
 tokens of context. The result is one of `EngineConfig.draft_sizes`."""
@@ -169,11 +164,6 @@ class RoundPlanner:
         if self._decide and all(g.adaptive for g in groups):
             context = int(self._shared(batch).sum())
             chosen = self._decide(groups, len(batch.slot_A), context)
-            if chosen.nodes:
-                queries = self._queries(groups, chosen)
-                chosen = chosen._replace(
-                    nodes=int(node_room(len(batch.slot_A), len(groups), queries, batch_size_of(chosen, batch)))
-                )
         else:
             steps = fixed_steps(config, {g.rules.decoding for g in groups})
             chosen = DraftSize(self.shape.branches, steps, redrafted=config.redrafted)
@@ -191,7 +181,10 @@ class RoundPlanner:
 
     def plan(self, batch: SlotBatch, pages: list[RoundPages], chosen: DraftSize) -> RoundPlan[np.ndarray]:
         """`chosen`: from `size`. If it drafts again, `pages` has pages for that."""
-        size, columns = batch_size_of(chosen, batch), self._columns(batch, pages)
+        size, columns = chosen.batch_size or bucket(len(batch.slot_A)), self._columns(batch, pages)
+        if chosen.nodes:
+            queries = self._queries(batch.groups, chosen)
+            chosen = chosen._replace(nodes=int(node_room(len(batch.slot_A), len(batch.groups), queries, size)))
         shared_G, row_A = self._shared(batch), padded(batch.group_A, size, 0)
         arrays = self._arrays(batch, pages, chosen, size, shared_G)
         width = arrays.target_pages_AQ.shape[1] or None

@@ -19,6 +19,7 @@ from smc.distributions import Processors
 from smc.executor.graph_runner import MOST_KEYS
 from smc.executor.round_executor import RoundExecutor
 from smc.local_engine import local_engine
+from smc.memory.kv_cache import RESERVED_BYTES
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
 from smc.scheduler.planner import DraftSize
 from smc.types import Decoding
@@ -73,12 +74,25 @@ def test_requests_with_the_checkpoint_s_sampling_meet_no_new_kind(config, sampli
         ]
         plain = request([1, 2, 0], "plain", method="target", max_tokens=11, ignore_eos=True, **sampling)
         list(engine.run([*requests, plain]))
-    plans = list(warm_up_plans(config, engine.context, usual=UsualSampling.of(sampling)))
+    usual = UsualSampling.of(sampling, config, engine.tokenizer.size)
+    plans = list(warm_up_plans(config, engine.context, usual=usual))
     by_key = {plan.kind: plan for plan in plans}
     assert asked and all(layout(plan) == layout(by_key[plan.kind]) for plan in asked)
-    assert len(by_key) == len({plan.kind for plan in warm_up_plans(config, engine.context)})
     for plan in [plan for plan in plans if plan.kind.penalised][:: 20 * REPEATS]:
         run(plan).result()
+
+
+def test_penalties_of_many_rows_are_not_warmed_up():
+    """Their memory would not suffice at the start of a service that seldom has so many. Without penalties there are few
+    sizes."""
+    config, vocab = EngineConfig(form="lockstep", block=8, max_slots=256), 152_064
+    usual = UsualSampling.of({"repetition_penalty": 1.1}, config, vocab)
+    sizes = defaultdict(set)
+    for plan in warm_up_plans(config, 1024, usual=usual):
+        if plan.kind.decodings == {Decoding.WALK} and not plan.kind.target_processors & Processors.TRUNCATION:
+            sizes[plan.kind.penalised].add(plan.kind.batch_size)
+    assert 27 * 10 * max(sizes[True]) * vocab < RESERVED_BYTES / 2
+    assert max(sizes[True]) >= 56 and sizes[False] == {8}
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS[::-1]), ids=["lockstep", "look-ahead"])
