@@ -185,7 +185,7 @@ def test_adaptive_drafting_times_the_models_in_each(monkeypatch):
 
     monkeypatch.setattr("benchmarks.advise.measure_latency", measured)
     monkeypatch.setattr(speed, "SETTLED", 2)
-    monkeypatch.setattr(speed, "_warm_up", lambda engine: None)
+    monkeypatch.setattr(speed, "_warm_up", lambda *_: None)
     plan = SpeedPlan(
         (1, 1), ("lockstep",), (2,), (2,), (2,), (12,), (1, 2), 2, {}, decodings=[{"method": "exact"}],
         drafting="adaptive", numerics=BOTH,
@@ -200,7 +200,7 @@ def test_tokens_a_second_are_those_of_all_rounds(drafting, monkeypatch):
     spans = [(i, 0.040 if i % 5 > 2 else 0.010) for i in range(10)]
     seen = TimedRounds(spans, [1e-3] * 10, [{"target": (0, 1)}] * 10, [0] * 10, delivered=2 * 50, took_part=2 * 10)
     monkeypatch.setattr(ModeTimer, "_watch", lambda *_: seen)
-    monkeypatch.setattr(speed, "_warm_up", lambda engine: None)
+    monkeypatch.setattr(speed, "_warm_up", lambda *_: None)
     monkeypatch.setattr(speed, "SETTLED", 2)
     fast = ModelLatency(LatencyCurve(((1, 1e-3),)))
     latency = LatencyModel(fast, fast, fast, 0.0) if drafting == "adaptive" else None

@@ -53,7 +53,9 @@ def started(request):
         rank.start()
     spec = replace(coordinator_spec(config, pair, rendezvous, warm_up=False), warm_up=True)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(process, "warm_up_plans", lambda *given: islice(warm_up_plans(*given), WARMED))
+        patched.setattr(
+            process, "warm_up_plans", lambda *given, **named: islice(warm_up_plans(*given, **named), WARMED)
+        )
         patched.setattr(process, "rare_requests", lambda *given: [])
         remote = RemoteEngine(spec)
     yield remote.engine, store.store.get(rendezvous.warmed)
