@@ -22,6 +22,7 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.distributions import NO_PROCESSORS, TRUNCATIONS, DistributionSpec, Processors
 from smc.executor.forward import PROMPT_ROW, PROMPT_SIZES
 from smc.executor.messages import Pending, PromptBatch
+from smc.memory.kv_cache import RESERVED_BYTES
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
@@ -49,9 +50,11 @@ ROWS = 8
 ROUNDS = 4
 """Minimum number of rounds of each warm-up request: the first compiles, the second is captured, and one is always
 launched ahead."""
-PENALTY_BYTES, MOST_PENALTIES = 27, 5 << 29
-"""Bytes that penalties take for each logit of a round, and those that dummy rounds may take: half of what is reserved
-for rounds beside the pages."""
+PENALTY_BYTES = 27
+"""Bytes that `PageTokens.penalise` (smc/executor/logit_changes.py) takes for each logit of a target's round, by its
+tensors on a CPU. For each token that a row drafts it takes 34, for which the other half of the memory has room."""
+MOST_PENALTIES = RESERVED_BYTES // 2
+"""Bytes that they may take in dummy rounds."""
 RequestKind = dict[str, Any]
 """Sampling parameters of a request that differ from the defaults."""
 DISTINCT: RequestKind = {"method": "smc", "population": "distinct"}
@@ -127,15 +130,16 @@ def warm_up_plans(
     for decodings, contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
         shapes = _shapes(config, decodings)
-        whole, *_ = shapes[0]
-        for (shape, steps, share, again, is_change), batch_size, processors in product(shapes, sizes, truncated):
-            is_chosen = steps != shapes[0][1] or share or (again and not config.redrafted)
+        whole = shapes[0]
+        for (shape, steps, share, again, is_longer), batch_size, processors in product(shapes, sizes, truncated):
+            is_chosen = steps != whole.steps or share or (again and not config.redrafted)
             is_usual = processors == usual.truncation
-            if is_chosen and not (is_usual and is_coarse(batch_size, config)):
+            if is_chosen and not is_usual:
                 continue
-            if shape.branches < whole.branches and is_usual and not is_coarse(batch_size, config):
+            is_small = is_chosen or shape.branches < whole.shape.branches
+            if is_small and is_usual and batch_size != coarse_bucket(batch_size, config.max_slots):
                 continue
-            if is_change and batch_size > ROWS:
+            if is_longer and batch_size > ROWS:
                 continue
             if share and (batch_size == 1 or (steps and batch_size not in few)):
                 # A single row has nothing in common with others. Fewer tokens in one size compile all kernels.
@@ -145,7 +149,7 @@ def warm_up_plans(
             ):
                 continue
             given = (decodings, shape, batch_size, config.max_slots, contexts)
-            queries = shape.target if is_change else queries_of(config, shape, steps)
+            queries = shape.target if is_longer else queries_of(config, shape, steps)
             nodes = int(share * batch_size * queries)
             size = DraftSize(shape.branches, steps, nodes, again)
             queries = max(queries, again + 1) if again else queries
@@ -169,34 +173,38 @@ def _roles(decodings: frozenset[Decoding]) -> tuple[ModelRole, ...]:
     return next(iter(decodings)).roles
 
 
-def _shapes(
-    config: EngineConfig, decodings: frozenset[Decoding]
-) -> list[tuple[PagesPerRow, int | None, float, int, bool]]:
-    """Return tuples (shape, steps, share of the tokens that run as nodes, 0: all run by themselves; tokens that are
-    drafted again; whether whole blocks are verified, of which the round before has drafted more). The first is the
-    shape of the config, with all tokens of a block (None: K steps). Where the latency model chooses trees, shapes with
-    fewer branches a row, rounds with fewer tokens, rounds that draft again and, unless the target runs paths, rounds
-    with nodes follow."""
+class DummyShape(NamedTuple):
+    """What dummy rounds draft and verify."""
+
+    shape: PagesPerRow
+    steps: int | None = None
+    """As of `DraftSize`."""
+    share: float = 0.0
+    """Share of the tokens that run as nodes; 0: all run by themselves."""
+    redrafted: int = 0
+    is_longer: bool = False
+    """Whether blocks of K tokens are verified, because the round before has drafted more than this one."""
+
+
+def _shapes(config: EngineConfig, decodings: frozenset[Decoding]) -> list[DummyShape]:
+    """Return the shapes of dummy rounds. The first is that of the config, with all tokens of a block. Where the latency
+    model chooses trees, those with fewer branches a row, with fewer tokens, that draft again and, unless the target
+    runs paths, with nodes follow."""
     shape, again = RULES_OF_ROUNDS[_roles(decodings)].shape(config), config.redrafted
     if decodings != {Decoding.WALK}:
-        return [(shape, fixed_steps(config, decodings), 0.0, 0, False)]
+        return [DummyShape(shape, fixed_steps(config, decodings))]
     if config.drafting != "adaptive":
-        return [(shape, None, 0.0, again, False)]
+        return [DummyShape(shape, redrafted=again)]
     levels, shares = config.block_levels[1:], () if config.verified == PATHS else NODE_SHARES
     return [
         *(
-            (replace(shape, branches=branches), None if steps == config.block else steps, 0.0, more, False)
+            DummyShape(replace(shape, branches=branches), None if steps == config.block else steps, redrafted=more)
             for steps, branches, more in config.draft_sizes
         ),
-        *((shape, steps, 0.0, again, True) for steps in levels if config.lookahead and not again),
-        *((shape, None, share, again, False) for share in shares),
-        *((shape, steps, share, again, False) for steps in levels for share in shares[:1]),
+        *(DummyShape(shape, steps, is_longer=True) for steps in levels if config.lookahead and not again),
+        *(DummyShape(shape, None, share, again) for share in shares),
+        *(DummyShape(shape, steps, share, again) for steps in levels for share in shares[:1]),
     ]
-
-
-def is_coarse(batch_size: int, config: EngineConfig) -> bool:
-    """Whether rounds that draft less than a whole block have this size."""
-    return batch_size == coarse_bucket(batch_size, config.max_slots)
 
 
 def queries_of(config: EngineConfig, shape: PagesPerRow, steps: int | None) -> int:

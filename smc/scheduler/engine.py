@@ -121,7 +121,8 @@ class Engine:
 
     @property
     def latency(self) -> LatencyModel | None:
-        """Times of steps and passes on the engine's devices, corrected by its rounds; None: not measured."""
+        """Times of steps and passes on the engine's devices; None: not measured. The overhead of a round is that of
+        `RoundOverhead`: 0 at first, whatever was measured."""
         return self._overhead.latency
 
     @latency.setter

@@ -182,9 +182,6 @@ class RoundPlanner:
     def plan(self, batch: SlotBatch, pages: list[RoundPages], chosen: DraftSize) -> RoundPlan[np.ndarray]:
         """`chosen`: from `size`. If it drafts again, `pages` has pages for that."""
         size, columns = chosen.batch_size or bucket(len(batch.slot_A)), self._columns(batch, pages)
-        if chosen.nodes:
-            queries = self._queries(batch.groups, chosen)
-            chosen = chosen._replace(nodes=int(node_room(len(batch.slot_A), len(batch.groups), queries, size)))
         shared_G, row_A = self._shared(batch), padded(batch.group_A, size, 0)
         arrays = self._arrays(batch, pages, chosen, size, shared_G)
         width = arrays.target_pages_AQ.shape[1] or None

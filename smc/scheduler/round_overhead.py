@@ -38,21 +38,26 @@ class RoundOverhead:
         self._lookahead = lookahead
         self.latency: LatencyModel | None = None
         """The latency model with its present overhead; None: there is none."""
-        self._measured: float | None = None
-        """The overhead that was measured, until rounds have shown it; None: they have."""
+        self._least, self._counts = 0.0, False
+        """The least overhead that was measured or shown, and whether it counts."""
         self._before: tuple[int, int] | None = None
         """Number of rounds of the step before, all of the pair and without prompts, and when the last of them ended."""
         self._samples: list[tuple[float, float]] = []
         """Seconds of a step, and those of them in which the models had nothing to do. Times of steps are those of the
         host, so that single ones may be below 0."""
         self._of_pair, self._alone = 0, 0
-        """Steps with rounds of the pair since `begin`, and steps without any since the last one."""
+        """Steps with rounds of the pair since `_set`, and steps without any since the last one."""
 
     def begin(self, measured: LatencyModel | None) -> None:
         """Use a latency model that has been measured, or none."""
-        self._measured, self._samples = None if measured is None else measured.round_overhead, []
-        self._of_pair = self._alone = 0
-        self.latency = None if measured is None else replace(measured, round_overhead=0.0)
+        self.latency, self._least = measured, 0.0 if measured is None else measured.round_overhead
+        self._set(False)
+
+    def _set(self, counts: bool) -> None:
+        """Let the overhead count, or count as 0."""
+        self._counts, self._samples, self._of_pair, self._alone = counts, [], 0, 0
+        if self.latency is not None:
+            self.latency = replace(self.latency, round_overhead=self._least if counts else 0.0)
 
     def follow(self, rounds: Sequence[Pending[RoundReports]], *, beside_prompts: bool) -> None:
         """Called after each step with the rounds that it has read. `beside_prompts`: it has scheduled prompts, which
@@ -67,12 +72,12 @@ class RoundOverhead:
         else:
             self._alone += 1
         if self._alone >= RETRY:
-            self.begin(replace(self.latency, round_overhead=self._measured or self.latency.round_overhead))
+            self._set(False)
         self._sample(spans if all(are_of_pair) and not beside_prompts else [])
         if len(self._samples) == SAMPLES:
-            self._compare(self.latency)
-        elif self._measured is not None and self._of_pair >= PATIENCE:
-            self.latency, self._measured = replace(self.latency, round_overhead=self._measured), None
+            self._compare()
+        elif not self._counts and self._of_pair >= PATIENCE:
+            self._set(True)
 
     def _sample(self, spans: Sequence[Spans]) -> None:
         """Take a sample of a step that has read these rounds of the pair and nothing else, if the one before had as
@@ -90,21 +95,20 @@ class RoundOverhead:
         if idle > -whole / 2:  # otherwise work of another step lies between these two
             self._samples.append((whole, idle))
 
-    def _compare(self, latency: LatencyModel) -> None:
-        """Compare the samples with the latency model."""
+    def _compare(self) -> None:
+        """Compare the samples with what is known."""
         seconds, shown = map(statistics.median, zip(*self._samples))
-        measured, shown = self._measured, max(0.0, shown)
-        self._samples, self._measured, self._of_pair = [], None, 0
-        before = latency.round_overhead if measured is None else measured
-        is_lower = before - shown > NOTABLE * seconds
-        if is_lower:
+        shown, self._samples = max(0.0, shown), []
+        if self._least - shown > NOTABLE * seconds:
             logger.info(
                 "rounds take %.2f ms besides the models' work, not the %.2f ms that were measured before",
                 1e3 * shown,
-                1e3 * before,
+                1e3 * self._least,
             )
-        if is_lower or measured is not None:
-            self.latency = replace(latency, round_overhead=min(before, shown))
+        elif self._counts:
+            return
+        self._least = min(self._least, shown)
+        self._set(True)
 
 
 def busy_seconds(rounds: Sequence[Spans], *, together: bool) -> float:
