@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from smc.executor.forward import StaticForward
-from smc.executor.logit_changes import PageTokens
 from smc.round.plan import RoundPlan, UnconditionalRows
-from smc.round.tensors import RowGroups, Rows, RowSpans, RowTables, SlotState
+from smc.round.tensors import PageTokens, RowGroups, Rows, RowSpans, RowTables, SlotState
 from smc.types import ModelRole
 
 
@@ -45,6 +44,8 @@ class GuidedPass:
     state: SlotState
     guide: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """See `smc.executor.sampling.Sampling.guide`."""
+    penalise: Callable[..., Tensor]
+    """See `smc.executor.logit_changes.penalise`."""
     remap_block_table: Callable[..., None]
     """See `smc.executor.select.remap_block_table`."""
     role: ModelRole
@@ -84,7 +85,7 @@ class GuidedPass:
         if plan.penalties is not None or plan.constraints is not None:
             self.page_tokens.store(tokens_T, rows)
         if plan.penalties is not None:
-            logits_TV = self.page_tokens.penalise(logits_TV, plan.penalties, tokens_T, rows, output_R)
+            logits_TV = self.penalise(self.page_tokens, logits_TV, plan.penalties, tokens_T, rows, output_R)
         return PassLogits(logits_TV, raw_TV)
 
     def _guided(

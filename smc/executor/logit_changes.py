@@ -2,8 +2,8 @@
 that would end an answer too early.
 
 Both models' logits are changed alike, so proposals stay close to the target's distribution, and every log-probability
-is of the distribution after the change. Only rounds with requests that need it do so. `add_biases` is the torch form;
-the Triton form is in `smc.kernels.sampling`.
+is of the distribution after the change. Only rounds with requests that need it do so. `add_biases` and `penalise` are
+the torch forms; the Triton forms are in `smc.kernels.sampling` and `smc.kernels.penalties`.
 
 Penalties change logits by the tokens of the prompt and the answer,
 
@@ -11,13 +11,11 @@ Penalties change logits by the tokens of the prompt and the answer,
     l' - f n - p [n > 0]                  for tokens that occur n times in the answer so far (frequency f, presence p),
 
 before biases, temperature and truncation. Each model stores the token of every page, as it stores keys and values; so
-the tokens of a row follow from its block table. Penalties are plain torch of fixed shape on every device.
+the tokens of a row follow from its block table.
 
 Local axes: Y columns past the vocabulary, Z entries of the bias tables."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,9 +23,8 @@ from torch import Tensor
 
 from smc.api.limits import MAX_BIASES, MAX_STOP_IDS
 from smc.arrays import to_device
-from smc.memory.pages import DUMMY_PAGE
 from smc.round.plan import Penalties
-from smc.round.tensors import BiasTables, Rows, RowTables
+from smc.round.tensors import BiasTables, PageTokens, Rows
 from smc.stops import StopMachine
 
 MAX_EOS = 64
@@ -103,76 +100,48 @@ def add_biases(
     return logits_RV.scatter_add(1, tables.column_ZT[entry_R, :width].long(), value_RT.to(logits_RV.dtype))
 
 
-@dataclass(frozen=True)
-class PageTokens:
-    """The token of every page, for requests with penalties or constraints."""
-
-    token_B: Tensor
-    """int32 token of every page."""
-    vocab: int
-    ids_M: Tensor | None = None
-    """int64 token of each column of the logits; None: column v is token v."""
-
-    def set(self, pages_RL: Tensor, tokens_RL: Tensor) -> None:
-        self.token_B[pages_RL.flatten().long()] = tokens_RL.flatten().int()
-
-    def store(self, tokens_T: Tensor, rows: Rows) -> None:
-        """Store the tokens that rows run."""
-        column_Q = torch.arange(rows.queries, device=tokens_T.device)
-        page_RQ = _pages(rows.tables, rows.spans.start_R[:, None].long() + column_Q)
-        page_RQ = torch.where(column_Q < rows.spans.count_R[:, None], page_RQ, DUMMY_PAGE)
-        self.token_B[page_RQ.flatten()] = tokens_T.int()
-
-    def penalise(
-        self, logits_TV: Tensor, penalties: Penalties[Tensor], tokens_T: Tensor, rows: Rows, output_R: Tensor | None
-    ) -> Tensor:
-        """Return the penalised logits after all tokens [T, V], or after one token of each row [R, V], the `output`-th
-        of the T."""
-        q, device, count = rows.queries, tokens_T.device, len(rows.spans.start_R)
-        index_R = torch.arange(count, device=device) // (count // len(penalties.prompt_A))
-        prompt_R1, start_R1 = penalties.prompt_A[index_R, None], rows.spans.start_R[:, None].long()
-        position_L = torch.arange(rows.tables.table_SL.shape[1], device=device)
-        token_RL = self.token_B[_pages(rows.tables, position_L.expand(len(index_R), -1))].long()
-        before_RL = position_L < start_R1
-        in_answer_RV, in_prompt_RV = torch.zeros(2, len(index_R), self.vocab, device=device)
-        in_answer_RV.scatter_add_(1, token_RL, (before_RL & (position_L >= prompt_R1)).float())
-        in_prompt_RV.scatter_add_(1, token_RL, (before_RL & (position_L < prompt_R1)).float())
-        column_Q = torch.arange(q, device=device)
-        counts_RQ = (column_Q < rows.spans.count_R[:, None]) & (start_R1 + column_Q >= prompt_R1)
-        if output_R is not None:
-            counts_RQ = counts_RQ & (column_Q <= (output_R % q)[:, None])
-        counts = []
-        for column in range(q):
-            in_answer_RV = in_answer_RV.scatter_add(
-                1, tokens_T.view(-1, q)[:, column : column + 1], counts_RQ[:, column : column + 1].float()
-            )
-            counts.append(in_answer_RV)
-        in_answer_TV = in_answer_RV if output_R is not None else torch.stack(counts, 1).flatten(0, 1)
-        each = len(in_answer_TV) // len(index_R)
-        index_T = index_R.repeat_interleave(each)
-        seen_TV = (in_answer_TV > 0) | (in_prompt_RV > 0).repeat_interleave(each, 0)
-        if self.ids_M is not None:
-            in_answer_TV, seen_TV = in_answer_TV[:, self.ids_M], seen_TV[:, self.ids_M]
-        own_TV, beyond_TY = logits_TV.float().split(
-            (in_answer_TV.shape[1], logits_TV.shape[1] - in_answer_TV.shape[1]), 1
+def penalise(
+    page_tokens: PageTokens,
+    logits_TV: Tensor,
+    penalties: Penalties[Tensor],
+    tokens_T: Tensor,
+    rows: Rows,
+    output_R: Tensor | None,
+) -> Tensor:
+    """Return the penalised logits in float32, after all tokens [T, V], or after one token of each row [R, V], the
+    `output`-th of the T. `tokens`: those that the rows run."""
+    q, device, count = rows.queries, tokens_T.device, len(rows.spans.start_R)
+    index_R = torch.arange(count, device=device) // (count // len(penalties.prompt_A))
+    prompt_R1, start_R1 = penalties.prompt_A[index_R, None], rows.spans.start_R[:, None].long()
+    position_L = torch.arange(rows.tables.table_SL.shape[1], device=device)
+    token_RL = page_tokens.token_B[rows.tables.pages_at(position_L.expand(len(index_R), -1))].long()
+    before_RL = position_L < start_R1
+    in_answer_RV, in_prompt_RV = torch.zeros(2, len(index_R), page_tokens.vocab, device=device)
+    in_answer_RV.scatter_add_(1, token_RL, (before_RL & (position_L >= prompt_R1)).float())
+    in_prompt_RV.scatter_add_(1, token_RL, (before_RL & (position_L < prompt_R1)).float())
+    column_Q = torch.arange(q, device=device)
+    counts_RQ = (column_Q < rows.spans.count_R[:, None]) & (start_R1 + column_Q >= prompt_R1)
+    if output_R is not None:
+        counts_RQ = counts_RQ & (column_Q <= (output_R % q)[:, None])
+    counts = []
+    for column in range(q):
+        in_answer_RV = in_answer_RV.scatter_add(
+            1, tokens_T.view(-1, q)[:, column : column + 1], counts_RQ[:, column : column + 1].float()
         )
-        own_TV = repeated(own_TV, seen_TV, penalties.repetition_A[index_T, None])
-        own_TV = own_TV - penalties.frequency_A[index_T, None] * in_answer_TV
-        own_TV = own_TV - penalties.presence_A[index_T, None] * (in_answer_TV > 0)
-        return torch.cat((own_TV, beyond_TY), 1)
+        counts.append(in_answer_RV)
+    in_answer_TV = in_answer_RV if output_R is not None else torch.stack(counts, 1).flatten(0, 1)
+    each = len(in_answer_TV) // len(index_R)
+    index_T = index_R.repeat_interleave(each)
+    seen_TV = (in_answer_TV > 0) | (in_prompt_RV > 0).repeat_interleave(each, 0)
+    if page_tokens.ids_M is not None:
+        in_answer_TV, seen_TV = in_answer_TV[:, page_tokens.ids_M], seen_TV[:, page_tokens.ids_M]
+    own_TV, beyond_TY = logits_TV.float().split((in_answer_TV.shape[1], logits_TV.shape[1] - in_answer_TV.shape[1]), 1)
+    own_TV = repeated(own_TV, seen_TV, penalties.repetition_A[index_T, None])
+    own_TV = own_TV - penalties.frequency_A[index_T, None] * in_answer_TV
+    own_TV = own_TV - penalties.presence_A[index_T, None] * (in_answer_TV > 0)
+    return torch.cat((own_TV, beyond_TY), 1)
 
 
 def repeated(logits: Tensor, seen: Tensor, repetition: Tensor) -> Tensor:
     """Apply the repetition penalty to the logits of tokens that have been `seen`."""
     return torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-
-
-def _pages(tables: RowTables, position_RL: Tensor) -> Tensor:
-    """Return the int64 pages [R, X] of rows at positions; past the end of a row, any pages."""
-    held_RL = position_RL.clamp(max=tables.table_SL.shape[1] - 1)
-    page_RL = tables.table_SL[tables.slot_R[:, None].long(), held_RL]
-    if tables.tail_RB is not None and tables.tail_R is not None and tables.tail_RB.shape[1]:
-        offset_RL = position_RL - tables.tail_R[:, None]
-        tail_RL = tables.tail_RB.gather(1, offset_RL.clamp(0, tables.tail_RB.shape[1] - 1))
-        page_RL = torch.where(offset_RL >= 0, tail_RL, page_RL)
-    return page_RL.long()

@@ -29,11 +29,10 @@ from smc.constraint_masks import Follower, MaskWriter
 from smc.constraints import Compiler
 from smc.distributions import DistributionSpec
 from smc.executor.graph_runner import StageRunner, TimeSpans
-from smc.executor.logit_changes import PageTokens
 from smc.executor.sampling import Sampling
 from smc.mask_reader import MaskPath
 from smc.round.plan import IN_FLIGHT, RoundPlan, SequenceHandoff
-from smc.round.tensors import Blocks, LastTokens, SlotState, TokenTree
+from smc.round.tensors import Blocks, LastTokens, PageTokens, SlotState, TokenTree
 from smc.stops import StopMachine
 from smc.types import ModelRole, mask_span
 

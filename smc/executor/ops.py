@@ -9,6 +9,7 @@ from torch import Tensor
 from smc.executor.draft import DraftOps
 from smc.executor.forward import Reader, StaticForward, run_prompt
 from smc.executor.graph_runner import StageRunner
+from smc.executor.logit_changes import penalise
 from smc.executor.sampling import HeadSampling, Sampling
 from smc.executor.select import SelectOps, remap_block_table
 from smc.executor.verify import VerifyOps
@@ -20,6 +21,7 @@ class RoundOps(DraftOps, VerifyOps, SelectOps):
     """The operations of a round, in plain torch: those of the stages, and what they need of a device. `TritonOps`
     replaces every one of them."""
 
+    penalise = staticmethod(penalise)
     remap_block_table = staticmethod(remap_block_table)
 
     def numerics(self, reader: Reader) -> Numerics:

@@ -34,7 +34,7 @@ from smc.executor.chains import DraftedChains
 from smc.executor.draft import DraftStage
 from smc.executor.graph_runner import AsyncResult, Event, StageRunner, TimeSpans
 from smc.executor.guidance import GuidedPass, PassLogits
-from smc.executor.logit_changes import LogitBiases, PageTokens
+from smc.executor.logit_changes import LogitBiases
 from smc.executor.masks import TokenMasks
 from smc.executor.messages import Pending
 from smc.executor.ops import RoundOps
@@ -50,6 +50,7 @@ from smc.round.tensors import (
     DraftReport,
     GrownRows,
     InnerNodes,
+    PageTokens,
     RedraftReport,
     RoundResult,
     RoundSelection,
@@ -222,8 +223,17 @@ class ModelRunner:
         beside_B = torch.zeros(worker.pages + 1, dtype=torch.int32, device=worker.device)
         self._page_tokens = PageTokens(torch.zeros_like(beside_B), worker.vocab_size)
         self._masks = TokenMasks(Compiler.of(worker.token_bytes), self.state, self._page_tokens, stages, worker.sharing)
-        guidance = (self.state, self._sampling.guide, ops.remap_block_table, worker.name, beside_B, self._page_tokens)
-        self._run = GuidedPass(self._forward, self._forward.logits, *guidance)
+        self._run = GuidedPass(
+            forward=self._forward,
+            logits=self._forward.logits,
+            state=self.state,
+            guide=self._sampling.guide,
+            penalise=ops.penalise,
+            remap_block_table=ops.remap_block_table,
+            role=worker.name,
+            beside_B=beside_B,
+            page_tokens=self._page_tokens,
+        )
         self._alone = DraftStage(
             run=self._run,
             sampling=self._sampling,
@@ -377,7 +387,7 @@ class DraftRunner(ModelRunner):
             run = replace(
                 run,
                 logits=partial(self._forward.logits, head=head.matrix),
-                page_tokens=replace(self._page_tokens, ids_M=sampling.ids_M),
+                page_tokens=self._page_tokens._replace(ids_M=sampling.ids_M),
             )
             own_biases = LogitBiases(config.max_stops, len(head.vocab.ids_M), worker.device, head.vocab.ids_M)
             self._all_biases.append(own_biases)

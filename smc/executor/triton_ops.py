@@ -20,7 +20,7 @@ from smc.executor.triton_forward import TritonForward, run_prompt
 from smc.executor.triton_sampling import PromptSampling, TritonHeadSampling, TritonSampling
 from smc.executor.whole_pass import InvariantDraftForward, WholePassForward
 from smc.kernels import apply_selection as applying
-from smc.kernels import draft, draft_tree, expansion, nodes, remap, truncation
+from smc.kernels import draft, draft_tree, expansion, nodes, penalties, remap, truncation
 from smc.kernels import sampling as logits
 from smc.kernels import select as selecting
 from smc.kernels import verify as verifying
@@ -87,6 +87,7 @@ class TritonOps(RoundOps):
 
     add_biases = staticmethod(logits.add_biases)
     apply_mask = staticmethod(truncation.apply_mask)
+    penalise = staticmethod(penalties.penalise)
 
     begin_draft = staticmethod(draft.begin_draft)
     expand = staticmethod(expansion.expand)

@@ -245,6 +245,16 @@ class RowTables(NamedTuple):
     tail_R: Tensor | None = None
     """Position of the first of the row's own pages."""
 
+    def pages_at(self, position_RL: Tensor) -> Tensor:
+        """Return the int64 pages [R, X] of rows at positions; past the end of a row, any pages."""
+        held_RL = position_RL.clamp(max=self.table_SL.shape[1] - 1)
+        page_RL = self.table_SL[self.slot_R[:, None].long(), held_RL]
+        if self.tail_RB is not None and self.tail_R is not None and self.tail_RB.shape[1]:
+            offset_RL = position_RL - self.tail_R[:, None]
+            tail_RL = self.tail_RB.gather(1, offset_RL.clamp(0, self.tail_RB.shape[1] - 1))
+            page_RL = torch.where(offset_RL >= 0, tail_RL, page_RL)
+        return page_RL.long()
+
 
 class RowSpans(NamedTuple):
     """The positions of a row's tokens."""
@@ -280,6 +290,26 @@ class Rows(NamedTuple):
     path_RB: Tensor | None = None
     """For rows of one token whose earlier own positions other rows run in the same pass: the row of each own position
     up to the token's. None: no row reads what another one runs."""
+
+
+class PageTokens(NamedTuple):
+    """The token of every page, for requests with penalties or constraints."""
+
+    token_B: Tensor
+    """int32 token of every page."""
+    vocab: int
+    ids_M: Tensor | None = None
+    """int64 token of each column of the logits; None: column v is token v."""
+
+    def set(self, pages_RL: Tensor, tokens_RL: Tensor) -> None:
+        self.token_B[pages_RL.flatten().long()] = tokens_RL.flatten().int()
+
+    def store(self, tokens_T: Tensor, rows: Rows) -> None:
+        """Store the tokens that rows run."""
+        column_Q = torch.arange(rows.queries, device=tokens_T.device)
+        page_RQ = rows.tables.pages_at(rows.spans.start_R[:, None].long() + column_Q)
+        page_RQ = torch.where(column_Q < rows.spans.count_R[:, None], page_RQ, DUMMY_PAGE)
+        self.token_B[page_RQ.flatten()] = tokens_T.int()
 
 
 class LastTokens(NamedTuple):

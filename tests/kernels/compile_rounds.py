@@ -51,8 +51,18 @@ from smc.model.linear import INT4, Linear
 from smc.model.loader import random_model
 from smc.model.quantisation import Int4Format
 from smc.philox import DrawKeys, Purpose, RoundKeys
-from smc.round.plan import Contexts
-from smc.round.tensors import ChainDraws, ChosenTokens, Continuation, GrownRows, InnerNodes, OwnDraws, Rows, TargetDraws
+from smc.round.plan import Contexts, Penalties
+from smc.round.tensors import (
+    ChainDraws,
+    ChosenTokens,
+    Continuation,
+    GrownRows,
+    InnerNodes,
+    OwnDraws,
+    PageTokens,
+    Rows,
+    TargetDraws,
+)
 from tests.attention.packed import PAGES, Built, Case
 from tests.kernels.rounds import Round
 from tests.kernels.test_draft import DraftRound
@@ -291,6 +301,20 @@ def passes(family: str) -> None:
     InvariantForward(reader, of_prompts=True).run_prompt(reader, tokens_T, batch, np.array([99]))
 
 
+def penalised_rows() -> None:
+    """Penalise the logits of all tokens and of one of each row, in the whole vocabulary and in a part of it."""
+    vocab, one_A, long_A = 5008, torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    penalties, logits_TV = Penalties(one_A, one_A, one_A, long_A), torch.zeros(12, vocab)
+    token_B, tokens_T = torch.zeros(PAGES, dtype=torch.int32), torch.zeros(12, dtype=torch.int64)
+    for tail, dtype in ((1, torch.bfloat16), (None, torch.float32)):
+        case = Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, (4, 2), tail=tail, padding=0)
+        built, is_part = Built(case), tail is None
+        rows = Rows(built.tables(), built.spans(), built.groups(), queries=4, contexts=Contexts.SHORT)
+        tokens = PageTokens(token_B, 2 * vocab if is_part else vocab, torch.arange(vocab) * 2 if is_part else None)
+        TritonOps().penalise(tokens, logits_TV.to(dtype), penalties, tokens_T, rows, None)
+        TritonOps().penalise(tokens, logits_TV[:3].to(dtype), penalties, tokens_T, rows, torch.arange(3) * 4)
+
+
 def int4_passes() -> None:
     """Run a pass of an int4 model, and int4 products with and without zero points."""
     case = Case([33, 17], [[(33, 4), (37, 2)], [(17, 1)]], 4, (4, 2), tail=1, padding=0)
@@ -331,6 +355,7 @@ if __name__ == "__main__":
         draft_stages(head, dtype, is_cut)
     for family in ("mistral", "olmo2", "gemma3_text", "qwen3_moe"):
         passes(family)
+    penalised_rows()
     int4_passes()
     assert CHECKED and 1 in SCORED
     print(json.dumps(sorted(names)))

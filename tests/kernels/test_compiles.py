@@ -73,4 +73,6 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_experts",
         "_int4",
         "_widened",
+        "_count_tokens",
+        "_penalise",
     } <= set(json.loads(compiled("tests.kernels.compile_rounds", tmp_path)))
