@@ -185,7 +185,7 @@ class ModeTimer:
         with self._backend.engine(mode, config) as engine:
             if latency is not None:
                 engine.latency = latency
-                _warm_up(engine, UsualSampling.of(loads[0].distribution, config, engine.tokenizer.size))
+                _warm_up(engine, UsualSampling.of(loads[0].distribution))
             for load, own, ours in zip(loads, params, requests):
                 loop = (ClosedLoop if load.answer is None else Waves)(engine, repeated(ours), load.requests)
                 while engine.num_running < load.requests:
@@ -312,7 +312,7 @@ def _warm_up(engine: Engine, usual: UsualSampling) -> None:
     """Warm up as a service does, since a latency model chooses trees of all sizes."""
     here = {role: worker for role, worker in engine.workers.items() if isinstance(worker, ModelWorker)}
     if here:  # models in processes of their own are not asked
-        compile_ahead(engine.config, engine.context, here)
+        compile_ahead(engine.config, engine.context, here, usual)
     warm_up_prompts(engine)
     warm_up(
         engine,

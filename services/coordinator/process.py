@@ -217,7 +217,7 @@ class RemoteEngine:
     def _run_dummy_rounds(self) -> None:
         begin = time.monotonic()
         config, context = self._spec.engine, self._spec.context
-        plans = list(warm_up_plans(config, context, usual=self._spec.sampling))
+        plans = warm_up_plans(config, context, usual=self._spec.sampling)
         report = progress_reporter(self._store, self._spec.rendezvous.warmed)
         warm_up(self.engine, plans, rare_requests(config, context, self.engine.tokenizer.size), report)
         # Last, because what was recorded first is released first.

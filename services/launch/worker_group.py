@@ -74,6 +74,7 @@ def rank_spec(
         timeout=2 * max(config.link_timeout, config.start_timeout),
         threads=config.threads,
         engine=pair.engine,
+        sampling=UsualSampling.of(pair.sampling),
         outlives_peer=name == ModelRole.TARGET and config.outlives_draft,
     )
 
@@ -93,7 +94,7 @@ def coordinator_spec(
         timeout=config.link_timeout,
         heartbeat=config.heartbeat,
         warm_up=warm_up and compiles,
-        sampling=UsualSampling.of(pair.sampling, pair.engine, pair.tokenizer.size),
+        sampling=UsualSampling.of(pair.sampling),
         timing=(THOROUGH if compiles else BRIEF) if times else None,
         trace=config.trace.absolute() if config.trace else None,
         outlives_draft=config.outlives_draft,

@@ -172,7 +172,7 @@ def _compile_ahead(spec: RankSpec, workers: dict[ModelRole, ModelWorker], store:
         return
     name = spec.rendezvous.name(f"{spec.name}/compiled")
     if spec.leads:
-        compile_ahead(spec.engine, spec.context, workers)
+        compile_ahead(spec.engine, spec.context, workers, spec.sampling)
         store.set(name, "")
     else:
         store.get(name)

@@ -8,6 +8,7 @@ import torch
 
 from services.link.connect import Rendezvous
 from smc.api.engine_config import EngineConfig
+from smc.calibration.warm_up import UsualSampling
 from smc.model.draft_vocab import DraftVocab
 from smc.model.parallel import Shard
 from smc.model.source import ModelSource
@@ -52,6 +53,7 @@ class RankSpec:
     """Seconds to wait for a command; the coordinator's heartbeats are more frequent."""
     threads: int
     engine: EngineConfig
+    sampling: UsualSampling
     outlives_peer: bool
     """Whether this rank goes on when the other model is lost."""
 

@@ -18,7 +18,15 @@ import numpy as np
 import torch
 
 from smc.api.engine_config import EngineConfig
-from smc.calibration.warm_up import DECODINGS, REPEATS, padding_plan, queries_of, warm_up_plans
+from smc.calibration.warm_up import (
+    AS_IT_IS,
+    DECODINGS,
+    REPEATS,
+    UsualSampling,
+    padding_plan,
+    queries_of,
+    warm_up_plans,
+)
 from smc.distributions import NO_PROCESSORS, Processors
 from smc.executor.logit_changes import WIDTHS
 from smc.executor.worker import ModelWorker
@@ -40,6 +48,8 @@ ALL_DECODINGS = (
     COMMON,
     OF_BOTH_MODELS,
 )
+CHANGES = ((0, False), (WIDTHS[0], False), (0, True))
+"""How many tokens are biased, and whether rows are penalised."""
 SPECIAL = ((False, False), (True, False), (False, True))
 """Whether rows are guided, and whether the target reports its own log-probabilities."""
 
@@ -54,9 +64,12 @@ def watch_compiler(device: torch.device) -> Callable[[], None]:
     return CompilerWatch().report
 
 
-def compile_ahead(config: EngineConfig, context: int, workers: Mapping[ModelRole, ModelWorker]) -> None:
+def compile_ahead(
+    config: EngineConfig, context: int, workers: Mapping[ModelRole, ModelWorker], usual: UsualSampling = AS_IT_IS
+) -> None:
     """Compile what a warm-up of these workers' engine launches, on a GPU; nothing elsewhere. Call it before the
-    workers take part in rounds. If anything goes wrong, kernels are compiled at their first launch."""
+    workers take part in rounds. If anything goes wrong, kernels are compiled at their first launch. `usual`: as in
+    `smc.calibration.warm_up.warm_up_plans`."""
     worker = next(iter(workers.values()))
     if worker.device.type != "cuda":
         return
@@ -71,7 +84,7 @@ def compile_ahead(config: EngineConfig, context: int, workers: Mapping[ModelRole
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                plans = plans_of_all_kinds(config, context, worker.vocab_size, workers)
+                plans = plans_of_all_kinds(config, context, worker.vocab_size, workers, usual)
                 found = submit_kernels(plans, config, workers, pool, DryRunner)
             searched = time.monotonic() - begin
         finally:
@@ -126,12 +139,16 @@ def submit_kernels(
 
 
 def plans_of_all_kinds(
-    config: EngineConfig, context: int, vocab: int, roles: Sequence[ModelRole] | Mapping[ModelRole, ModelWorker]
+    config: EngineConfig,
+    context: int,
+    vocab: int,
+    roles: Sequence[ModelRole] | Mapping[ModelRole, ModelWorker],
+    usual: UsualSampling = AS_IT_IS,
 ) -> list[RoundPlan[np.ndarray]]:
     """Return plans of rounds in which these models take part: of those usual kinds that may have kernels of their own,
     then of rarer ones."""
-    usual = list(warm_up_plans(config, context))[::REPEATS]
-    plans = [*(plan for plan in usual if _is_dry_run(plan.kind, config)), *rare_plans(config, vocab)]
+    every = warm_up_plans(config, context, usual=usual)[::REPEATS]
+    plans = [*(plan for plan in every if _is_dry_run(plan.kind, config)), *rare_plans(config, vocab)]
     return [plan for plan in plans if set(plan.kind.roles) & set(roles)]
 
 
@@ -154,10 +171,12 @@ def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarra
         if Decoding.REJECTION in decodings and not chains:
             continue
         shape = RULES_OF_ROUNDS[roles].shape(config)
-        for processors, biased, (is_guided, reports_raw) in product(
-            (NO_PROCESSORS, Processors.TRUNCATION), (0, WIDTHS[0]), SPECIAL
+        for processors, (biased, is_penalised), (is_guided, reports_raw) in product(
+            (NO_PROCESSORS, Processors.TRUNCATION), CHANGES, SPECIAL
         ):
-            if reports_raw and (processors or biased or len(decodings) > 1):
+            if reports_raw and (processors or biased or is_penalised or len(decodings) > 1):
+                continue
+            if is_guided and is_penalised:
                 continue
             size = DraftSize(shape.branches, fixed_steps(config, decodings))
             queries = queries_of(config, shape, size.steps)
@@ -166,6 +185,7 @@ def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarra
                 processors=processors,
                 queries=queries,
                 size=size,
+                penalised=is_penalised,
             )
             arrays = plan.arrays
             if Decoding.REJECTION in decodings:

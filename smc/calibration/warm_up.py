@@ -22,7 +22,6 @@ from smc.api.sampling_params import Method, SamplingParams
 from smc.distributions import NO_PROCESSORS, TRUNCATIONS, DistributionSpec, Processors
 from smc.executor.forward import PROMPT_ROW, PROMPT_SIZES
 from smc.executor.messages import Pending, PromptBatch
-from smc.memory.kv_cache import RESERVED_BYTES
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, Penalties, RoundArrays, RoundKind, RoundPlan
 from smc.scheduler.admission import QueueFull
 from smc.scheduler.engine import Engine
@@ -50,11 +49,6 @@ ROWS = 8
 ROUNDS = 4
 """Minimum number of rounds of each warm-up request: the first compiles, the second is captured, and one is always
 launched ahead."""
-PENALTY_BYTES = 27
-"""Bytes that `PageTokens.penalise` (smc/executor/logit_changes.py) takes for each logit of a target's round, by its
-tensors on a CPU. For each token that a row drafts it takes 34, for which the other half of the memory has room."""
-MOST_PENALTIES = RESERVED_BYTES // 2
-"""Bytes that they may take in dummy rounds."""
 RequestKind = dict[str, Any]
 """Sampling parameters of a request that differ from the defaults."""
 DISTINCT: RequestKind = {"method": "smc", "population": "distinct"}
@@ -63,6 +57,7 @@ REJECTION: RequestKind = {"method": "exact", "verification": "rejection"}
 GUIDED: RequestKind = {"guidance_scale": 1.5}
 TRUNCATED: RequestKind = {"top_k": 40, "top_p": 0.9}
 BIASED: RequestKind = {"logit_bias": ((0, 0.5),)}
+PENALISED: RequestKind = {"repetition_penalty": 1.1}
 RARE: tuple[RequestKind, ...] = (
     INDEPENDENT,
     REJECTION,
@@ -72,6 +67,9 @@ RARE: tuple[RequestKind, ...] = (
     {"method": "target"} | BIASED,
     DISTINCT | BIASED,
     DISTINCT | TRUNCATED | BIASED,
+    DISTINCT | PENALISED,
+    {"method": "exact"} | PENALISED,
+    {"method": "target"} | PENALISED,
     GUIDED | DISTINCT,
     GUIDED | INDEPENDENT,
     GUIDED | REJECTION,
@@ -99,17 +97,14 @@ class UsualSampling(NamedTuple):
 
     truncation: Processors = NO_PROCESSORS
     """One of `TRUNCATIONS`."""
-    penalised_rows: int = 0
-    """Maximum number of rows of dummy rounds with penalties; 0: requests have none."""
+    penalised: bool = False
 
     @staticmethod
-    def of(defaults: Mapping[str, Any], config: EngineConfig, vocab: int) -> UsualSampling:
+    def of(defaults: Mapping[str, Any]) -> UsualSampling:
         """`defaults`: of `SamplingParams`, by name."""
         params = SamplingParams(**defaults)
         spec = DistributionSpec.of_settings([params], [params.temperature]).canonical()
-        row_bytes = PENALTY_BYTES * vocab * (config.target_tokens + config.branches)
-        rows = max(1, MOST_PENALTIES // row_bytes) if params.penalised else 0
-        return UsualSampling(spec.active & Processors.TRUNCATION, rows)
+        return UsualSampling(spec.active & Processors.TRUNCATION, params.penalised)
 
 
 AS_IT_IS = UsualSampling()
@@ -122,10 +117,27 @@ def warm_up_plans(
     wanted: Sequence[frozenset[Decoding]] = DECODINGS,
     truncated: Sequence[Processors] = TRUNCATIONS,
     usual: UsualSampling = AS_IT_IS,
-) -> Iterator[RoundPlan[np.ndarray]]:
-    """Yield plans of dummy rounds, to be launched in this order: for all rounds to which default settings lead, or for
+) -> list[RoundPlan[np.ndarray]]:
+    """Return plans of dummy rounds, to be launched in this order: for all rounds to which default settings lead, or for
     fewer. Rounds with another truncation than the usual one, which is among `truncated`, or without usual penalties
-    have few sizes. Rounds that verify whole blocks of the round before have no nodes."""
+    have few sizes. Rounds that verify whole blocks of the round before have no nodes.
+
+    The largest come first: recordings share their memory, and what a large one has freed has room for smaller ones."""
+
+    def tokens(plan: RoundPlan[np.ndarray]) -> int:
+        return plan.kind.batch_size * max(plan.kind.queries, plan.kind.branches)
+
+    return sorted(_plans(config, context, wanted, truncated, usual), key=tokens, reverse=True)
+
+
+def _plans(
+    config: EngineConfig,
+    context: int,
+    wanted: Sequence[frozenset[Decoding]],
+    truncated: Sequence[Processors],
+    usual: UsualSampling,
+) -> Iterator[RoundPlan[np.ndarray]]:
+    """Yield the plans, each `REPEATS` times."""
     sizes = sorted({bucket(batch_size) for batch_size in range(1, config.max_slots + 1)})
     for decodings, contexts in product(wanted, Contexts):
         few = {min(batch_size, sizes[-1]) for batch_size in TRUNCATED_SIZES[_roles(decodings)]}
@@ -154,9 +166,8 @@ def warm_up_plans(
             size = DraftSize(shape.branches, steps, nodes, again)
             queries = max(queries, again + 1) if again else queries
             plan = partial(padding_plan, *given, processors=processors, queries=queries, size=size)
-            if is_usual and usual.penalised_rows:
-                if batch_size <= usual.penalised_rows:
-                    yield from [plan(penalised=True)] * REPEATS
+            if is_usual and usual.penalised:
+                yield from [plan(penalised=True)] * REPEATS
                 if is_chosen or batch_size not in few:
                     continue
             yield from [plan()] * REPEATS

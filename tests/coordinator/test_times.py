@@ -7,7 +7,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 
 import pytest
 
@@ -53,9 +52,7 @@ def started(request):
         rank.start()
     spec = replace(coordinator_spec(config, pair, rendezvous, warm_up=False), warm_up=True)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            process, "warm_up_plans", lambda *given, **named: islice(warm_up_plans(*given, **named), WARMED)
-        )
+        patched.setattr(process, "warm_up_plans", lambda *given, **named: warm_up_plans(*given, **named)[-WARMED:])
         patched.setattr(process, "rare_requests", lambda *given: [])
         remote = RemoteEngine(spec)
     yield remote.engine, store.store.get(rendezvous.warmed)

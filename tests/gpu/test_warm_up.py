@@ -1,4 +1,5 @@
-"""After the service's warm-up, no kind of request compiles a kernel, and no engine step takes seconds."""
+"""After the service's warm-up, no kind of request compiles a kernel, and no engine step takes seconds. The warm-up
+takes no more memory than a service reserves."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 from triton import knobs
 
 from smc.api.engine_config import NODES, EngineConfig
-from smc.calibration.warm_up import rare_requests, warm_up, warm_up_plans, warm_up_prompts
+from smc.calibration.warm_up import UsualSampling, rare_requests, warm_up, warm_up_plans, warm_up_prompts
 from smc.local_engine import ModelPair, local_engine
+from smc.memory.kv_cache import RESERVED_BYTES
 from smc.model.loader import random_model
 from smc.model.presets import NoText, preset
 from tests.scheduler.random_requests import AnySize, some_request
@@ -32,17 +34,19 @@ ROUND = 1.0
 
 @pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 def test_no_user_waits_for_a_compiler(config):
+    usual = UsualSampling.of({"top_p": 0.8, "repetition_penalty": 1.1} if config.form == "lockstep" else {})
     shape, draw, compiled, asked = preset("llama-1b"), random.Random(5), [], []
     target, draft = (random_model(shape, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (1, 2))
     # Without a latency model all rounds have whole trees, and no nodes.
     trees = AnySize(config) if config.verified == NODES else None
     engine = local_engine(ModelPair(target, draft, NoText(shape.vocab_size), CONTEXT), config, trees=trees)
-    begin = time.monotonic()
+    begin, (free, _) = time.monotonic(), torch.cuda.mem_get_info()
     warm_up_prompts(engine)
-    warm_up(engine, warm_up_plans(config, engine.context))
-    usual = time.monotonic() - begin
+    warm_up(engine, warm_up_plans(config, engine.context, usual=usual))
+    took = time.monotonic() - begin
     warm_up(engine, (), rare_requests(config, engine.context, shape.vocab_size))
-    print(f"{config.form}: usual kinds {usual:.1f} s, rarer kinds {time.monotonic() - begin - usual:.1f} s")
+    print(f"{config.form}: usual kinds {took:.1f} s, rarer kinds {time.monotonic() - begin - took:.1f} s")
+    assert free - torch.cuda.mem_get_info()[0] < RESERVED_BYTES
     before, knobs.runtime.jit_post_compile_hook = (
         knobs.runtime.jit_post_compile_hook,
         lambda *args, **named: compiled.append((named.get("repr") or args, [request.params for request in asked[-3:]])),

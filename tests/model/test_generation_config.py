@@ -18,7 +18,6 @@ from services.pb import generation_pb2 as pb
 from services.protobuf.generation import to_sampling
 from services.vllm import to_params
 from smc import demo
-from smc.api.engine_config import EngineConfig
 from smc.api.sampling_params import SamplingParams, with_defaults
 from smc.calibration.warm_up import UsualSampling
 from smc.distributions import Processors
@@ -73,11 +72,10 @@ def test_every_front_end_applies_defaults(target):
 def test_the_warm_up_runs_rounds_of_requests_that_leave_it_out(target):
     config = WorkerGroupConfig(target=target)
     rendezvous = Rendezvous("127.0.0.1", 1, 1, "secret", config.link, config.start_timeout)
-    assert coordinator_spec(config, config.serving_pair(), rendezvous).sampling == (Processors.TOP_P, 0)
+    assert coordinator_spec(config, config.serving_pair(), rendezvous).sampling == (Processors.TOP_P, False)
     settings = {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
-    truncation, rows = UsualSampling.of(settings, EngineConfig(), 152_064)
-    assert truncation == Processors.TRUNCATION and rows > 1
-    assert UsualSampling.of({"temperature": 0.7}, EngineConfig(), 152_064) == UsualSampling()
+    assert UsualSampling.of(settings) == (Processors.TRUNCATION, True)
+    assert UsualSampling.of({"temperature": 0.7}) == UsualSampling()
 
 
 def test_a_default_that_contradicts_what_is_given_is_left_out():

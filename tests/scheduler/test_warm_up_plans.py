@@ -19,9 +19,8 @@ from smc.distributions import Processors
 from smc.executor.graph_runner import MOST_KEYS
 from smc.executor.round_executor import RoundExecutor
 from smc.local_engine import local_engine
-from smc.memory.kv_cache import RESERVED_BYTES
 from smc.round.plan import SHORT, SHORT_SINGLE, Contexts, RoundPlan
-from smc.scheduler.planner import DraftSize
+from smc.scheduler.planner import DraftSize, bucket
 from smc.types import Decoding
 from tests.benchmarks.test_policy import LATENCY, library
 from tests.pairwise import one_of
@@ -74,7 +73,7 @@ def test_requests_with_the_checkpoint_s_sampling_meet_no_new_kind(config, sampli
         ]
         plain = request([1, 2, 0], "plain", method="target", max_tokens=11, ignore_eos=True, **sampling)
         list(engine.run([*requests, plain]))
-    usual = UsualSampling.of(sampling, config, engine.tokenizer.size)
+    usual = UsualSampling.of(sampling)
     plans = list(warm_up_plans(config, engine.context, usual=usual))
     by_key = {plan.kind: plan for plan in plans}
     assert asked and all(layout(plan) == layout(by_key[plan.kind]) for plan in asked)
@@ -82,17 +81,17 @@ def test_requests_with_the_checkpoint_s_sampling_meet_no_new_kind(config, sampli
         run(plan).result()
 
 
-def test_penalties_of_many_rows_are_not_warmed_up():
-    """Their memory would not suffice at the start of a service that seldom has so many. Without penalties there are few
-    sizes."""
-    config, vocab = EngineConfig(form="lockstep", block=8, max_slots=256), 152_064
-    usual = UsualSampling.of({"repetition_penalty": 1.1}, config, vocab)
-    sizes = defaultdict(set)
-    for plan in warm_up_plans(config, 1024, usual=usual):
+def test_usual_penalties_are_warmed_up_in_every_size():
+    """Without penalties there are few sizes. The largest rounds come first: the memory of their recordings has room for
+    the others."""
+    config, sizes = EngineConfig(form="lockstep", block=8, max_slots=256), defaultdict(set)
+    plans = warm_up_plans(config, 1024, usual=UsualSampling.of({"repetition_penalty": 1.1}))
+    for plan in plans:
         if plan.kind.decodings == {Decoding.WALK} and not plan.kind.target_processors & Processors.TRUNCATION:
             sizes[plan.kind.penalised].add(plan.kind.batch_size)
-    assert 27 * 10 * max(sizes[True]) * vocab < RESERVED_BYTES / 2
-    assert max(sizes[True]) >= 56 and sizes[False] == {8}
+    assert sizes[True] == {bucket(rows) for rows in range(1, 257)} and sizes[False] == {8}
+    assert plans[0].kind.batch_size == 256 and plans[-1].kind.batch_size == 1
+    assert all(plans[i] is plans[i + 1] for i in range(0, len(plans), REPEATS))
 
 
 @pytest.mark.parametrize("config", one_of(*FORMS[::-1]), ids=["lockstep", "look-ahead"])
