@@ -41,6 +41,7 @@ KINDS = [
 ]
 ASKED = [Request(str(i), tuple(range(5, 12 + i)), SamplingParams(seed=i, **params)) for i, params in enumerate(KINDS)]
 FORMS = {"lookahead": {"block": 4, "branches": 2, "micro_batches": 2}, "lockstep": {"form": "lockstep", "block": 4}}
+REDRAFTING = EngineConfig(block=4, branches=2, drafting="always", redrafting="always")
 
 
 @pytest.mark.parametrize(
@@ -75,21 +76,8 @@ def test_over_every_link_at_every_degree(link, draft_tp, target_tp, form, placem
 def test_over_every_link_after_misses(link, draft_tp, target_tp):
     """Where the draft drafts again after a miss, exact answers are those of the target, in the rounds of an engine in
     this process."""
-    config = EngineConfig(block=4, branches=2, drafting="always", redrafting="always")
-    law = {"max_tokens": 15, "ignore_eos": True, "temperature": 1.2}
-    exact, plain = (
-        [
-            Request(f"{method} {i}", tuple(range(5, 9 + i)), SamplingParams(method=method, seed=i, **law, **rows))
-            for i in range(4)
-        ]
-        for method, rows in (("exact", {"particles": 4}), ("target", {}))
-    )
-    engines = [local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), one) for one in (config, EngineConfig(block=4))]
-    here, expected = (
-        {output.request_id: output.answer for output in engine.run(asked) if output.answer}
-        for engine, asked in zip(engines, (exact, plain))
-    )
-    with coordinator(config, link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
+    exact, here, expected = answers_after_misses()
+    with coordinator(REDRAFTING, link=link, draft_tp=draft_tp, target_tp=target_tp) as (made, spec):
         found = asyncio.run(answers_of(made.address, spec.rendezvous.secret, exact))
     for one in found:
         assert one.tokens == expected[one.request_id.replace("exact", "target")].tokens
@@ -123,15 +111,15 @@ def test_exact_answers_in_bfloat16(placement, form):
 def test_one_process_with_little_memory():
     """Requests that are preempted have the answers that they have with ample memory."""
     smc = {"method": "smc", "population": "independent", "ess_threshold": 0.0}
-    law = {"particles": 4, "max_tokens": 40, "ignore_eos": True}
+    law = {"particles": 4, "max_tokens": 20, "ignore_eos": True}
     asked = [
-        Request(str(i), tuple(range(5 + i, 45 + i)), SamplingParams(seed=i, **law, **one))
+        Request(str(i), tuple(range(5 + i, 25 + i)), SamplingParams(seed=i, **law, **one))
         for i, one in enumerate((smc, smc, smc, smc, {"method": "exact"}))
     ]
     ample = EngineConfig(form="lockstep", block=4, drafting="always", max_context=128)
     engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), ample)
     expected = {output.request_id: output.answer.tokens for output in engine.run(asked) if output.answer}
-    with coordinator(replace(ample, pages=260), placement="shared") as (made, spec):
+    with coordinator(replace(ample, pages=150), placement="shared") as (made, spec):
         expect_short_answers(made._remote.engine)
         found = asyncio.run(answers_of(made.address, spec.rendezvous.secret, asked))
     assert {one.request_id: one.tokens for one in found} == expected
@@ -146,6 +134,27 @@ def _config(form: str) -> EngineConfig:
 def answers_here(form: str) -> dict[str, Answer]:
     engine = local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), _config(form))
     return {output.request_id: output.answer for output in engine.run(ASKED) if output.answer}
+
+
+@cache
+def answers_after_misses() -> tuple[list[Request], dict[str, Answer], dict[str, Answer]]:
+    """Return requests of exact decoding, their answers of an engine in this process, and those of the target."""
+    law = {"max_tokens": 15, "ignore_eos": True, "temperature": 1.2}
+    exact, plain = (
+        [
+            Request(f"{method} {i}", tuple(range(5, 9 + i)), SamplingParams(method=method, seed=i, **law, **rows))
+            for i in range(4)
+        ]
+        for method, rows in (("exact", {"particles": 4}), ("target", {}))
+    )
+    engines = [
+        local_engine(ModelPair.load(demo.TARGET, demo.DRAFT), one) for one in (REDRAFTING, EngineConfig(block=4))
+    ]
+    here, expected = (
+        {output.request_id: output.answer for output in engine.run(asked) if output.answer}
+        for engine, asked in zip(engines, (exact, plain))
+    )
+    return exact, here, expected
 
 
 async def answers_of(address: str, secret: str, asked: Sequence[Request] = ASKED) -> list[Answer]:
