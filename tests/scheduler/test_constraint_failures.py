@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from smc import constraints, demo, mask_reader
+from smc import constraint_masks, constraints, demo, mask_reader
 from smc.api.constraint import Constraint, ConstraintFailed
 from smc.api.engine_config import EngineConfig
 from smc.api.request import Answer, FinishReason, Request
@@ -95,8 +95,12 @@ FAILING = {
 
 @pytest.mark.parametrize("config", one_of(*FORMS), ids=lambda config: config.form)
 @pytest.mark.parametrize("constraint", FAILING.values(), ids=FAILING)
-def test_a_constraint_that_fails_ends_its_request_alone(pair: ModelPair, config: EngineConfig, constraint: dict):
-    """By every method: once, without an answer that looks valid, and with the kind of the failure."""
+def test_a_constraint_that_fails_ends_its_request_alone(
+    pair: ModelPair, config: EngineConfig, constraint: dict, monkeypatch
+):
+    """By every method: once, without an answer that looks valid, and with the kind of the failure. After a quarter of
+    the time that masks usually have."""
+    monkeypatch.setattr(constraint_masks, "ROUND_SECONDS", constraint_masks.ROUND_SECONDS / 4)
     engine = local_engine(pair, config)
     requests = [asked(pair, name, constraint=constraint, **params) for name, params in METHODS.items()]
     beside = asked(pair, "beside", max_tokens=30, ignore_eos=True, method="exact")
