@@ -64,8 +64,15 @@ def test_answers_are_those_of_an_engine_with_that_k(config, way, padded, monkeyp
 def test_company_with_longer_blocks_changes_nothing(config, drafting):
     """Walks begin alone, with blocks of 8 tokens in flight; the others join them."""
     config = replace(config, drafting=drafting)
-    ways, first = [one for way in WAYS for one in asked(way, 2, 20)], walks(max_tokens=16)
-    alone = {one.request_id: answers(local_engine(pair(), config), [one])[one.request_id] for one in ways + first}
+    of_ways, first = [asked(way, 2, 20) for way in WAYS], walks(max_tokens=16)
+    ways = [one for of_way in of_ways for one in of_way]
+    # Walks give the target's own answers.
+    plain = [
+        replace(one, params=replace(one.params, method="target", particles=None, verification=None)) for one in first
+    ]
+    alone = {
+        name: one for some in (*of_ways, plain) for name, one in answers(local_engine(pair(), config), some).items()
+    }
     engine, found = local_engine(pair(), config), {}
     for one in (*first, None, None, *ways):
         if one is not None:
