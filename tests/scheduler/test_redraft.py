@@ -88,8 +88,9 @@ def test_other_requests_of_the_round_answer_as_ever(guided):
 @pytest.mark.parametrize("shape", one_of({}, {"block": 6, "branches": 2}))
 def test_a_fitted_pool_has_pages_for_every_round(padded, shape):
     """Also when the prefix cache has filled it: pages are evicted for what is drafted again. With two rounds in flight,
-    which need the most pages; fewer or shorter answers do not fill the cache."""
-    asked = [replace(one, prompt=(i % 7, i % 5, *one.prompt)) for i, one in enumerate(exact(12))]
+    which need the most pages; fewer or shorter prompts do not fill the cache."""
+    same = [j * j % 7 for j in range(40)]
+    asked = [replace(one, prompt=(i % 7, i % 5, *same)) for i, one in enumerate(exact(12, max_tokens=20))]
     fitted = fitted_config(bad_draft(), replace(ALWAYS, **shape), asked, concurrency=2)
     found, ample = (
         answers(local_engine(bad_draft(), config), asked) for config in (fitted, replace(fitted, pages=9000))
