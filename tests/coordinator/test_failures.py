@@ -56,7 +56,7 @@ def fails(monkeypatch, caplog, link: str, side: str, what: str) -> None:
     """Run a pair of workers, one of which raises ValueError in its first call of `what`. The coordinator must name that
     worker and the error. If it is the draft, the target must go on."""
     config = WorkerGroupConfig(
-        engine=EngineConfig(block=3, branches=2), start_timeout=30.0, link_timeout=20.0, link=link
+        engine=EngineConfig(block=3, branches=2, drafting="always"), start_timeout=30.0, link_timeout=20.0, link=link
     )
     pair = config.serving_pair()
     store = StoreServer(HOST, SECRET, 30.0)
