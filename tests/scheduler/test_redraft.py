@@ -114,7 +114,7 @@ def test_a_small_pool_and_options_change_nothing(padded):
     asked = [
         replace(one, request_id=f"{number} {i}", prompt=tuple(rng.randrange(7) for _ in range(3 + i)))
         for number, given in enumerate(options)
-        for i, one in enumerate(exact(3, max_tokens=24, **given))
+        for i, one in enumerate(exact(3, max_tokens=16, **given))
     ]
     plain = answers(local_engine(bad_draft(), NEVER), plain_of(asked))
     engine = local_engine(bad_draft(), replace(ALWAYS, pages=300, max_slots=24, micro_batches=2))
