@@ -126,7 +126,7 @@ def test_an_engine_drafts_after_a_disturbed_start(config):
     nothing, second = ModelLatency(LatencyCurve(((1, 1e-9),))), ModelLatency(LatencyCurve(((1, 1.0),)))
     engine.latency = LatencyModel(nothing, nothing, second, round_overhead=1e3)
     requests = [
-        request([1, 2], str(i), method="exact", particles=2, max_tokens=400, ignore_eos=True, seed=i) for i in range(2)
+        request([1, 2], str(i), method="exact", particles=2, max_tokens=200, ignore_eos=True, seed=i) for i in range(2)
     ]
     statistics = [output.answer.statistics for output in engine.run(requests) if output.answer]
     assert [each.alone_rounds for each in statistics] == [0, 0]
