@@ -76,10 +76,10 @@ def test_empty_directory_reports_only_the_problem(smcserve, tmp_path):
 
 @pytest.fixture
 def brief(monkeypatch, tmp_path):
-    """A probe of few tokens; measurements are kept in a temporary directory."""
+    """A probe of few tokens, which times the smallest rounds only; measurements are kept in a temporary directory."""
     monkeypatch.setattr(probe, "TOKENS", 12)
     monkeypatch.setattr(probe, "PROMPTS", probe.PROMPTS[:2])
-    monkeypatch.setattr("smc.local_engine.ONCE", replace(ONCE, crowd=1, context=40))
+    monkeypatch.setattr("smc.local_engine.ONCE", replace(ONCE, seconds=0.0, crowd=1, context=40))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
