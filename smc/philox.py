@@ -103,14 +103,16 @@ def exponentials(w0_R: Tensor, w1_R: Tensor, size: int, ids_V: Tensor | None = N
     The index is hashed to 31 bits by two multiply-xorshift rounds; one word is mixed in before the first and one
     between the two. Small values keep full relative precision, because the minimum over the vocabulary decides the
     draw."""
-    if ids_V is None:
-        ids_V = torch.arange(size, device=w0_R.device)
-    entry_V = ids_V.to(torch.int32) * _GOLDEN
-    x = w0_R.to(torch.int32)[..., None] + entry_V
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
-    x = x ^ w1_R.to(torch.int32)[..., None]
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
-    x = (x ^ ((x >> 15) & 0x1FFFF)) & 0x7FFFFFFF
+    # In place: for a large vocabulary a new tensor costs more than what is computed in it.
+    entry_V = torch.arange(size, dtype=torch.int32, device=w0_R.device) if ids_V is None else ids_V.to(torch.int32)
+    x = w0_R.to(torch.int32)[..., None] + entry_V * _GOLDEN
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x21F0AAAD
+    x ^= w1_R.to(torch.int32)[..., None]
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x735A2D97
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x &= 0x7FFFFFFF
     # The scale is slightly below 2**-31: the largest x round to 2**31, and an infinite variate would tie with tokens of
     # probability zero.
-    return -torch.log1p((x.float() + 0.5) * -(2.0**-31 - 2.0**-55))
+    return x.float().add_(0.5).mul_(-(2.0**-31 - 2.0**-55)).log1p_().neg_()
