@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from smc.algorithm.expansion import CANDIDATES_PER_ROW, EXPANSION_POSITION, LEAD
 from smc.algorithm.selection import BRANCH_POSITION, EQUAL, PREFIX_POSITION
 from smc.executor.select import LEAST_SHARE
 from smc.executor.worker import FIRST_STEP
-from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials, words
+from smc.philox import STREAMS_PER_PARTICLE, Purpose, exponentials
 from smc.round.tensors import KEPT_CANDIDATES
 
 # The engine's constants. A row offers its 32 likeliest tokens (CANDIDATES_PER_ROW), an inner node 16 (KEPT_CANDIDATES).
@@ -86,7 +85,7 @@ class Row:
     """Slot of the particle that the row continues."""
 
     def add(self, token: int, mass: float = 0.0, *logq: float) -> Row:
-        return replace(self, tokens=(*self.tokens, token), mass=self.mass + mass, logq=self.logq + logq)
+        return Row((*self.tokens, token), self.mass + mass, self.logq + logq, self.start, self.slot)
 
 
 class Reference(ABC):
@@ -166,16 +165,16 @@ class Reference(ABC):
 
     def variates(self, count: int, position: int, purpose: Purpose, round_: int = 0, stream: int = 0) -> Tensor:
         """Standard exponential variates. Minus their logs are Gumbel noise."""
-        first, second, _, _ = torch.from_numpy(self.words(position, purpose, round_, stream))
-        return exponentials(first, second, count)[0]
+        first, second, _, _ = self.words(position, purpose, round_, stream)
+        return exponentials(torch.tensor(first), torch.tensor(second), count)
 
     def uniform(self, position: int, purpose: Purpose, round_: int, stream: int = 0) -> float:
         high, low, _, _ = self.words(position, purpose, round_, stream)
-        return float((high << 21 | low >> 11)[0]) * 2.0**-53
+        return (high << 21 | low >> 11) * 2.0**-53
 
-    def words(self, position: int, purpose: Purpose, round_: int, stream: int) -> np.ndarray:
-        seed, rounds, streams, positions = (np.array([n]) for n in (self.task.seed, round_, stream, position))
-        return words(seed, rounds, streams, positions, purpose)
+    def words(self, position: int, purpose: Purpose, round_: int, stream: int) -> tuple[int, int, int, int]:
+        seed = self.task.seed % 2**64
+        return philox((position, stream, round_, purpose), (seed % 2**32, seed >> 32))
 
     def placed(self, rows: list[Row]) -> list[Row]:
         """Put rows into slots: the first one that continues a slot stays there, the others take free slots in order.
@@ -563,6 +562,17 @@ def index_of(point: float, masses: list[float]) -> int:
     """Return the index of the log-weight in whose part of the line from 0 to 1 the point is."""
     reach = torch.tensor(masses, dtype=torch.float64).softmax(-1).cumsum(-1)
     return int((reach <= point * reach[-1]).sum())
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Four random words of 32 bits: Philox4x32-10 (Salmon et al. 2011, section 3.3)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        high0, low0 = divmod(c0 * 0xD2511F53, 2**32)
+        high1, low1 = divmod(c2 * 0xCD9E8D57, 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
 
 
 def logsumexp(values: list[float]) -> float:
