@@ -21,7 +21,10 @@ from smc.scheduler.engine import Engine
 from tests.executor.test_kernels import KERNELS, pair
 from tests.scheduler.harness import answers, assert_empty, request, running
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these ways on the GPU itself")
+pytestmark = [
+    pytest.mark.usefixtures("few_pieces"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these ways on the GPU itself"),
+]
 
 PROMPT = [1, 2, 3, 0, 4, 6, 5, 1, 2, 7, 3, 3, 0, 2, 5, 1, 4, 2, 6, 0, 3]
 LAW = {"seed": 4, "max_tokens": 12, "ignore_eos": True, "logprobs": True}

@@ -18,7 +18,10 @@ from tests.executor.test_kernels import KERNELS, pair
 from tests.model.tiny import OF_FAMILY, random_decoder, tiny_config
 from tests.scheduler.harness import answers, request
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares logits on the GPU itself")
+pytestmark = [
+    pytest.mark.usefixtures("few_pieces"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares logits on the GPU itself"),
+]
 
 
 def half(family: str) -> ModelPair:

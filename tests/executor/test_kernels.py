@@ -30,7 +30,10 @@ from tests.pairwise import one_of
 from tests.scheduler.harness import Padding, PaddingOps, answers, assert_empty, request, running
 from tests.scheduler.pairs import letter_tokenizer, peaked
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself")
+pytestmark = [
+    pytest.mark.usefixtures("few_pieces"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares them on the GPU itself"),
+]
 
 
 def pair(family: str) -> ModelPair:
