@@ -97,7 +97,7 @@ inline void yield() {
 // As `yield`, where another block has to run first.
 inline void wait_for_another() {
     yield();
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 inline Warp &warp() { return block->warps[block->current / 32]; }
 

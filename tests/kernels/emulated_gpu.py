@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,9 @@ HERE, KERNEL = Path(__file__).parent, Path(megakernel.__file__).with_suffix(".cu
 FILES = (HERE / "emulated_gpu.h", KERNEL, HERE / "emulated_gpu.cpp")
 SOURCE = "".join(f'#include "{file}"\n' for file in FILES)
 OPTIONS = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
+if platform.machine() == "x86_64":
+    # Shared memory and the block are variables of a thread, every access to which would call a function.
+    OPTIONS.append("-mtls-dialect=gnu2")
 LINKED = ["-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic"]
 FOLDER = Path(tempfile.gettempdir()) / "smcserve-emulated-gpu"
 """Compiled kernels, by the hash of what they are made of."""

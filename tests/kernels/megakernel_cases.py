@@ -26,7 +26,7 @@ from smc.stops import TokenBytes
 from smc.types import ModelRole
 from tests.model.tiny import OF_FAMILY, tiny_config
 
-WIDTH, PAGES, VOCAB = 2048, 6000, 1000
+WIDTH, PAGES, VOCAB = 2048, 2500, 1000
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
