@@ -378,6 +378,13 @@ def _interval(
     return low
 
 
+@triton.jit
+def store_digit_sums(out, value, weight, DIGIT: tl.constexpr):
+    """Store the sums of the weights of a block at and above every value of a digit but 0."""
+    for v in tl.static_range(1, 1 << DIGIT):
+        tl.store(out + v, block_sum(tl.where(value >= v, weight, 0.0)))
+
+
 @one_variant("logits", "stride", "vocab", "found_URPY")
 def _find(
     logits, stride, temperature_R, vocab, top_R, need_R, low_UR, found_URPY, index, counts,
@@ -401,8 +408,7 @@ def _find(
     # Unsigned, a difference of 32 bits does not overflow.
     value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (index + 1))
     out = found_URPY + (((index * rows + row) * splits + split) << DIGIT)
-    for v in tl.static_range(1, 1 << DIGIT):
-        tl.store(out + v, block_sum(tl.where(value >= v, weight, 0.0)))
+    store_digit_sums(out, value, weight, DIGIT)
 
 
 @one_variant("logits", "stride", "vocab", "found_URPY", "measured")

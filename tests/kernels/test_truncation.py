@@ -1,5 +1,7 @@
 """Truncation by top-k, top-p and min-p: scores and draws after a cut, against the slow reference and the torch
-distributions."""
+distributions.
+
+Local axes: Y values of a digit."""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc import distributions
 from smc.arrays import to_device
 from smc.kernels import sampling
-from smc.kernels.truncation import Cut, truncate
+from smc.kernels.truncation import DIGIT, Cut, store_digit_sums, truncate
 from smc.philox import DrawKeys, Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.kernels.truncation_helpers import kept
@@ -231,3 +235,28 @@ def test_top_p_does_not_depend_on_another_row_s_top_k(device):
     alone, beside = cut(0), cut(1)
     for name in ("key_R", "last_R", "drop_R"):
         assert torch.equal(getattr(alone, name), getattr(beside, name)[:rows]), name
+
+
+@triton.jit
+def _digit_sums(out, value, weight, BLOCK: tl.constexpr, DIGIT: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    store_digit_sums(out, tl.load(value + at).to(tl.uint32, bitcast=True), tl.load(weight + at), DIGIT)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="no interpreter runs")
+@pytest.mark.parametrize("block", [1, 8, 256])
+def test_sums_of_digits_are_those_of_the_function_as_written(block, monkeypatch):
+    """Tests of truncation in the interpreter run a replacement of it, with the same bits."""
+    from tests import interpreter
+
+    generator = torch.Generator().manual_seed(block)
+    value_V = torch.randint(-2, 20, (block,), generator=generator, dtype=torch.int32)  # negative: of the largest
+    weight_V = torch.rand(block, generator=generator)
+    weight_V[block // 2] = math.nan if block == 8 else 0.0
+    found = []
+    for replacement in (interpreter._store_digit_sums, None):
+        monkeypatch.setitem(interpreter._replacements, store_digit_sums, replacement)
+        out_Y = torch.full((1 << DIGIT,), -1.0)
+        _digit_sums[(1,)](out_Y, value_V, weight_V, BLOCK=block, DIGIT=DIGIT)
+        found.append(out_Y.view(torch.int32))
+    assert torch.equal(*found) and found[0][1:].ne(found[0][0]).all()
