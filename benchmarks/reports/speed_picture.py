@@ -25,17 +25,13 @@ KINDS = {
     "smc": (COLOURS["distinct"], "SMC, 8 distinct particles, a GPU for each model"),
 }
 """Kind -> colour and label. Colour-blind readers can tell them apart (Okabe and Ito)."""
-MEASURED = ("bench", "http", "rounds")
-"""How a speed was measured: by `smcserve bench`, by `benchmarks.worker_groups` over HTTP, or by a script, as the mean
-of rounds without those that recorded graphs."""
+MEASURED = ("bench", "http")
+"""How a speed was measured: by `smcserve bench`, or by `benchmarks.worker_groups` over HTTP."""
 TITLE = (
     "Left and middle: Qwen2.5-Coder-1.5B-Instruct, grown to the size of Qwen3-8B, with Qwen2.5-Coder-0.5B-Instruct in "
     "FP8 as its draft, temperature 0.7\n"
     "NVIDIA H200; more is better; (x): times the target alone on one GPU"
 )
-PALE = 0.35
-"""Opacity of what `rounds` measured."""
-PALE_LABEL = "a later version, rounds of a script"
 HEIGHT = 4.4
 """Height of the picture, in inches."""
 GAP = 0.6
@@ -85,7 +81,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Speeds that share an axis, in the order of rows. Speeds of one group and kind share a row."""
+    """Speeds that share an axis, in the order of rows. A group has one speed of each kind."""
 
     title: str
     unit: str
@@ -151,24 +147,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     for (group, _), at in panel.places.items():
         of_group.setdefault(group, []).append(at)
     axes.set_yticks([sum(places) / len(places) for places in of_group.values()], list(of_group))
-    drawn: set[tuple[str, str]] = set()
-    for bar in sorted(panel.bars, key=lambda bar: -bar.speed):
-        _draw_bar(axes, bar, panel.places[bar.group, bar.kind], inside=(bar.group, bar.kind) in drawn)
-        drawn.add((bar.group, bar.kind))
-
-
-def _draw_bar(axes: Any, bar: Bar, at: float, inside: bool) -> None:
-    """Draw a bar at this row. `inside`: over a longer one of the same row, so its label stands within it."""
-    axes.barh(at, bar.speed, height=0.8, color=KINDS[bar.kind][0], alpha=PALE if bar.by == "rounds" else 1)
-    side = -1 if inside else 1
-    axes.annotate(
-        bar.label,
-        (bar.speed, at),
-        xytext=(3 * side, 0),
-        textcoords="offset points",
-        va="center",
-        ha="right" if inside else "left",
-    )
+    for bar in panel.bars:
+        at = panel.places[bar.group, bar.kind]
+        axes.barh(at, bar.speed, height=0.8, color=KINDS[bar.kind][0])
+        axes.annotate(bar.label, (bar.speed, at), xytext=(3, 0), textcoords="offset points", va="center")
 
 
 def _draw_legend(figure: Any, bars: Sequence[Bar]) -> None:
@@ -176,8 +158,6 @@ def _draw_legend(figure: Any, bars: Sequence[Bar]) -> None:
 
     shown = {bar.kind for bar in bars}
     handles = [Patch(color=colour, label=label) for kind, (colour, label) in KINDS.items() if kind in shown]
-    pale = [KINDS[bar.kind][0] for bar in bars if bar.by == "rounds"]
-    handles += [Patch(color=colour, alpha=PALE, label=PALE_LABEL) for colour in dict.fromkeys(pale)]
     figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
 
 
