@@ -36,6 +36,9 @@ MOST_KEYS = 1_280
 slots."""
 MOST_BYTES = 3 << 30
 """Maximum device memory of recordings, in bytes."""
+MARGIN_BYTES = 1 << 30
+"""Device memory that is free before each recording beside what the stage takes: for the graph, for kernels that are
+loaded, and for another process on the same GPU."""
 
 
 class AsyncResult:
@@ -285,10 +288,10 @@ class GraphRunner(StageRunner):
         kept.nbytes += _nbytes(outputs)
 
     def _make_room(self) -> None:
-        """Free cached memory, which a recording cannot use, if there may be too little beside it. A recording takes at
-        most what the stage took when it ran directly."""
+        """Free cached memory, which a recording cannot use, if there may be too little beside it. A recording takes
+        hardly more than the stage took when it ran directly."""
         most = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-        if torch.cuda.mem_get_info(self.device)[0] < most:
+        if torch.cuda.mem_get_info(self.device)[0] < most + MARGIN_BYTES:
             torch.cuda.empty_cache()
 
     def run_if(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -42,23 +40,23 @@ def test_dummy_rounds_warm_up_what_they_do_not_want():
 def test_the_error_of_a_stage_is_not_that_of_ending_its_recording(monkeypatch):
     """Otherwise a lack of memory, which says what to lower, would be taken for another error."""
 
-    @contextlib.contextmanager
-    def spoilt(*_: object, **__: object) -> Iterator[None]:
-        try:
-            yield
-        finally:
+    class Spoilt:
+        def capture_begin(self, **_: object) -> None:
+            pass
+
+        def capture_end(self) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
     def stage() -> tuple[()]:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(torch.cuda, "graph", spoilt)
     runner = Listing()
+    monkeypatch.setattr(runner, "_make_room", lambda: None)
     runner.stream = runner._pool = runner._first = None
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        runner._record(runner._of("key"), "stage", None, stage)
+        runner._record(runner._of("key"), "stage", Spoilt(), stage)
     with pytest.raises(RuntimeError, match="during capture"):
-        runner._record(runner._of("key"), "stage", None, lambda: ())
+        runner._record(runner._of("key"), "stage", Spoilt(), lambda: ())
     assert gc.isenabled() and not runner._of("key").graphs
 
 
