@@ -15,7 +15,9 @@ from smc.round.plan import Penalties
 from smc.round.tensors import PageTokens, Rows
 
 POSITIONS = 256
-"""Positions of a program that counts."""
+"""Positions that a program counts at a time."""
+SPLITS = 16
+"""Maximum number of programs that count a row."""
 COLUMNS = 1024
 """Columns of a program that changes logits."""
 IN_PROMPT = tl.constexpr(1 << 30)
@@ -37,7 +39,7 @@ def penalise(
     tables, pages = table_arguments(rows.tables)
     each = number // len(penalties.prompt_A)
     counts_RV = torch.zeros(number, vocab, dtype=torch.int32, device=logits_TV.device)
-    _count_tokens[(number, triton.cdiv(tables.width, POSITIONS))](
+    _count_tokens[(number, min(SPLITS, triton.cdiv(tables.width, POSITIONS)))](
         tables, pages, token_B, rows.spans.start_R, penalties.prompt_A, counts_RV, vocab, each,
         BLOCK=POSITIONS, num_warps=1,
     )  # fmt: skip
@@ -45,21 +47,22 @@ def penalise(
     _penalise[(count, triton.cdiv(columns, COLUMNS))](
         logits_TV, logits_TV.stride(0), counts_RV, vocab, ids_M, vocab if ids_M is None else len(ids_M), out_TV,
         columns, tokens_T.contiguous(), rows.spans, output_R, penalties, rows.queries, each,
-        BLOCK=COLUMNS, num_warps=4,
+        BLOCK=COLUMNS, enable_fp_fusion=False, num_warps=4,
     )  # fmt: skip
     return out_TV
 
 
 @one_variant()
 def _count_tokens(tables, pages, token_B, start_R, prompt_A, counts_RV, vocab, each, BLOCK: tl.constexpr):
-    r, p = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    before = (p < tl.load(start_R + r)) & (p < tables.width)
+    r, cells = tl.program_id(0), counts_RV + tl.program_id(0).to(tl.int64) * vocab
+    reach, prompt = tl.minimum(tl.load(start_R + r), tables.width), tl.load(prompt_A + r // each)
     table, tail, tail_start = row_tables(r, tables, pages)
-    page = page_at(p, before, table, tail, tail_start, tables, pages)
-    cell = counts_RV + r.to(tl.int64) * vocab + tl.load(token_B + page, mask=before, other=0)
-    in_answer = p >= tl.load(prompt_A + r // each)
-    tl.atomic_add(cell, tl.full([BLOCK], 1, tl.int32), mask=before & in_answer, sem="relaxed")
-    tl.atomic_or(cell, tl.full([BLOCK], IN_PROMPT, tl.int32), mask=before & ~in_answer, sem="relaxed")
+    for first in range(tl.program_id(1) * BLOCK, reach, tl.num_programs(1) * BLOCK):
+        p = first + tl.arange(0, BLOCK)
+        page = page_at(p, p < reach, table, tail, tail_start, tables, pages)
+        cell = cells + tl.load(token_B + page, mask=p < reach, other=0)
+        tl.atomic_add(cell, tl.full([BLOCK], 1, tl.int32), mask=(p < reach) & (p >= prompt), sem="relaxed")
+        tl.atomic_or(cell, tl.full([BLOCK], IN_PROMPT, tl.int32), mask=(p < reach) & (p < prompt), sem="relaxed")
 
 
 @one_variant("logits", "stride", "counts_RV", "vocab", "ids_M", "out", "columns")
