@@ -158,14 +158,16 @@ def pages_with_room(
     many; None on a CPU. `crowded`: another process has the other model on the same GPU, and needs as much."""
     page_bytes: Counter[torch.device] = Counter()
     distribution_bytes: Counter[torch.device] = Counter()
+    logit_bytes: Counter[torch.device] = Counter()
     for role, model in models.items():
         weight = model.embed.weight
         page_bytes[weight.device] += KVPool.page_bytes(model.config, weight.dtype) * (1 + crowded)
         roles = ModelRole if crowded else (role,)
         distribution_bytes[weight.device] += sum(config.distribution_bytes(each, vocab_size) for each in roles)
+        logit_bytes[weight.device] += sum(config.logit_bytes(each, vocab_size) for each in roles)
     gpus = (device for device in page_bytes if device.type == "cuda")
     return min(
-        (pages_that_fit(page_bytes[device], device, distribution_bytes[device]) for device in gpus), default=None
+        (pages_that_fit(page_bytes[at], at, distribution_bytes[at], logit_bytes[at]) for at in gpus), default=None
     )
 
 

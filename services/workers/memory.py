@@ -14,7 +14,7 @@ import torch
 from services.link.store import GroupStore
 from services.workers.spec import RankSpec
 from smc.local_engine import pages_with_room
-from smc.memory.kv_cache import RESERVED_BYTES, KVPool
+from smc.memory.kv_cache import KVPool, reserved_bytes
 from smc.model.decoder import Decoder
 from smc.model.weight_map import WEIGHT_BYTES
 from smc.types import ModelRole
@@ -110,9 +110,11 @@ def _division(spec: RankSpec, models: Mapping[ModelRole, Decoder]) -> str:
     if spec.device == "cpu":
         return f"{told}; a page takes {page} bytes"
     chains = sum(spec.engine.distribution_bytes(role, spec.vocab_size) for role in models)
+    held = ModelRole if spec.shares_gpu else models
+    reserved = reserved_bytes(sum(spec.engine.logit_bytes(role, spec.vocab_size) for role in held))
     return (
-        f"{told}; activations and graphs need {_gib(RESERVED_BYTES)}, draft chains {_gib(chains)} "
-        f"(max_chains={spec.engine.chains(spec.vocab_size)}), a page {page} bytes"
+        f"{told}; activations and graphs need {_gib(reserved)} (max_slots={spec.engine.max_slots}), draft chains "
+        f"{_gib(chains)} (max_chains={spec.engine.chains(spec.vocab_size)}), a page {page} bytes"
     )
 
 

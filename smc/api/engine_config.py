@@ -33,6 +33,9 @@ GPU_PREFILL: PrefillSettings = {"prefill_chunk": 4096, "prefill_share": 0.4}
 """Defaults for models on GPUs: large matrix products, and rounds that prompts lengthen by less than half."""
 SMC_BLOCK = 5
 """Default of `smc_block`: with K = 5, 6 and 8 SMC solves 73.8, 71.0 and 68.8% of the same problems."""
+LOGIT_BYTES = {ModelRole.TARGET: 16, ModelRole.DRAFT: 28}
+"""Bytes for each logit, half of them in recordings: in bfloat16, penalised in float32, at the draft also
+log-probabilities and counts of tokens; at the target a row has one of these counts for all its tokens."""
 BLOCK_LEVELS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """Numbers of drafted tokens for which kernels are compiled, unless K is smaller."""
 
@@ -334,6 +337,11 @@ class EngineConfig:
     def distribution_bytes(self, role: ModelRole, vocab: int) -> int:
         """Return the bytes for the distributions of all chains at a model."""
         return self.chains(vocab) * self.distributions(role) * vocab * FLOAT_BYTES
+
+    def logit_bytes(self, role: ModelRole, vocab: int) -> int:
+        """Return the bytes of a model's logits, and of what is made of them, in a round of all slots with penalties."""
+        tokens = self.target_tokens if role is ModelRole.TARGET else self.branches
+        return self.max_slots * tokens * vocab * LOGIT_BYTES[role]
 
     def width(self, context: int) -> int:
         """Positions of a block table: a block may extend past the longest answer, which keeps shapes static."""

@@ -24,7 +24,8 @@ from smc.model.config import ModelConfig
 from smc.types import ModelRole
 
 RESERVED_BYTES = 5 << 30
-"""Memory of a GPU that is reserved for activations and captured graphs."""
+"""Memory of a GPU that is reserved for activations and captured graphs, with logits of up to `RESERVED_LOGITS`."""
+RESERVED_LOGITS = 2 << 30
 LOOKED_AT = 4096
 """Maximum number of blocks held by requests that are looked at to find out whether an eviction suffices: 1 ms."""
 WATERMARK = 0.05
@@ -175,11 +176,17 @@ class PrefixCache:
         self._pages.clear()
 
 
-def pages_that_fit(page_bytes: int, device: torch.device, distribution_bytes: int = 0) -> int:
+def reserved_bytes(logit_bytes: int) -> int:
+    """Return the memory of a GPU that is reserved for activations and captured graphs. `logit_bytes`: of the models'
+    largest rounds, as of `EngineConfig.logit_bytes`."""
+    return RESERVED_BYTES + max(0, logit_bytes - RESERVED_LOGITS)
+
+
+def pages_that_fit(page_bytes: int, device: torch.device, distribution_bytes: int = 0, logit_bytes: int = 0) -> int:
     """Return the number of pages that fit into a GPU's free memory, after reserving memory for activations, captured
     graphs and the token distributions of draft chains (`distribution_bytes`)."""
     free, _ = torch.cuda.mem_get_info(device)
-    return max(0, free - RESERVED_BYTES - distribution_bytes) // page_bytes
+    return max(0, free - reserved_bytes(logit_bytes) - distribution_bytes) // page_bytes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
