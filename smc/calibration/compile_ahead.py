@@ -176,8 +176,6 @@ def rare_plans(config: EngineConfig, vocab: int) -> Iterator[RoundPlan[np.ndarra
         ):
             if reports_raw and (processors or biased or is_penalised or len(decodings) > 1):
                 continue
-            if is_guided and is_penalised:
-                continue
             size = DraftSize(shape.branches, fixed_steps(config, decodings))
             queries = queries_of(config, shape, size.steps)
             plan = padding_plan(

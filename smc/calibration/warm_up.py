@@ -75,6 +75,8 @@ RARE: tuple[RequestKind, ...] = (
     GUIDED | REJECTION,
     GUIDED | {"method": "exact"},
     GUIDED | {"method": "target"},
+    GUIDED | PENALISED | {"method": "exact"},
+    GUIDED | PENALISED | {"method": "target"},
 )
 """Kinds of requests for which there are no dummy rounds. Biased SMC requests also run alone, because beside exact
 requests other kernels draw the draft's tokens: those that couple them to the target's draws."""

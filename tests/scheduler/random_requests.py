@@ -63,6 +63,8 @@ def _more(draw: random.Random, method: str, tokens: int) -> Settings:
         given["min_tokens"] = draw.randint(1, tokens)
     if method != "draft" and draw.random() < 0.15:
         given |= {"logprobs": True, "top_logprobs": draw.randint(0, 5)}
+    elif draw.random() < 0.15:
+        given |= {"repetition_penalty": 1.3, "presence_penalty": 0.5}
     return given
 
 
