@@ -76,9 +76,7 @@ class AnySize(LatencyTreePolicy):
         self._config, self._draw = config, random.Random(0)
 
     def draft_size(self, trees: Iterable[TreeRequest], batch_size: int, *_given: object) -> DraftSize:
-        config, steps = self._config, self._draw.choice(self._config.block_levels)
+        config, (steps, branches, redrafted) = self._config, self._draw.choice(self._config.draft_sizes)
         tokens = batch_size * config.scored(steps)
         nodes = int(self._draw.choice((0.0, *NODE_SHARES)) * tokens) if batch_size > len(list(trees)) else 0
-        branches = self._draw.choice(config.branch_levels)
-        redrafted = config.redrafted or self._draw.choice((0, *config.redraft_levels))
         return DraftSize(branches, None if steps == config.block else steps, nodes, redrafted)
