@@ -220,8 +220,6 @@ def _replacement(function):
     if function in _REDUCTIONS:
         return _REDUCTIONS[function]
     name = (function.fn.__module__, function.fn.__name__)
-    if name == ("smc.kernels.truncation", "store_digit_sums"):
-        return _store_digit_sums
     block = _SUMS.get(name)
     return None if block is None else partial(_total_of_halves, block)
 
@@ -232,14 +230,6 @@ def _total_of_halves(block, given):
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
     return interpreter_operators.tensor(values[..., 0] if block else values, given.dtype, block)
-
-
-def _store_digit_sums(out, value, weight, digit):
-    """Sum for all values of the digit at once; `tests/kernels/test_truncation.py` compares this with the function."""
-    every = tl.arange(0, 1 << core._unwrap_if_constexpr(digit))
-    above = value.handle.data >= every.handle.data.astype(np.uint32)[:, None]
-    weights = interpreter_operators.tensor(np.where(above, weight.handle.data, np.float32(0.0)), weight.dtype, True)
-    return tl.store(out + every, _total_of_halves(True, weights), every > 0)
 
 
 def _patch_member(of, name, member, builder, scope) -> None:

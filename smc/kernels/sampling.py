@@ -126,7 +126,8 @@ def score(
     tokens = contiguous((label_X, more, row_X))
     distribution = (logits_TV, logits_TV.stride(0), temperature_T, cut)
     unfused = {"enable_fp_fusion": False}  # as in `draw`
-    sum_block[(splits, rows)](*distribution, vocab, max_TP, sum_TP, top_TP, BLOCK=block, num_warps=warps, **unfused)
+    sums = (max_TP, sum_TP, top_TP, None)
+    sum_block[(splits, rows)](*distribution, vocab, *sums, BLOCK=block, PART=block, num_warps=warps, **unfused)
     _finish_sum[(requested,)](
         *distribution, max_TP, sum_TP, top_TP, *tokens, logp_X, extra_logp_XY, splits, extra,
         BLOCK=triton.next_power_of_2(splits), EXTRA_BLOCK=max(EXTRA, triton.next_power_of_2(extra)), num_warps=1,
@@ -401,7 +402,7 @@ def write_distribution(logits_RV: Tensor, dist_RV: Tensor, temperature_R: Tensor
     sums = (room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits))
     given = (logits_RV, logits_RV.stride(0), temperature_R, cut, vocab, *sums)
     options = {"BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
-    sum_block[(splits, rows)](*given, **options)
+    sum_block[(splits, rows)](*given, None, PART=block, **options)
     _write_distribution[(splits, rows)](
         *given, dist_RV, dist_RV.stride(0), SPLITS=triton.next_power_of_2(splits), **options
     )
@@ -435,7 +436,7 @@ def log_mass(logp_RV: Tensor) -> Tensor:
     one_R = torch.ones(rows, device=logp_RV.device)
     unfused = {"enable_fp_fusion": False}
     sum_block[(splits, rows)](
-        logp_RV, logp_RV.stride(0), one_R, None, vocab, *sums, BLOCK=block, num_warps=8, **unfused
+        logp_RV, logp_RV.stride(0), one_R, None, vocab, *sums, None, BLOCK=block, PART=block, num_warps=8, **unfused
     )
     mass_R = room.floats(rows)
     _finish_mass[(rows,)](*sums[:2], mass_R, splits, SPLITS=triton.next_power_of_2(splits), num_warps=1, **unfused)

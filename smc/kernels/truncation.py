@@ -3,11 +3,14 @@ block; the cuts of truncated distributions (top-k, top-p and min-p, in that orde
 without sorting; and masks, which remove tokens that may not follow (`smc.executor.masks.apply_mask`).
 
 A truncation keeps a prefix of the descending order, equal entries by column, so a cut is the `order_key` of the last
-kept entry and that entry's column. The key is found digit by digit, from the top: a pass sums, block by block, the
-count (top-k) or the mass (top-p) of the entries at or above every value of the next digit, and the next pass begins at
-the largest value where that is enough. Sums are made in a fixed order: the same bits every time, whatever the dtype of
-the logits, from which only the number of passes follows. Kernels read the index of the pass and the processors in use
-at run time, so every kernel is compiled once for each dtype.
+kept entry and that entry's column. Few entries decide it. A pass over the logits keeps the largest entry of each part
+of a row. The k-th largest of these is at most the k-th largest entry of the row, so a program for each row lists all
+entries from there on, its candidates, and searches among them: first for the key at which enough entries lie (top-k),
+then for that at which enough mass lies (top-p). If they do not decide, because the row is flatter than those of a
+language model or has more equal entries, the same program searches the whole row. Which way a row takes depends on that
+row alone. Masses are rounded to integers, which are added exactly: so a row's cut does not depend on the dtype of the
+logits, from which only the number of steps follows. Kernels read at run time which truncations are in use, so every
+kernel is compiled once for each dtype.
 
 No compiler fuses multiplications and additions: it would do so in some variants of a kernel only, so that a row's bits
 would depend on whether another row is truncated.
@@ -18,7 +21,7 @@ nothing is possible, which are rare.
 
 The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-Local axes: P splits of the vocabulary, U passes (one more for where they begin), Y values of a digit."""
+Local axes: P splits of the vocabulary, Z parts of a row, C candidates."""
 
 from __future__ import annotations
 
@@ -35,8 +38,17 @@ from smc.distributions import DistributionSpec, Processors
 from smc.kernels.launch import one_variant
 from smc.kernels.norm import pair_sum
 
-DIGIT = 4
-"""Number of bits of the key that a pass finds."""
+PART = 64
+"""Columns of a part."""
+FEW_PARTS = 256
+"""Number of parts that have candidates where only mass decides. If these hold too little of it, three quarters of all
+parts have candidates."""
+CANDIDATES = 4096
+"""Maximum number of candidates of a row, and of entries that are read at a time for them."""
+MOST_OF_ROW = 2048
+"""Columns that are read at a time where a whole row is searched."""
+UNIT = tl.constexpr(2.0**40)
+"""The mass of a row's likeliest entry, as an integer."""
 ALLOWED, POSSIBLE = tl.constexpr(1), tl.constexpr(2)
 """What a program finds in its columns: one is allowed; one that is allowed is possible."""
 FIELDS = tl.constexpr(len(DistributionSpec._fields) - 1)
@@ -116,11 +128,13 @@ def finite(top):
     return tl.where(top == -float("inf"), 0.0, top)
 
 
-@one_variant("logits", "stride", "vocab")
+@one_variant("logits", "stride", "vocab", "largest_RZ")
 def sum_block(
-    logits, stride, temperature_R, cut, vocab, max_RP, sum_RP, top_RP, BLOCK: tl.constexpr
+    logits, stride, temperature_R, cut, vocab, max_RP, sum_RP, top_RP, largest_RZ,
+    BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Reduce one block of one row: its maximum, the column of that, and its sum of exponentials relative to that."""
+    """Reduce one block of one row: its maximum, the column of that, and its sum of exponentials relative to that. Given
+    `largest_RZ`, also the `order_key` of the largest entry of every part."""
     split, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     inverse, _ = inverse_temperature(temperature_R, row)
     raw, column = load_block(logits, stride, row, vocab, BLOCK)
@@ -129,6 +143,10 @@ def sum_block(
     tl.store(max_RP + row * splits + split, top)
     tl.store(top_RP + row * splits + split, split * BLOCK + at)
     tl.store(sum_RP + row * splits + split, block_sum(tl.exp(logit - finite(top))))
+    if largest_RZ is not None:
+        first = (row * splits + split) * (BLOCK // PART)
+        largest_Z = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
+        tl.store(largest_RZ + first + tl.arange(0, BLOCK // PART), largest_Z)
 
 
 @triton.jit
@@ -156,28 +174,39 @@ def truncate(
     share: float = 0.0,
     block: int | None = None,
     warps: int = 4,
+    most: int = CANDIDATES,
 ) -> Cut:
     """Find the cut of softmax(logits / temperature) by top-k, top-p and min-p, without those that are not active; a
     row's neutral value leaves one out.
 
     With `share` in (0, 1), dropped entries stay possible: the distribution after the cut is then the mixture of the
     untruncated distribution, with that share, and the truncated one. Only the first `vocab` columns count; the row
-    stride is free. A row with NaN has NaN after the cut, too."""
+    stride is free. A row with NaN has NaN after the cut, too. `most`, a power of two: maximum number of candidates of a
+    row."""
     require_rows(logits_RV, vocab)
     active = distribution.active
     used = UsedTruncations(*(int(bool(active & one)) for one in (Processors.TOP_K, Processors.TOP_P, Processors.MIN_P)))
     block = block or min(4096, triton.next_power_of_2(vocab))
-    search = _Search(logits_RV, vocab, distribution.temperature_R, block, warps)
-    search.begin(distribution, used)
-    if used.top_k:
-        search.find(counts=True)
-    if used.top_k and used.top_p:
-        search.turn(distribution.top_k_R, distribution.top_p_R)
-    if used.top_p:
-        search.find(counts=False)
-    if not used.top_k and not used.top_p:
-        search.measure(searched=False)
-    return search.end(share, used)
+    rows, splits, part = len(distribution.temperature_R), triton.cdiv(vocab, block), min(PART, block)
+    parts, room = splits * (block // part), Room(logits_RV.device)
+    given, unfused = (logits_RV, logits_RV.stride(0), distribution.temperature_R), {"enable_fp_fusion": False}
+    sums = RowSums(room.floats(rows, splits), room.floats(rows, splits), room.ints(rows, splits))
+    largest_RZ = room.ints(rows, parts)
+    sum_block[(splits, rows)](
+        *given, None, vocab, *sums, largest_RZ, BLOCK=block, PART=part, num_warps=warps, **unfused
+    )
+    lists = CandidateLists(largest_RZ, room.ints(rows, parts), room.ints(rows, most), room.ints(rows, most))
+    cut = Cut(key_R=room.ints(rows), last_R=room.ints(rows), drop_R=room.floats(rows))
+    few = (parts, parts) if vocab <= most else (min(FEW_PARTS, triton.cdiv(parts, 4)), triton.cdiv(3 * parts, 4))
+    sizes = SearchSizes(splits, parts, *few, share, math.log(share) if share else -math.inf)
+    values = (distribution.top_k_R, distribution.top_p_R, distribution.min_p_R)
+    _find_cut[(rows,)](
+        *given, vocab, values, used, sums, lists, cut, sizes,
+        BITS=16 if logits_RV.dtype == torch.bfloat16 else 32, BLOCK=min(block, MOST_OF_ROW),
+        SPLITS=triton.next_power_of_2(splits), PART=part, PARTS=triton.next_power_of_2(parts),
+        STEP=min(triton.next_power_of_2(parts), max(1, most // part)), MOST=most, num_warps=8, **unfused,
+    )  # fmt: skip
+    return cut
 
 
 class UsedTruncations(NamedTuple):
@@ -199,110 +228,179 @@ class RowSums(NamedTuple):
     """int32 column of the maximum."""
 
 
-class SearchAims(NamedTuple):
-    """The aim of each row's search, and where the search begins."""
+class CandidateLists(NamedTuple):
+    """The `order_key` of the largest entry of each part, and memory for a row's lists; int32."""
 
-    top_R: Tensor
-    total_R: Tensor
-    need_R: Tensor
-    floor_R: Tensor
-    low_UR: Tensor
-
-
-class GivenRows(NamedTuple):
-    """Rows of logits and their temperatures."""
-
-    logits_RV: Tensor
-    stride: int
-    temperature_R: Tensor
+    largest_RZ: Tensor
+    part_RZ: Tensor
+    """The parts that have candidates."""
+    key_RC: Tensor
+    column_RC: Tensor
 
 
-class Measured(NamedTuple):
-    """What a measurement finds in every block of a row."""
+class SearchSizes(NamedTuple):
+    """Sizes of the search, and the share of the untruncated distribution."""
 
-    above_RP: Tensor
-    """float32 number of entries above the key."""
-    mass_RP: Tensor
-    """Their mass."""
-    equal_RP: Tensor
-    """float32 number of entries that equal the key."""
-
-
-class CutSearch(NamedTuple):
-    """The results of searches, and the share of the untruncated distribution."""
-
-    total_R: Tensor
-    need_R: Tensor
-    bound_R: Tensor
-    ties_R: Tensor
+    splits: int
+    parts: int
+    few: int
+    """Number of parts that have candidates at first where only mass decides."""
+    many: int
+    """The same, if those hold too little mass."""
     share: float
     log_share: float
 
 
-class _Search:
-    """The buffers of one search, for all rows at once, and its steps in the order in which they are taken."""
+@triton.jit
+def copy_distribution(to, at, given, index, mask):
+    """Copy fields of a `DistributionSpec` from `index` of the given one to `at`."""
+    for i in tl.static_range(FIELDS):
+        tl.store(to[i] + at, tl.load(given[i] + index, mask=mask, other=0), mask=mask)
 
-    def __init__(self, logits_RV: Tensor, vocab: int, temperature_R: Tensor, block: int, warps: int) -> None:
-        rows, splits = len(temperature_R), triton.cdiv(vocab, block)
-        bits = 16 if logits_RV.dtype == torch.bfloat16 else 32
-        self._given, self._vocab = GivenRows(logits_RV, logits_RV.stride(0), temperature_R), vocab
-        self._rows, self._splits, self._block, self._warps, self._passes = rows, splits, block, warps, bits // DIGIT
-        self._sizes, room = {"BITS": bits, "SPLITS": triton.next_power_of_2(splits)}, Room(logits_RV.device)
-        self._sizes["enable_fp_fusion"] = False
-        self._aims = SearchAims(
-            top_R=room.floats(rows),
-            total_R=room.floats(rows),
-            need_R=room.floats(rows),
-            floor_R=room.ints(rows),
-            low_UR=room.ints(self._passes + 1, rows),
-        )
-        self._ties_R, self._bound_R = room.floats(rows), room.ints(rows)
-        self._cut = Cut(key_R=room.ints(rows), last_R=room.ints(rows), drop_R=room.floats(rows))
-        self._found_URPY = room.floats(self._passes, rows, splits, 1 << DIGIT)
-        self._measured = Measured(*(room.floats(rows, splits) for _ in Measured._fields))
-        self._best_RP = room.ints(rows, splits)
 
-    def begin(self, distribution: DistributionSpec[Tensor], used: UsedTruncations) -> None:
-        """Compute every row's maximum and mass, and the aim of the first search."""
-        # The memory of later measurements holds the blocks' maxima and sums for now.
-        sums = RowSums(self._measured.above_RP, self._measured.mass_RP, self._best_RP)
-        options = {"BLOCK": self._block, "num_warps": self._warps, "enable_fp_fusion": False}
-        sum_block[(self._splits, self._rows)](*self._given, None, self._vocab, *sums, **options)
-        values = (distribution.top_k_R, distribution.top_p_R, distribution.min_p_R)
-        _begin[(self._rows,)](
-            *self._given, self._vocab, *values, used, sums, self._aims, self._splits, **self._sizes, num_warps=1
-        )
+@one_variant("logits", "stride", "vocab", "lists")
+def _find_cut(
+    logits, stride, temperature_R, vocab, values, used, sums, lists, cut, sizes,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    STEP: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Find the cut of one row."""
+    row = tl.program_id(0)
+    logits_V, lowest = logits + row.to(tl.int64) * stride, tl.full((), -(1 << (BITS - 1)), tl.int32)
+    inverse, _ = inverse_temperature(temperature_R, row)
+    max_P, top, total = combine(sums.top_RP, sums.total_RP, row, sizes.splits, SPLITS)
+    number, top_p, min_p = tl.full((), 0, tl.int32), tl.full((), 1, tl.float32), tl.full((), 0, tl.float32)
+    if used.top_k != 0:
+        number = tl.minimum(tl.load(values[0] + row), vocab).to(tl.int32)
+    if used.top_p != 0:
+        top_p = tl.load(values[1] + row)
+    if used.min_p != 0:
+        min_p = tl.load(values[2] + row)
+    # If the row has a NaN, any column may result, even one past the end.
+    best = tl.load(logits_V + tl.minimum(best_column(max_P, sums.best_RP, row, sizes.splits), vocab - 1))
+    floor = tl.where(min_p > 0, _floor(top, min_p, inverse, best, BITS), lowest)
+    given, whole = (logits_V, vocab, inverse, top), (total * UNIT).to(tl.int64)
+    # Impossible entries, which masks make, are no candidates: below `least` there is nothing else.
+    least = (order_key(tl.full((), -float("inf"), tl.float32)) >> (32 - BITS)) + 1
+    is_cut, need = (number > 0) | (top_p < 1) | (min_p > 0), _required(whole, top_p)
+    begin, count = lowest, 0
+    if is_cut:
+        if (number > 0) | (top_p < 1):
+            wanted = tl.where(number > 0, number, sizes.few)
+            begin = _begin_of_parts(lists, row, sizes.parts, wanted, lowest, PARTS, BITS)
+        begin = tl.maximum(tl.where(number > 0, begin, tl.maximum(begin, floor)), least)
+        count = _list_candidates(logits_V, vocab, begin, lists, row, sizes.parts, PART, PARTS, STEP, MOST)
+    candidates = _load_candidates(lists, row, count, inverse, top, MOST, BITS)
+    has_all = (begin <= least) | ((number == 0) & (begin == floor))
+    has_mass = (number > 0) | has_all | (tl.sum(candidates[2], 0) >= need)
+    if is_cut & (has_mass == 0) & (count <= MOST):
+        begin = _begin_of_parts(lists, row, sizes.parts, sizes.many, lowest, PARTS, BITS)
+        begin = tl.maximum(tl.maximum(begin, floor), least)
+        count = _list_candidates(logits_V, vocab, begin, lists, row, sizes.parts, PART, PARTS, STEP, MOST)
+        candidates = _load_candidates(lists, row, count, inverse, top, MOST, BITS)
+        has_mass = (begin <= least) | (begin == floor) | (tl.sum(candidates[2], 0) >= need)
+    if not is_cut:
+        key, last, kept = lowest, tl.full((), -1, tl.int32), whole
+    elif has_mass & (count <= MOST):
+        key, last, kept = _decide(given, candidates, begin, floor, tl.minimum(number, count), top_p, whole, BITS, BLOCK)
+    else:
+        key, last, kept = _decide(given, None, lowest, floor, number, top_p, whole, BITS, BLOCK)
+    tl.store(cut.key_R + row, key)
+    tl.store(cut.last_R + row, last)
+    share = tl.minimum(kept.to(tl.float32) / UNIT / total, 1.0)
+    tl.store(cut.drop_R + row, sizes.log_share - tl.log((1.0 - sizes.share) / share + sizes.share))
 
-    def find(self, *, counts: bool) -> None:
-        """Find the largest allowed key at and above which there is enough, and measure there."""
-        for index in range(self._passes):
-            self._over_blocks(_find, index, int(counts))
-        self.measure(searched=True)
 
-    def measure(self, *, searched: bool) -> None:
-        """Measure what lies above the key that was found (without a search, the lowest allowed key), and what equals
-        it."""
-        self._over_blocks(_measure, self._passes if searched else 0, self._cut.key_R, self._measured)
+@triton.jit
+def _floor(top, min_p, inverse, best, BITS: tl.constexpr):
+    """Return the key at which min-p ends, given the row's largest logit."""
+    key = order_key((top + tl.log(min_p)) / inverse)
+    if BITS == 16:
+        # The first bfloat16 that is not smaller: in keys of positive numbers its lower bits are zeros, of negative
+        # numbers ones.
+        key = tl.where(key < 0, key, key + 0xFFFF) >> 16
+    return tl.minimum(key, order_key(best))
 
-    def turn(self, top_k_R: Tensor, top_p_R: Tensor) -> None:
-        """Turn from counts to mass: top-p keeps a share of the mass that top-k has kept."""
-        self._over_rows(_turn, top_k_R, top_p_R, self._aims, self._bound_R, self._ties_R)
 
-    def end(self, share: float, used: UsedTruncations) -> Cut:
-        log_share = math.log(share) if share else -math.inf
-        found = CutSearch(self._aims.total_R, self._aims.need_R, self._bound_R, self._ties_R, share, log_share)
-        logits, cut = (self._given.logits_RV, self._given.stride, self._vocab), self._cut
-        self._over_rows(_end, *logits, found, cut.last_R, cut.drop_R, used.top_k, used.top_p, BLOCK=self._block)
-        return cut
+@triton.jit
+def _mass(logit, inverse, top):
+    """Return the mass of entries, rounded down to an integer."""
+    return (tl.exp(logit * inverse - top) * UNIT).to(tl.int64)
 
-    def _over_blocks(self, kernel: triton.JITFunction, index: int, *arguments: object) -> None:
-        state = (self._aims.top_R, self._aims.need_R, self._aims.low_UR, self._found_URPY)
-        options = {"DIGIT": DIGIT, "BLOCK": self._block, "num_warps": self._warps, **self._sizes}
-        kernel[(self._splits, self._rows)](*self._given, self._vocab, *state, index, *arguments, **options)
 
-    def _over_rows(self, kernel: triton.JITFunction, *arguments: object, **options: object) -> None:
-        state = (self._given.temperature_R, self._aims.top_R, self._cut.key_R, self._measured, self._splits)
-        kernel[(self._rows,)](*state, *arguments, **options, **self._sizes, num_warps=self._warps)
+@triton.jit
+def _required(mass, top_p):
+    """Return the mass that the entries kept by top-p must hold; at least 1, which no row has without an entry."""
+    return tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
+
+
+@triton.jit
+def _begin_of_parts(lists, row, parts, number, lowest, PARTS: tl.constexpr, BITS: tl.constexpr):
+    """Return the key from which on so many parts have entries; the lowest key if there are no more parts than that."""
+    z = tl.arange(0, PARTS)
+    largest_Z = tl.load(lists.largest_RZ + row * parts + z, mask=z < parts, other=-0x80000000)
+    begin = _key_at(largest_Z, (z < parts).to(tl.int64), lowest, tl.full((), 0, tl.int64) + number, BITS)
+    return tl.where(number < parts, begin, lowest)
+
+
+@triton.jit
+def _load_candidates(lists, row, count, inverse, top, MOST: tl.constexpr, BITS: tl.constexpr):
+    """Return keys, columns and masses of the candidates, and 1 for those that exist, otherwise 0."""
+    c = tl.arange(0, MOST)
+    key_C = tl.load(lists.key_RC + row * MOST + c, mask=c < count, other=0)
+    column_C = tl.load(lists.column_RC + row * MOST + c, mask=c < count, other=0)
+    exists_C = (c < count).to(tl.int64)
+    return key_C, column_C, tl.where(c < count, _mass(_raw(key_C, BITS), inverse, top), 0), exists_C
+
+
+@triton.jit
+def _list_candidates(
+    logits_V, vocab, begin, lists, row, parts,
+    PART: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Write keys and columns of a row's entries from the key `begin` on, in the order of their columns; at most MOST.
+    Returns the number of all of them."""
+    z, list_Z = tl.arange(0, PARTS), lists.part_RZ + row * parts
+    is_in_Z = tl.load(lists.largest_RZ + row * parts + z, mask=z < parts, other=-0x80000000) >= begin
+    is_in_Z = is_in_Z & (z < parts)
+    tl.store(list_Z + tl.cumsum(is_in_Z.to(tl.int32), 0) - 1, z, mask=is_in_Z)
+    tl.debug_barrier()
+    chosen, count = tl.sum(is_in_Z.to(tl.int32), 0), 0
+    for first in range(0, chosen, STEP):
+        x = tl.arange(0, STEP * PART)
+        at = first + x // PART
+        column = tl.load(list_Z + at, mask=at < chosen, other=0) * PART + x % PART
+        inside = (at < chosen) & (column < vocab)
+        key = order_key(tl.load(logits_V + column, mask=inside, other=-float("inf")))
+        is_in = inside & (key >= begin)
+        to = count + tl.cumsum(is_in.to(tl.int32), 0) - 1
+        tl.store(lists.key_RC + row * MOST + to, key, mask=is_in & (to < MOST))
+        tl.store(lists.column_RC + row * MOST + to, column, mask=is_in & (to < MOST))
+        count += tl.sum(is_in.to(tl.int32), 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _decide(given, candidates, begin, floor, number, top_p, whole, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the key at which the kept entries end, the last kept column of the entries that equal it, and the kept
+    mass: of the candidates, or without them of the whole row. `number`: of entries that top-k keeps; 0: all."""
+    bound, ties_of_bound, kept, low = begin, whole * 0, whole, tl.maximum(begin, floor)
+    if number > 0:
+        bound = _find_key(given, candidates, begin, number.to(tl.int64), True, BITS, BLOCK)
+        above, mass, _, each = _measure(given, candidates, bound, BITS, BLOCK)
+        ties_of_bound = number - above
+        kept, low = mass + ties_of_bound * each, tl.maximum(bound, floor)
+    key, need = low, _required(kept, top_p)
+    if top_p < 1:
+        key = _find_key(given, candidates, low, need, False, BITS, BLOCK)
+    _, mass, ties, each = _measure(given, candidates, key, BITS, BLOCK)
+    if top_p < 1:
+        some = tl.maximum(each, 1)
+        ties = tl.minimum(ties, tl.maximum((need - mass + some - 1) // some, 1))
+    if (number > 0) & (key == bound):
+        ties = tl.minimum(ties, ties_of_bound)
+    return key, _column_of(given, candidates, key, ties, BLOCK), mass + ties * each
 
 
 @triton.jit
@@ -314,187 +412,85 @@ def _raw(key, BITS: tl.constexpr):
 
 
 @triton.jit
-def copy_distribution(to, at, given, index, mask):
-    """Copy fields of a `DistributionSpec` from `index` of the given one to `at`."""
-    for i in tl.static_range(FIELDS):
-        tl.store(to[i] + at, tl.load(given[i] + index, mask=mask, other=0), mask=mask)
-
-
-@one_variant()
-def _begin(
-    logits, stride, temperature_R, vocab, top_k_R, top_p_R, min_p_R, used, sums, aims, splits,
-    BITS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Set the aim and the beginning of one row's first search. The last search stops at the floor that min-p sets."""
-    row = tl.program_id(0)
-    inverse, _ = inverse_temperature(temperature_R, row)
-    max_P, top, total = combine(sums.top_RP, sums.total_RP, row, splits, SPLITS)
-    lowest = tl.full((), -(1 << (BITS - 1)), tl.int32)
-    floor = lowest
-    if used.min_p != 0:
-        min_p = tl.load(min_p_R + row)
-        key = order_key((top + tl.log(min_p)) / inverse)
-        if BITS == 16:
-            # The first bfloat16 that is not smaller: in keys of positive numbers its lower bits are zeros, of negative
-            # numbers ones.
-            key = tl.where(key < 0, key, key + 0xFFFF) >> 16
-        # If the row has a NaN, any column may result, even one past the end.
-        column = tl.minimum(best_column(max_P, sums.best_RP, row, splits), vocab - 1)
-        best = tl.load(logits + row.to(tl.int64) * stride + column)
-        floor = tl.where(min_p > 0, tl.minimum(key, order_key(best)), floor)
-    need = total
-    if used.top_k != 0:
-        top_k = tl.load(top_k_R + row)
-        need = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab).to(tl.float32)
-    elif used.top_p != 0:
-        need = _required(total, tl.load(top_p_R + row))
-    tl.store(aims.top_R + row, top)
-    tl.store(aims.total_R + row, total)
-    tl.store(aims.need_R + row, need)
-    tl.store(aims.floor_R + row, floor)
-    tl.store(aims.low_UR + row, tl.where((used.top_k != 0) & (used.top_p != 0), lowest, floor))
-
-
-@triton.jit
-def _required(mass, top_p):
-    """Return the mass that the entries kept by top-p must hold; more than there is if top-p is not used."""
-    # A share too small for float32 arrives as 0, and a required mass of 0 would be reached without any entry.
-    return tl.where(top_p < 1, tl.maximum(top_p, 1e-30) * mass, float("inf"))
-
-
-@triton.jit
-def _interval(
-    low_UR, found_URPY, need_R, row, rows, splits, index, DIGIT: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """Return the least key that a pass still has to tell from others: that of the previous pass, raised by the digit
-    that the previous pass found."""
-    low = tl.load(low_UR + index * rows + row)
-    if index > 0:
-        split, value = tl.arange(0, SPLITS)[:, None], tl.arange(0, 1 << DIGIT)[None, :]
-        at = (((index - 1) * rows + row) * splits + split) << DIGIT
-        found_Y = tl.sum(tl.load(found_URPY + at + value, mask=(split < splits) & (value > 0), other=0.0), 0)
-        is_enough_Y = (found_Y >= tl.load(need_R + row)) & (tl.arange(0, 1 << DIGIT) > 0)
-        low += tl.sum(is_enough_Y.to(tl.int32), 0) << (BITS - DIGIT * index)
-    return low
-
-
-@triton.jit
-def store_digit_sums(out, value, weight, DIGIT: tl.constexpr):
-    """Store the sums of the weights of a block at and above every value of a digit but 0."""
-    for v in tl.static_range(1, 1 << DIGIT):
-        tl.store(out + v, block_sum(tl.where(value >= v, weight, 0.0)))
-
-
-@one_variant("logits", "stride", "vocab", "found_URPY")
-def _find(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_UR, found_URPY, index, counts,
-    DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Sum one block of one row: count or mass at and above every value but 0 of this pass's digit."""
-    split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    # Loads that are issued before a branch are in flight meanwhile.
-    raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    inverse, _ = inverse_temperature(temperature_R, row)
-    top = tl.load(top_R + row)
-    low = _interval(low_UR, found_URPY, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
-    if split == 0:
-        tl.store(low_UR + (index + 1) * rows + row, low)
-    key = order_key(raw)
-    if counts != 0:
-        weight = (column < vocab).to(tl.float32)
-    else:
-        weight = tl.exp(raw.to(tl.float32) * inverse - top)
-    weight = tl.where(key >= low, weight, 0.0)
+def _key_at(key_X, weight_X, low, need, BITS: tl.constexpr):
+    """Return the largest key from `low` on at and above which the entries have the needed weight, bit by bit; `low` if
+    there is none."""
     # Unsigned, a difference of 32 bits does not overflow.
-    value = (key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)) >> (BITS - DIGIT * (index + 1))
-    out = found_URPY + (((index * rows + row) * splits + split) << DIGIT)
-    store_digit_sums(out, value, weight, DIGIT)
-
-
-@one_variant("logits", "stride", "vocab", "found_URPY", "measured")
-def _measure(
-    logits, stride, temperature_R, vocab, top_R, need_R, low_UR, found_URPY, index, key_R, measured,
-    DIGIT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Measure one block of one row: count and mass above the key, and the number of entries that equal it."""
-    split, row, splits, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
-    raw, column = load_block(logits, stride, row, vocab, BLOCK)
-    least = _interval(low_UR, found_URPY, need_R, row, rows, splits, index, DIGIT, BITS, SPLITS)
-    if split == 0:
-        tl.store(key_R + row, least)
-    inverse, _ = inverse_temperature(temperature_R, row)
-    key, mass = order_key(raw), tl.exp(raw.to(tl.float32) * inverse - tl.load(top_R + row))
-    exists, out = column < vocab, row * splits + split
-    tl.store(measured.above_RP + out, tl.sum(((key > least) & exists).to(tl.int32), 0).to(tl.float32))
-    tl.store(measured.mass_RP + out, block_sum(tl.where(key > least, mass, 0.0)))
-    tl.store(measured.equal_RP + out, tl.sum(((key == least) & exists).to(tl.int32), 0).to(tl.float32))
+    distance_X, found = key_X.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True), tl.full((), 0, tl.uint32)
+    weight_X, bit = tl.where(key_X >= low, weight_X, 0), tl.full((), 1 << (BITS - 1), tl.uint32)
+    for _ in range(BITS):
+        is_enough = tl.sum(tl.where(distance_X >= found + bit, weight_X, 0), 0) >= need
+        found, bit = tl.where(is_enough, found + bit, found), bit >> 1
+    return low + found.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _measured(temperature_R, top_R, key_R, measured, row, splits, BITS: tl.constexpr, SPLITS: tl.constexpr):
-    """Return for one row: its key, count and mass above it, the number of entries in every block that equal it, and the
-    mass of one of those."""
-    split, key = tl.arange(0, SPLITS), tl.load(key_R + row)
-    at, inside = row * splits + split, split < splits
-    above = tl.sum(tl.load(measured.above_RP + at, mask=inside, other=0.0), 0)
-    mass = tl.sum(tl.load(measured.mass_RP + at, mask=inside, other=0.0), 0)
-    equal_P = tl.load(measured.equal_RP + at, mask=inside, other=0.0)
-    inverse, _ = inverse_temperature(temperature_R, row)
-    each = tl.where(tl.sum(equal_P, 0) > 0, tl.exp(_raw(key, BITS) * inverse - tl.load(top_R + row)), 0.0)
-    return key, above, mass, equal_P, each
-
-
-@one_variant()
-def _turn(
-    temperature_R, top_R, key_R, measured, splits, top_k_R, top_p_R, aims, bound_R, ties_R,
-    BITS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Record for one row where top-k ends, and aim at a share of the mass up to there; without top-k at a share of all
-    mass, as if no row had it."""
-    row = tl.program_id(0)
-    key, above, mass, _, each = _measured(temperature_R, top_R, key_R, measured, row, splits, BITS, SPLITS)
-    ties = tl.load(aims.need_R + row) - above
-    tl.store(bound_R + row, key)
-    tl.store(ties_R + row, ties)
-    has_top_k, floor = tl.load(top_k_R + row) > 0, tl.load(aims.floor_R + row)
-    kept = tl.where(has_top_k, mass + ties * each, tl.load(aims.total_R + row))
-    tl.store(aims.need_R + row, _required(kept, tl.load(top_p_R + row)))
-    tl.store(aims.low_UR + row, tl.where(has_top_k, tl.maximum(key, floor), floor))
-
-
-@one_variant("logits", "stride", "vocab", "measured")
-def _end(
-    temperature_R, top_R, key_R, measured, splits, logits, stride, vocab, found, last_R, drop_R, counts, weighs,
-    BLOCK: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Finish one row: how many of the entries that equal the key are kept, the column of the last of them, and what is
-    added to the dropped entries."""
-    row = tl.program_id(0)
-    key, above, mass, equal_P, each = _measured(temperature_R, top_R, key_R, measured, row, splits, BITS, SPLITS)
-    equal = tl.sum(equal_P, 0)
-    ties = equal
-    if weighs != 0:
-        ties = tl.ceil((tl.load(found.need_R + row) - mass) / each)
-        ties = tl.where(ties >= 1, ties, 1.0)
-        if counts != 0:
-            ties = tl.where(key == tl.load(found.bound_R + row), tl.minimum(ties, tl.load(found.ties_R + row)), ties)
-    elif counts != 0:
-        ties = tl.load(found.need_R + row) - above
-    ties = tl.minimum(ties, equal)
-    tl.store(last_R + row, _column_of(logits + row.to(tl.int64) * stride, vocab, key, ties, equal_P, BLOCK, SPLITS))
-    kept = tl.minimum((mass + ties * each) / tl.load(found.total_R + row), 1.0)
-    tl.store(drop_R + row, found.log_share - tl.log((1.0 - found.share) / kept + found.share))
+def _load_entries(given, first, BLOCK: tl.constexpr):
+    """Return keys, masses and columns of a part of a row, and 1 for those that exist, otherwise 0."""
+    logits_V, vocab, inverse, top = given
+    column = first + tl.arange(0, BLOCK)
+    raw = tl.load(logits_V + column, mask=column < vocab, other=-float("inf"))
+    return order_key(raw), _mass(raw.to(tl.float32), inverse, top), column, (column < vocab).to(tl.int64)
 
 
 @triton.jit
-def _column_of(logits_V, vocab, key, number, equal_P, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the column at which the given number of a row's entries that equal `key` is reached; -1 if none is."""
-    split = tl.sum((tl.cumsum(equal_P, 0) < number).to(tl.int32), 0)
-    before = tl.sum(tl.where(tl.arange(0, SPLITS) < split, equal_P, 0.0), 0)
-    column = split * BLOCK + tl.arange(0, BLOCK)
-    is_equal = (order_key(tl.load(logits_V + column, mask=column < vocab, other=0.0)) == key) & (column < vocab)
-    rank = tl.cumsum(is_equal.to(tl.int32), 0)
-    return tl.max(tl.where(is_equal & (rank == (number - before).to(tl.int32)), column, -1), 0)
+def _find_key(given, candidates, low, need, COUNTS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_key_at`, with counts or masses as weights. A whole row is read once for two bits."""
+    if candidates is not None:
+        return _key_at(candidates[0], candidates[3] if COUNTS else candidates[2], low, need, BITS)
+    else:
+        found, unit = tl.full((), 0, tl.uint32), tl.full((), 1 << (BITS - 2), tl.uint32)
+        for _ in range(BITS // 2):
+            one_V = tl.zeros((BLOCK,), tl.int64)
+            two_V, three_V = one_V, one_V
+            for first in range(0, given[1], BLOCK):
+                key, mass, _column, exists = _load_entries(given, first, BLOCK)
+                weight = tl.where(key >= low, exists if COUNTS else mass * exists, 0)
+                distance = key.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+                one_V += tl.where(distance >= found + unit, weight, 0)
+                two_V += tl.where(distance >= found + 2 * unit, weight, 0)
+                three_V += tl.where(distance >= found + 3 * unit, weight, 0)
+            enough = (tl.sum(one_V, 0) >= need).to(tl.uint32) + (tl.sum(two_V, 0) >= need).to(tl.uint32)
+            found, unit = found + (enough + (tl.sum(three_V, 0) >= need).to(tl.uint32)) * unit, unit >> 2
+        return low + found.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _measure(given, candidates, key, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return count and mass of the entries above the key, how many equal it, and the mass of one of those."""
+    if candidates is not None:
+        key_C, _, mass_C, exists_C = candidates
+        above, equal = tl.sum(tl.where(key_C > key, exists_C, 0), 0), tl.sum(tl.where(key_C == key, exists_C, 0), 0)
+        mass = tl.sum(tl.where(key_C > key, mass_C, 0), 0)
+    else:
+        above_V = tl.zeros((BLOCK,), tl.int64)
+        mass_V, equal_V = above_V, above_V
+        for first in range(0, given[1], BLOCK):
+            key_V, each_V, _column, exists_V = _load_entries(given, first, BLOCK)
+            above_V += tl.where(key_V > key, exists_V, 0)
+            equal_V += tl.where(key_V == key, exists_V, 0)
+            mass_V += tl.where(key_V > key, each_V * exists_V, 0)
+        above, mass, equal = tl.sum(above_V, 0), tl.sum(mass_V, 0), tl.sum(equal_V, 0)
+    return above, mass, equal, tl.where(equal > 0, _mass(_raw(key, BITS), given[2], given[3]), 0)
+
+
+@triton.jit
+def _column_of(given, candidates, key, number, BLOCK: tl.constexpr):
+    """Return the column at which the given number of entries that equal the key is reached; -1 if none is."""
+    if candidates is not None:
+        key_C, column_C, _, exists_C = candidates
+        is_equal = (key_C == key) & (exists_C > 0)
+        rank = tl.cumsum(is_equal.to(tl.int32), 0)
+        return tl.max(tl.where(is_equal & (rank == number), column_C, -1), 0)
+    else:
+        last, before = tl.full((), -1, tl.int32), 0
+        for first in range(0, given[1], BLOCK):
+            key_V, _mass_V, column, exists = _load_entries(given, first, BLOCK)
+            is_equal = (key_V == key) & (exists > 0)
+            rank = before + tl.cumsum(is_equal.to(tl.int32), 0)
+            last = tl.maximum(last, tl.max(tl.where(is_equal & (rank == number), column, -1), 0))
+            before += tl.sum(is_equal.to(tl.int32), 0)
+        return last
 
 
 def apply_mask(

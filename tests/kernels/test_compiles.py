@@ -29,7 +29,7 @@ def test_sums_have_one_order(tmp_path):
     """The sums of a row have one order beside rows whose logits have another type, and after products of few and of
     many tokens, which have other types. No multiplication is fused with an addition, and no product with one."""
     found = json.loads(compiled("tests.kernels.sum_orders", tmp_path))
-    assert {"_find", "_measure", "_race", "_finish_race", "_finish_mass", "_add_norm", "_choose"} <= set(found)
+    assert {"_find", "_find_cut", "_race", "_finish_race", "_finish_mass", "_add_norm", "_choose"} <= set(found)
     for name, orders in found.items():
         one, *others = orders.values()
         assert all(one == other for other in others), name
@@ -61,6 +61,7 @@ def test_kernels_of_a_round_compile(tmp_path):
         "_with_inner_nodes",
         "_limit_outcomes",
         "_find",
+        "_find_cut",
         "_step_kernel",
         "_fixed_step_kernel",
         "_whole_kernel",

@@ -1,7 +1,5 @@
 """Truncation by top-k, top-p and min-p: scores and draws after a cut, against the slow reference and the torch
-distributions.
-
-Local axes: Y values of a digit."""
+distributions."""
 
 from __future__ import annotations
 
@@ -11,15 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smc import distributions
 from smc.arrays import to_device
 from smc.kernels import sampling
-from smc.kernels.truncation import DIGIT, Cut, store_digit_sums, truncate
+from smc.kernels.truncation import Cut, truncate
 from smc.philox import DrawKeys, Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
 from tests.kernels.truncation_helpers import kept
@@ -237,26 +233,39 @@ def test_top_p_does_not_depend_on_another_row_s_top_k(device):
         assert torch.equal(getattr(alone, name), getattr(beside, name)[:rows]), name
 
 
-@triton.jit
-def _digit_sums(out, value, weight, BLOCK: tl.constexpr, DIGIT: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    store_digit_sums(out, tl.load(value + at).to(tl.uint32, bitcast=True), tl.load(weight + at), DIGIT)
+CUT = [Spec(0.7, 20, 0.8), Spec(top_p=0.95), Spec(1.3, 30, 1.0, 0.001), Spec(min_p=0.02), Spec(0.0, 5, 0.5), Spec()]
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="no interpreter runs")
-@pytest.mark.parametrize("block", [1, 8, 256])
-def test_sums_of_digits_are_those_of_the_function_as_written(block, monkeypatch):
-    """Tests of truncation in the interpreter run a replacement of it, with the same bits."""
-    from tests import interpreter
+def cuts(logits_RV: torch.Tensor, most: int) -> list[list[float]]:
+    spec = law_spec(*CUT)
+    return [field.tolist() for field in truncate(logits_RV, logits_RV.shape[1], spec.to(DEVICE), block=64, most=most)]
 
-    generator = torch.Generator().manual_seed(block)
-    value_V = torch.randint(-2, 20, (block,), generator=generator, dtype=torch.int32)  # negative: of the largest
-    weight_V = torch.rand(block, generator=generator)
-    weight_V[block // 2] = math.nan if block == 8 else 0.0
-    found = []
-    for replacement in (interpreter._store_digit_sums, None):
-        monkeypatch.setitem(interpreter._replacements, store_digit_sums, replacement)
-        out_Y = torch.full((1 << DIGIT,), -1.0)
-        _digit_sums[(1,)](out_Y, value_V, weight_V, BLOCK=block, DIGIT=DIGIT)
-        found.append(out_Y.view(torch.int32))
-    assert torch.equal(*found) and found[0][1:].ne(found[0][0]).all()
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocab", "spread", "mask"),
+    [(1500, 2.0, 0.0), (1500, 0.05, 0.0), (1500, 2.0, 0.99), (1500, 2.0, 1.0), (150, 1.0, 0.0)],
+    ids=["peaked", "flat", "ten allowed", "one allowed", "few tokens"],
+)
+def test_few_candidates_and_the_whole_row_give_one_cut(dtype, vocab, spread, mask):
+    """With room for 8 candidates most rows are searched as a whole, with room for 2,048 none; between these, some take
+    more parts."""
+    generator = torch.Generator().manual_seed(14)
+    logits_RV = torch.randn(len(CUT), vocab, generator=generator).to(dtype) * spread
+    is_out_RV = torch.rand(len(CUT), vocab, generator=generator) < mask
+    is_out_RV[:, 77] = False
+    logits_RV[is_out_RV] = -math.inf
+    found = [cuts(logits_RV.to(DEVICE), most) for most in (8, 64, 256, 2048)]
+    possible_RV = logits_RV > -math.inf
+    first_RV, *others_RV = (kept(logits_RV, Cut(*map(torch.tensor, one))) & possible_RV for one in found)
+    assert all(torch.equal(one, first_RV) for one in others_RV)
+    for drop_R in (one[2] for one in found):
+        assert drop_R == pytest.approx(found[0][2], abs=1e-5)
+
+
+def test_a_row_has_the_same_cut_whatever_its_type():
+    """Beside a request with biases, a row's logits are in float32."""
+    logits_RV = (torch.randn(len(CUT), 1500, generator=torch.Generator().manual_seed(15)) * 2).bfloat16().to(DEVICE)
+    half, whole = (Cut(*map(torch.tensor, cuts(one_RV, 256))) for one_RV in (logits_RV, logits_RV.float()))
+    assert torch.equal(kept(logits_RV.cpu(), half), kept(logits_RV.cpu().float(), whole))
+    assert torch.equal(half.drop_R, whole.drop_R)
