@@ -5,11 +5,12 @@ without sorting; and masks, which remove tokens that may not follow (`smc.execut
 A truncation keeps a prefix of the descending order, equal entries by column, so a cut is the `order_key` of the last
 kept entry and that entry's column. Few entries decide it. A pass over the logits keeps the largest entry of each part
 of a row. The k-th largest of these is at most the k-th largest entry of the row, so a program for each row lists all
-entries from there on, its candidates, and searches among them: first for the key at which enough entries lie (top-k),
-then for that at which enough mass lies (top-p). If they do not decide, because the row is flatter than those of a
-language model or has more equal entries, the same program searches the whole row. Which way a row takes depends on that
-row alone. Masses are rounded to integers, which are added exactly: so a row's cut does not depend on the dtype of the
-logits, from which only the number of steps follows. Kernels read at run time which truncations are in use, so every
+possible entries from there on, its candidates, and searches among them: first for the key at which enough entries lie
+(top-k), then for that at which enough mass lies (top-p). If they do not decide, or are too many, because the row is
+flatter than those of a language model, has more equal entries, or keeps nearly as many as there are parts, the same
+program searches the whole row: about a millisecond for 151,936 entries on an H200. Which way a row takes depends on
+that row alone. Masses are rounded to integers, which are added exactly: so a row's cut does not depend on the dtype of
+the logits, from which only the number of steps follows. Kernels read at run time which truncations are in use, so every
 kernel is compiled once for each dtype.
 
 No compiler fuses multiplications and additions: it would do so in some variants of a kernel only, so that a row's bits
@@ -21,7 +22,7 @@ nothing is possible, which are rare.
 
 The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-Local axes: P splits of the vocabulary, Z parts of a row, C candidates."""
+Local axes: P splits of the vocabulary, Z parts of a row, C candidates, X entries."""
 
 from __future__ import annotations
 
@@ -41,8 +42,10 @@ from smc.kernels.norm import pair_sum
 PART = 64
 """Columns of a part."""
 FEW_PARTS = 256
-"""Number of parts that have candidates where only mass decides. If these hold too little of it, three quarters of all
-parts have candidates."""
+"""Maximum number of parts that have candidates at first where only mass decides; at most a quarter of all. If these
+hold too little of it, so many have as fill the lists of most rows."""
+FILLED = 0.8
+"""Share of its list that a row whose large entries lie anywhere fills then."""
 CANDIDATES = 4096
 """Maximum number of candidates of a row, and of entries that are read at a time for them."""
 MOST_OF_ROW = 2048
@@ -186,7 +189,7 @@ def truncate(
     require_rows(logits_RV, vocab)
     active = distribution.active
     used = UsedTruncations(*(int(bool(active & one)) for one in (Processors.TOP_K, Processors.TOP_P, Processors.MIN_P)))
-    block = block or min(4096, triton.next_power_of_2(vocab))
+    block, most = block or min(4096, triton.next_power_of_2(vocab)), min(most, triton.next_power_of_2(vocab))
     rows, splits, part = len(distribution.temperature_R), triton.cdiv(vocab, block), min(PART, block)
     parts, room = splits * (block // part), Room(logits_RV.device)
     given, unfused = (logits_RV, logits_RV.stride(0), distribution.temperature_R), {"enable_fp_fusion": False}
@@ -197,8 +200,8 @@ def truncate(
     )
     lists = CandidateLists(largest_RZ, room.ints(rows, parts), room.ints(rows, most), room.ints(rows, most))
     cut = Cut(key_R=room.ints(rows), last_R=room.ints(rows), drop_R=room.floats(rows))
-    few = (parts, parts) if vocab <= most else (min(FEW_PARTS, triton.cdiv(parts, 4)), triton.cdiv(3 * parts, 4))
-    sizes = SearchSizes(splits, parts, *few, share, math.log(share) if share else -math.inf)
+    few, many = (parts, parts) if vocab <= most else _numbers_of_parts(triton.cdiv(vocab, part), most)
+    sizes = SearchSizes(splits, parts, few, many, share, math.log(share) if share else -math.inf)
     values = (distribution.top_k_R, distribution.top_p_R, distribution.min_p_R)
     _find_cut[(rows,)](
         *given, vocab, values, used, sums, lists, cut, sizes,
@@ -207,6 +210,13 @@ def truncate(
         STEP=min(triton.next_power_of_2(parts), max(1, most // part)), MOST=most, num_warps=8, **unfused,
     )  # fmt: skip
     return cut
+
+
+def _numbers_of_parts(parts: int, most: int) -> tuple[int, int]:
+    """Return how many parts of a row have candidates at first where only mass decides, and then."""
+    filled = math.ceil(parts * -math.expm1(-FILLED * most / parts))
+    few = min(FEW_PARTS, triton.cdiv(parts, 4))
+    return few, max(few, min(filled, parts - triton.cdiv(parts, 16)))
 
 
 class UsedTruncations(NamedTuple):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from smc import distributions
 from smc.arrays import to_device
-from smc.kernels import sampling
+from smc.kernels import sampling, truncation
 from smc.kernels.truncation import Cut, truncate
 from smc.philox import DrawKeys, Purpose, exponentials, words
 from tests.kernels.conftest import DEVICE
@@ -244,8 +244,15 @@ def cuts(logits_RV: torch.Tensor, most: int) -> list[list[float]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("vocab", "spread", "mask"),
-    [(1500, 2.0, 0.0), (1500, 0.05, 0.0), (1500, 2.0, 0.99), (1500, 2.0, 1.0), (150, 1.0, 0.0)],
-    ids=["peaked", "flat", "ten allowed", "one allowed", "few tokens"],
+    [
+        (1500, 2.0, 0.0),
+        (1500, 4.0, 0.0),
+        (1500, 0.05, 0.0),
+        (1500, 2.0, 0.99),
+        (1500, 2.0, 1.0),
+        (150, 1.0, 0.0),
+    ],
+    ids=["spread", "peaked", "flat", "ten allowed", "one allowed", "few tokens"],
 )
 def test_few_candidates_and_the_whole_row_give_one_cut(dtype, vocab, spread, mask):
     """With room for 8 candidates most rows are searched as a whole, with room for 2,048 none; between these, some take
@@ -269,3 +276,35 @@ def test_a_row_has_the_same_cut_whatever_its_type():
     half, whole = (Cut(*map(torch.tensor, cuts(one_RV, 256))) for one_RV in (logits_RV, logits_RV.float()))
     assert torch.equal(kept(logits_RV.cpu(), half), kept(logits_RV.cpu().float(), whole))
     assert torch.equal(half.drop_R, whole.drop_R)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="no interpreter runs")
+@pytest.mark.parametrize(("spread", "most", "lists", "whole"), [(4.0, 2048, 5, 0), (4.0, 256, 6, 1), (0.05, 64, 6, 3)])
+def test_rows_are_searched_as_a_whole_only_if_candidates_do_not_decide(spread, most, lists, whole, monkeypatch):
+    """Of five truncated rows. With little room one takes more parts, and one keeps more entries than parts exist."""
+    from tests import interpreter
+
+    counts = dict.fromkeys(("_list_candidates", "_decide"), 0)
+
+    def counted(name: str):
+        def call(*arguments) -> None:
+            counts[name] += name == "_list_candidates" or arguments[1] is None
+
+        return call
+
+    for name in counts:
+        monkeypatch.setitem(interpreter._replacements, getattr(truncation, name), counted(name))
+    logits_RV = torch.randn(len(CUT), 1500, generator=torch.Generator().manual_seed(14)) * spread
+    cuts(logits_RV, most)
+    assert (counts["_list_candidates"], counts["_decide"]) == (lists, whole)
+
+
+@pytest.mark.parametrize("count", [64, 65])
+def test_as_many_candidates_as_there_is_room_for(count):
+    """The entry that the list has no room for is the largest one."""
+    logits_RV = torch.full((1, 1500), -5.0, device=DEVICE)
+    logits_RV[0, torch.arange(count - 1) * 23] = 1.0
+    logits_RV[0, 1499] = 2.0
+    spec = law_spec(Spec(top_k=2))
+    found = truncate(logits_RV, 1500, spec.to(DEVICE), block=64, most=64)
+    assert kept(logits_RV, found)[0].nonzero().flatten().tolist() == [0, 1499]
