@@ -28,6 +28,7 @@ from benchmarks.load import ClosedLoop
 from benchmarks.policy import TreeSize, VirtualClock, config_of
 from benchmarks.traces import TraceLibrary, load, replay_engine, replayed_request
 from smc.api.engine_config import GPU_PREFILL, EngineConfig
+from smc.api.request import Output
 from smc.executor.messages import Pending, PromptBatch
 from smc.executor.round_executor import RoundExecutor
 from smc.round.plan import RoundPlan, SequenceHandoff
@@ -142,6 +143,16 @@ class Simulated:
         )
 
 
+class ServiceLoop(ClosedLoop):
+    """Submits requests as the service does, while rounds run."""
+
+    def step(self) -> list[Output]:
+        self.wave += 1
+        outputs = self.engine.step(self._submit_missing)
+        self._remove_finished(outputs)
+        return outputs
+
+
 def simulate(
     library: TraceLibrary,
     latency: LatencyModel,
@@ -174,7 +185,7 @@ def simulate(
         worker: Any = engine.workers[role]
         worker.run_prompts = timed(role, seconds)
     asked = (replayed_request(library, number, MOST.particles) for number in itertools.count())
-    loop = ClosedLoop(engine, asked, requests)
+    loop = ServiceLoop(engine, asked, requests)
     for _ in range(FIRST_STEPS):
         loop.step()
     passes, begin, worked, tokens, answers = 0, clock.now, clock.worked, 0, 0

@@ -123,8 +123,8 @@ class EngineLoop:
             self.ended.set()
 
     def _turn(self) -> bool:
-        """Take everything from the inbox, submit requests for `SUBMIT_SECONDS`, then advance the engine once. If there
-        is nothing to do, first wait for a request. Return False if the loop is to stop."""
+        """Take everything from the inbox, then advance the engine once; meanwhile submit requests for `SUBMIT_SECONDS`.
+        If there is nothing to do, first wait for a request. Return False if the loop is to stop."""
         engine = self._engine
         wait = engine.idle and not self._backlog
         while wait or not self._inbox.empty():
@@ -143,10 +143,9 @@ class EngineLoop:
                 self._abort(item)
             else:
                 item()
-        self._submit_some()
         self._turned = time.monotonic()
         begin = time.monotonic_ns()
-        outputs = self._outliving_draft(engine.step) or []
+        outputs = self._outliving_draft(lambda: engine.step(self._submit_some)) or []
         times = self._timeline.end_step(begin, time.monotonic_ns()) if self._timeline else None
         unsubmitted, self._unsubmitted = self._unsubmitted, []
         self._deliver_step([*outputs, *unsubmitted], times)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -127,13 +127,16 @@ class RoundScheduler:
         """Forget rounds in flight whose results will not arrive."""
         self._in_flight = [None] * len(self._in_flight)
 
-    def step(self, allocate: AllocatePages) -> list[Pending[RoundReports]]:
-        """Launch the next round of every micro-batch, and read one round of each: the previous one if the executor is
-        pipelined, else the one just launched. Return the rounds that were read."""
+    def launch(self, allocate: AllocatePages) -> list[InFlightStep]:
+        """Launch the next round of every micro-batch. Return the rounds to be read now, one of each: the previous one
+        if the executor is pipelined, else the one just launched."""
         launched = [self._launch(members, allocate) for members in self._members]
         if self.pipelined:
             launched, self._in_flight = self._in_flight, launched
-        steps = [step for step in launched if step is not None]
+        return [step for step in launched if step is not None]
+
+    def read(self, steps: Sequence[InFlightStep]) -> list[Pending[RoundReports]]:
+        """Wait for rounds, and return them."""
         for step in steps:
             self._read(step)
         return [step.pending for step in steps]

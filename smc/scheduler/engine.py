@@ -49,8 +49,9 @@ from smc.types import BOTH_MODELS, Decoding, ModelRole
 NO_POTENTIALS: Mapping[str, Potential] = MappingProxyType({})
 
 COMPANY = 8
-"""Requests in rounds from which a step does not wait for the first tokens of its prompts. Waiting would stop the host,
-and with it all of them; a step later costs a new request a round."""
+"""Requests in rounds from which a new request waits for them, not they for it: a step takes it in after it has launched
+rounds, and does not wait for the first tokens of its prompts. Either costs a new request a round; the other way the
+host would keep all of them waiting."""
 
 
 class Engine:
@@ -185,14 +186,20 @@ class Engine:
         if (group := self.registry.groups.get(request_id)) is not None:
             self.registry.release(group)
 
-    def step(self) -> list[Output]:
-        """Advance everything once. Return new final output: at most one Output per request, in order of submission."""
+    def step(self, submit: Callable[[], object] | None = None) -> list[Output]:
+        """Advance everything once. Return new final output: at most one Output per request, in order of submission.
+
+        `submit` is called once, to submit requests: while rounds run if they have enough requests (`COMPANY`),
+        otherwise at the beginning."""
+        if submit is not None and not self._has_company:
+            submit()
+            submit = None
         self._end_expired()
         self.forecast.follow(self.registry.admitted)
         self._preparation.follow(self.registry.queue, beside=bool(self.registry.admitted))
         self._admit()
         beside_prompts = self._schedule_prefill()
-        rounds = self._run_decode_step()
+        rounds = self._run_decode_step(submit)
         self._overhead.follow(rounds, beside_prompts=beside_prompts)
         self._process_results(rounds)
         return self.results.take()
@@ -228,17 +235,28 @@ class Engine:
             self.prefill.grant(group)
         return self.prefill.schedule(self.registry.num_running)
 
-    def _run_decode_step(self) -> list[Pending[RoundReports]]:
+    @property
+    def _has_company(self) -> bool:
+        return self.executor.pipelined and self.registry.num_running >= COMPANY
+
+    def _run_decode_step(self, submit: Callable[[], object] | None) -> list[Pending[RoundReports]]:
         """Launch rounds of all running requests. Return the rounds whose results were read."""
-        every = self.registry.rounds.values()
+        every, found = self.registry.rounds.values(), []
         self._turns.begin_step(group for rounds in every for group in rounds.constrained())
-        return [one for rounds in every for one in rounds.step(self.preemption.allocate)]
+        for rounds in every:
+            launched = rounds.launch(self.preemption.allocate)
+            if launched and submit is not None:
+                submit()
+                submit = None
+            found += rounds.read(launched)
+        if submit is not None:
+            submit()
+        return found
 
     def _process_results(self, rounds: list[Pending[RoundReports]]) -> None:
         self.prefill.budget.accrue(rounds)
         self.fallback.apply_switches()
-        later = self.executor.pipelined and self.registry.num_running >= COMPANY
-        for group in self.prefill.finish(self._clock, later):
+        for group in self.prefill.finish(self._clock, later=self._has_company):
             self.registry.run(group)
         for group in self.potentials.follow(self.registry.admitted):
             self.registry.redraw(group)

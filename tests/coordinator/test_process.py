@@ -120,7 +120,7 @@ def test_all_callers_cancel(link):
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
         engine = made._remote.engine
         # All begin together: if each began when it arrives, the first ones would be decoded for twenty rounds.
-        engine.step = lambda: time.sleep(0.01) or []
+        engine.step = lambda submit: submit() or time.sleep(0.01) or []
         calls = [
             asyncio.create_task(ask(client, str(i), particles=1, max_tokens=400, ignore_eos=True)) for i in range(40)
         ]
@@ -144,7 +144,7 @@ def test_a_step_that_does_not_end_is_noticed():
     go_on = threading.Event()
 
     async def work(client: CoordinatorClient, steps: list[EngineStep]) -> None:
-        made._remote.engine.step = lambda: go_on.wait(30) and []
+        made._remote.engine.step = lambda submit: submit() or (go_on.wait(30) and [])
         asking = asyncio.create_task(ask(client, "x", particles=1, max_tokens=5))
         waiting = asyncio.create_task(asyncio.to_thread(made.wait))
         async with asyncio.timeout(20):

@@ -132,9 +132,10 @@ def live(
     after_step: Callable[[Engine], None] = lambda _: None,
 ) -> Lives:
     """Submit all requests in order and run them to their ends. In each step each kind of event occurs with the given
-    probability."""
+    probability. An engine that requests rounds ahead takes requests in while they run."""
     lives, waiting = Lives(), list(requests)
-    while waiting or not engine.idle:
+
+    def submit_some() -> None:
         while waiting and (rng.random() < submit or engine.idle):
             try:
                 engine.submit(waiting[0])
@@ -142,6 +143,11 @@ def live(
                 lives.events["queue full"] += 1
                 break
             waiting.pop(0)
+
+    ahead = engine.executor.pipelined
+    while waiting or not engine.idle:
+        if not ahead:
+            submit_some()
         if rng.random() < cancel and engine.registry.groups:
             engine.abort(rng.choice(list(engine.registry.groups)))
         if rng.random() < resize:
@@ -149,7 +155,7 @@ def live(
         if rng.random() < interrupt and (groups := running(engine)):
             engine.registry.preempt(rng.choice(groups))
             lives.events["interrupted"] += 1
-        for output in engine.step():
+        for output in engine.step(submit_some if ahead else None):
             lives.streamed.setdefault(output.request_id, []).append(output)
             if output.answer:
                 lives.final[output.request_id] = output.answer

@@ -11,6 +11,7 @@ import pytest
 from smc.api.engine_config import EngineConfig
 from smc.local_engine import local_engine
 from smc.scheduler import prefill_budget
+from smc.scheduler.decode import RoundScheduler
 from smc.scheduler.engine import COMPANY
 from smc.scheduler.prefill_budget import IN_FLIGHT, LEAST, LEFT_SECONDS, LEFT_STEPS, PrefillBudget
 from smc.types import ModelRole
@@ -329,6 +330,38 @@ def test_a_prompt_is_not_forgotten_beside_rounds():
 def test_shares_that_cannot_be(share):
     with pytest.raises(ValueError, match="prefill_share="):
         EngineConfig(prefill_share=share)
+
+
+@pytest.mark.parametrize("running", [0, COMPANY - 1, COMPANY])
+def test_requests_are_taken_in_while_rounds_of_many_requests_run(running, monkeypatch):
+    """Beside few requests at the beginning of a step, so that the prompt runs in it. The answer is the same."""
+    monkeypatch.setattr("smc.local_engine.ops_for", lambda _device: PaddingOps())
+    config = EngineConfig(form="lockstep", block=2, max_slots=32)
+    engine, events = local_engine(pair(512), config), []
+    for n in range(running):
+        engine.submit(request([n % 3, 1], str(n), method="target", seed=n, max_tokens=200, ignore_eos=True))
+    while engine.num_running < running:
+        engine.step()
+    engine.step()
+    new = request([2, 1], "new", method="target", seed=9, max_tokens=4, ignore_eos=True)
+    launch, read = RoundScheduler._launch, RoundScheduler._read
+    monkeypatch.setattr(RoundScheduler, "_launch", lambda *given: events.append("launch") or launch(*given))
+    monkeypatch.setattr(RoundScheduler, "_read", lambda *given: events.append("read") or read(*given))
+    run = engine.workers[ModelRole.TARGET].run_prompts
+    monkeypatch.setattr(
+        engine.workers[ModelRole.TARGET], "run_prompts", lambda batch: events.append("prompt") or run(batch)
+    )
+    found = engine.step(lambda: events.append("submit") or engine.submit(new))
+    assert events.count("submit") == 1
+    if running < COMPANY:
+        assert events[:2] == ["submit", "prompt"]
+    else:
+        assert events.index("launch") < events.index("submit") < events.index("read") and "prompt" not in events
+    while "new" in engine.registry.groups:
+        found += engine.step()
+    (answer,) = (one.answer for one in found if one.request_id == "new" and one.answer)
+    monkeypatch.undo()
+    assert_same(answer, answers(local_engine(pair(512), config), [new])["new"])
 
 
 @pytest.mark.parametrize(("running", "steps"), [(COMPANY - 1, 1), (COMPANY, 2)])

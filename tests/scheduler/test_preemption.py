@@ -201,15 +201,15 @@ def test_one_that_has_ended_is_answered_and_not_interrupted(monkeypatch):
     engine.submit(request(request_id="older", method="target", max_tokens=100, ignore_eos=True, seed=1))
     engine.submit(request(request_id="ends", particles=3, max_tokens=30, ignore_eos=True, seed=2))
     rounds, allocator, taken = engine.registry.rounds[BOTH_MODELS], engine.memory.allocators["target"], []
-    advance = rounds.step
+    read = rounds.read
 
-    def advance_and_take_all(provide) -> list:
-        read = advance(provide)
+    def read_and_take_all(steps) -> list:
+        found = read(steps)
         if not taken and any(group.id == "ends" and engine.registry.complete(group) for group in running(engine)):
             taken.append(allocator.allocate(allocator.num_free))
-        return read
+        return found
 
-    rounds.step, found = advance_and_take_all, {}
+    rounds.read, found = read_and_take_all, {}
     while not taken:
         before = {group.id: group.rounds for group in running(engine)}
         found |= {o.request_id: o.answer for o in engine.step() if o.answer}
