@@ -318,7 +318,9 @@ class WorkerGroupMetrics(Families):
 
     def _make_round_metrics(self) -> None:
         self._round = self._histogram(
-            "smc_round_seconds", "Time of a round, from its first command to its last decision.", ROUND_BUCKETS
+            "smc_round_seconds",
+            "Time of a round, from its first command to its last decision, and of taking in new requests.",
+            ROUND_BUCKETS,
         )
         self._round_part = self._histogram(
             "smc_round_part_seconds",

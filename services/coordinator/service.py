@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 MAX_BEHIND = 10_000
 """Maximum number of steps that wait for the gateway, equal to minutes. A gateway that is further behind has stopped."""
 SUBMIT_SECONDS = 0.01
-"""Time in which a turn of the loop submits requests, at least one: running requests wait for it. One takes up to a few
-milliseconds."""
+"""Time in which a turn of the loop submits requests, at least one. Few running requests wait for it, many only if it
+lasts longer than their rounds. One takes up to a few milliseconds."""
 
 
 class EngineLoop:

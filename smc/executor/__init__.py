@@ -14,7 +14,7 @@ Draft and verify run at the same time, each on the ranks of its model. The targe
 pass, the draft the selection after its steps. What is drafted in one round is verified in the next, but for what is
 drafted again: selected rows are the target's pending tokens until then (`SlotState.pending_SQ`).
 
-  plan    `smc.scheduler.decode`: `RoundScheduler.step`, which `Engine.step` calls, `_launch`: groups, pages, keys of
+  plan    `smc.scheduler.decode`: `RoundScheduler.launch`, which `Engine.step` calls, `_launch`: groups, pages, keys of
           random numbers -> `RoundPlan`, by `RoundPlanner.plan` in `planner`
   send    `services.link.remote_worker`: `RemotePair.round` sends the plan to the leaders of both models;
           `services.workers.rank`: `lead` receives it, `Rank.carry_out` runs it on each rank, `ResponseSender` answers.

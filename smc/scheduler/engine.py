@@ -189,8 +189,8 @@ class Engine:
     def step(self, submit: Callable[[], object] | None = None) -> list[Output]:
         """Advance everything once. Return new final output: at most one Output per request, in order of submission.
 
-        `submit` is called once, to submit requests: while rounds run if they have enough requests (`COMPANY`),
-        otherwise at the beginning."""
+        `submit` is called once, to submit requests, unless the step fails before: while rounds run if they have enough
+        requests (`COMPANY`), otherwise at the beginning. It must not raise."""
         if submit is not None and not self._has_company:
             submit()
             submit = None
