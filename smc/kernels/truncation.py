@@ -22,7 +22,7 @@ nothing is possible, which are rare.
 
 The host reads nothing, and grids follow from shapes alone, so all launches can be captured in a CUDA graph.
 
-Local axes: P splits of the vocabulary, Z parts of a row, C candidates, X entries."""
+Local axes: P splits of the vocabulary, Z parts of a row."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def truncate(
     lists = CandidateLists(largest_RZ, room.ints(rows, parts), room.ints(rows, most), room.ints(rows, most))
     cut = Cut(key_R=room.ints(rows), last_R=room.ints(rows), drop_R=room.floats(rows))
     few, many = (parts, parts) if vocab <= most else _numbers_of_parts(triton.cdiv(vocab, part), most)
-    sizes = SearchSizes(splits, parts, few, many, share, math.log(share) if share else -math.inf)
+    sizes = CutSizes(splits, parts, few, many, share, math.log(share) if share else -math.inf)
     values = (distribution.top_k_R, distribution.top_p_R, distribution.min_p_R)
     _find_cut[(rows,)](
         *given, vocab, values, used, sums, lists, cut, sizes,
@@ -248,7 +248,7 @@ class CandidateLists(NamedTuple):
     column_RC: Tensor
 
 
-class SearchSizes(NamedTuple):
+class CutSizes(NamedTuple):
     """Sizes of the search, and the share of the untruncated distribution."""
 
     splits: int

@@ -45,7 +45,7 @@ LOOKAHEAD, LOCKSTEP = (
 FORMS = {"lookahead": LOOKAHEAD, "lockstep": LOCKSTEP, "redrafting": replace(LOOKAHEAD, redrafting="always")}
 TOGETHER = [1, 2, 4]
 """Numbers of requests that are submitted at once; the requests differ between the two forms."""
-MISSED = 0.02
+MISSED = 0.025
 """Share of the variants that may be left to their first launch: rare mixtures of more rows than a dry run has."""
 Call = tuple[str, tuple]
 """A call of the executor: method and arguments."""
