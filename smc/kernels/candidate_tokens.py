@@ -24,6 +24,7 @@ from smc.arrays import Room, contiguous
 from smc.kernels.launch import one_variant
 from smc.kernels.sampling import exponentials
 from smc.kernels.truncation import (
+    PART,
     Cut,
     block_sum,
     combine,
@@ -33,11 +34,10 @@ from smc.kernels.truncation import (
     load_block,
     order_key,
     require_rows,
+    store_largest,
 )
 from smc.philox import DrawKeys, Purpose
 
-PART = 64
-"""Columns of a part. The first pass keeps the largest entry of each part."""
 TARGET = tl.constexpr(int(Purpose.TARGET))
 FAN = 8
 """Number of parts into which the next step of the search divides a part."""
@@ -177,9 +177,7 @@ def _survey(
     tl.store(sums.top_RP + row * splits + split, top)
     tl.store(sums.total_RP + row * splits + split, block_sum(tl.exp(logit - finite(top))))
     if PART > 0:
-        largest_Z = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
-        first = row * parts.width + split * (BLOCK // PART)
-        tl.store(parts.largest_RZ + first + tl.arange(0, BLOCK // PART), largest_Z)
+        store_largest(raw, parts.largest_RZ, PART)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ from smc.kernels.launch import one_variant
 from smc.kernels.norm import pair_sum
 
 PART = 64
-"""Columns of a part."""
+"""Columns of a part of a row, of which the first pass keeps the largest entry."""
 FEW_PARTS = 256
 """Maximum number of parts that have candidates at first where only mass decides; at most a quarter of all. If these
 hold too little of it, so many have as fill the lists of most rows."""
@@ -131,6 +131,14 @@ def finite(top):
     return tl.where(top == -float("inf"), 0.0, top)
 
 
+@triton.jit
+def store_largest(raw, largest_RZ, PART: tl.constexpr):
+    """Store the `order_key` of the largest entry of every part of this program's block of a row."""
+    PARTS: tl.constexpr = raw.shape[0] // PART
+    first = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * PARTS
+    tl.store(largest_RZ + first + tl.arange(0, PARTS), tl.max(tl.reshape(order_key(raw), (PARTS, PART)), 1))
+
+
 @one_variant("logits", "stride", "vocab", "largest_RZ")
 def sum_block(
     logits, stride, temperature_R, cut, vocab, max_RP, sum_RP, top_RP, largest_RZ,
@@ -147,9 +155,7 @@ def sum_block(
     tl.store(top_RP + row * splits + split, split * BLOCK + at)
     tl.store(sum_RP + row * splits + split, block_sum(tl.exp(logit - finite(top))))
     if largest_RZ is not None:
-        first = (row * splits + split) * (BLOCK // PART)
-        largest_Z = tl.max(tl.reshape(order_key(raw), (BLOCK // PART, PART)), 1)
-        tl.store(largest_RZ + first + tl.arange(0, BLOCK // PART), largest_Z)
+        store_largest(raw, largest_RZ, PART)
 
 
 @triton.jit
